@@ -1,0 +1,92 @@
+"""Causal grouped-query attention over packed rows, by the best kernel of the platform."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+KERNELS = ("xla", "cudnn", "splash")
+
+
+def choose_kernel(setting: str, dtype: jnp.dtype, platform: str) -> str:
+    """The kernel for the setting: "auto" is splash on TPU, cudnn on GPU in half precision, else xla.
+
+    Raises:
+        ValueError: for a setting that is neither "auto" nor one of `KERNELS`.
+    """
+    if setting in KERNELS:
+        return setting
+    if setting != "auto":
+        raise ValueError(f"attention: got {setting!r}, allowed are auto, {', '.join(KERNELS)}")
+    if platform == "tpu":
+        return "splash"
+    if platform in ("gpu", "cuda") and dtype in (jnp.bfloat16, jnp.float16):
+        return "cudnn"
+    return "xla"
+
+
+def row_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    kernel: str,
+    one_segment: bool,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
+
+    Args:
+        query: [R, L, H, h].
+        key, value: [R, L, K, h]; H is a multiple of K.
+        segment_ids: [R, L] int32; 0 is padding, which only sees padding.
+        kernel: "xla", "cudnn" or "splash".
+        one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
+            cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
+        mesh: needed by splash on more than one device: rows are split over (data, fsdp), heads over tensor.
+
+    Returns:
+        [R, L, H, h], the dtype of `query`.
+    """
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    if kernel == "splash":
+        return _splash(query * jnp.asarray(scale, query.dtype), key, value, segment_ids, mesh)
+    mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, scale=scale, implementation=kernel
+    )
+
+
+def _splash(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, mesh: Mesh | None
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length = query.shape[1]
+    if length % 128:
+        raise ValueError(f"row length: got {length}, splash attention needs a multiple of 128")
+    block = 512 if length % 512 == 0 else 128
+    sizes = splash.BlockSizes(**{name: block for name in ("block_q", "block_kv", "block_kv_compute", "block_q_dkv",
+                                                          "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
+                                                          "block_kv_dq")})  # fmt: skip
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        heads = query.shape[2]
+        mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
+        kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+        # The kernel for grouped queries repeats nothing; this one wants as many key as query heads or a divisor.
+        swapped = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        return jnp.swapaxes(jax.vmap(kernel)(*swapped, splash.SegmentIds(segment_ids, segment_ids)), 1, 2)
+
+    if mesh is None or mesh.size == 1:
+        return local(query, key, value, segment_ids)
+    rows, heads = P(("data", "fsdp"), None), P(("data", "fsdp"), None, "tensor", None)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+    )(query, key, value, segment_ids)

@@ -1,0 +1,266 @@
+"""Qwen2 and Qwen3 dense decoders as Flax NNX modules, seen from outside as pure functions of parameters.
+
+A module is built once as a skeleton (`nnx.split`), its parameters are a plain nested dict with the layers stacked on the
+leading axis: what optax, Orbax and the sharding table want to see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, rotary_tables
+from dcmdp_jax.types import Params
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], what the caller wants back)."""
+
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+"""Pins an activation's logical axes to the mesh; the identity on one device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How the forward pass runs; none of it changes what is computed beyond rounding.
+
+    Attributes:
+        dtype: "float32" or "bfloat16", of activations and products.
+        remat: "none" saves all, "dots" saves matrix products, "full" saves only each layer's input.
+        attention: "auto", "xla", "cudnn" or "splash".
+        logprob_chunk: tokens whose [chunk, V] logits exist at one time.
+        one_segment: rows hold one completion each (see `row_attention`).
+    """
+
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "auto"
+    logprob_chunk: int = 1024
+    one_segment: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, allowed are float32, bfloat16")
+        if self.remat not in ("none", "dots", "full"):
+            raise ValueError(f"remat: got {self.remat!r}, allowed are none, dots, full")
+        if self.logprob_chunk < 1:
+            raise ValueError(f"logprob_chunk: got {self.logprob_chunk}, must be at least 1")
+
+
+class Attention(nnx.Module):
+    """Projections, head norms and rotary embedding around an attention function given by the caller."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        def linear(size_in: int, size_out: int, bias: bool) -> Linear:
+            return Linear(size_in, size_out, bias=bias, std=config.initializer_range, rngs=rngs, dtype=dtype)
+
+        self.config = config
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = linear(config.hidden_size, width, config.attention_bias)
+        self.k = linear(config.hidden_size, kv_width, config.attention_bias)
+        self.v = linear(config.hidden_size, kv_width, config.attention_bias)
+        self.o = linear(width, config.hidden_size, config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+        heads = (*x.shape[:2], -1, self.config.head_dim)
+        query, key, value = (layer(x).reshape(heads) for layer in (self.q, self.k, self.v))
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        attended, extra = attend(apply_rotary(query, rotary), apply_rotary(key, rotary), value)
+        return self.o(attended.reshape(*x.shape[:2], -1)), extra
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer; the same for training rows and for decoding with a cache."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+        attended, extra = self.attention(self.attention_norm(x), rotary, attend)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), extra
+
+
+class Decoder(nnx.Module):
+    """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V]."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        std = jnp.asarray(config.initializer_range, dtype)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs, dtype=dtype)
+
+        self.layers = stacked(rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.output = nnx.Param(jax.random.normal(rngs.params(), shape[::-1], dtype) * std)
+
+
+@functools.lru_cache(maxsize=32)
+def _skeleton(config: ModelConfig) -> nnx.GraphDef:
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    return nnx.graphdef(abstract)
+
+
+@functools.lru_cache(maxsize=32)
+def _block_skeleton(config: ModelConfig) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), dtype=jnp.float32)))
+
+
+def _merge(graphdef: nnx.GraphDef, params: Params) -> Any:
+    return nnx.merge(graphdef, nnx.State(jax.tree.map(nnx.Param, params, is_leaf=lambda x: not isinstance(x, dict))))
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
+    """Fresh parameters: matrices normal with `initializer_range`, norms 1, biases 0.
+
+    Args:
+        config: the model.
+        key: a `jax.random.key`.
+        dtype: "float32" or "bfloat16".
+
+    Returns:
+        Nested dict; `layers` leaves carry a leading axis of `num_layers`.
+    """
+    model = Decoder(config, rngs=nnx.Rngs(params=key), dtype=jnp.dtype(dtype))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
+    """`jax.ShapeDtypeStruct`s of `init_params`, without making an array."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))
+
+
+def logical_axes(config: ModelConfig) -> Params:
+    """Names of the axes of every parameter, in the tree of `init_params`; a name is mapped to the mesh elsewhere."""
+    names = {
+        "q": ("embed", "heads"),
+        "k": ("embed", "kv_heads"),
+        "v": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+        "gate": ("embed", "mlp"),
+        "up": ("embed", "mlp"),
+        "down": ("mlp", "embed"),
+    }
+
+    def axes(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
+        keys = [entry.key for entry in path]
+        if keys[0] == "embedding":
+            return ("vocab", "embed")
+        if keys[0] == "output":
+            return ("embed", "vocab")
+        if keys[-1] == "scale":
+            return ("layers", None)[-leaf.ndim :] if keys[0] == "layers" else (None,)
+        matrix = names[keys[-2]]
+        return ("layers", *matrix) if keys[-1] == "kernel" else ("layers", matrix[1])
+
+    return jax.tree_util.tree_map_with_path(axes, param_shapes(config))
+
+
+def _identity(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    del axes
+    return x
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    input_ids: jax.Array,
+    position_ids: jax.Array,
+    segment_ids: jax.Array,
+    compute: Compute,
+    *,
+    constrain: Constrain = _identity,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Final normed hidden states of packed rows; `hidden[t]` predicts token t + 1.
+
+    Args:
+        params: as `init_params` makes.
+        config: the model.
+        input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
+        compute: dtype, rematerialisation and kernel.
+        constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
+        mesh: the mesh, for kernels that need `shard_map`.
+
+    Returns:
+        [R, L, D] in the compute dtype.
+    """
+    dtype = jnp.dtype(compute.dtype)
+    kernel = choose_kernel(compute.attention, dtype, jax.default_backend() if mesh is None else _platform(mesh))
+    model = _merge(_skeleton(config), params)
+    rotary = rotary_tables(config, position_ids)
+    axes = ("rows", "length", "hidden")
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        options = {"kernel": kernel, "one_segment": compute.one_segment, "mesh": mesh}
+        return row_attention(query, key, value, segment_ids, **options), None
+
+    def layer(x: jax.Array, block: Block) -> jax.Array:
+        return constrain(block(x, rotary, attend)[0], axes)
+
+    if compute.remat == "full":
+        layer = nnx.remat(layer)
+    elif compute.remat == "dots":
+        layer = nnx.remat(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    x = constrain(model.embedding.get_value().astype(dtype)[input_ids], axes)
+    x = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model.layers)
+    return model.norm(x)
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
+
+
+def output_kernel(params: Params) -> jax.Array:
+    """The output matrix [D, V]: the transposed embedding when tied."""
+    return params["output"] if "output" in params else params["embedding"].T
+
+
+def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
+    """One parameter dict per layer, for decoding with the layers unrolled (twice the speed of a scan there)."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(config.num_layers)]
+
+
+def apply_block(
+    layer_params: Params, config: ModelConfig, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend
+) -> tuple[jax.Array, Any]:
+    """One layer with the caller's attention, for engines that keep a key-value cache.
+
+    Args:
+        layer_params: one entry of `unstack_layers`; kernels may be `QuantizedKernel`s.
+        config: the model.
+        x: [B, T, D] residual stream.
+        rotary: `rotary_tables(config, positions)`.
+        attend: gets rotated queries and keys and the values, returns the attended heads and anything else (a cache).
+
+    Returns:
+        The residual stream after the layer, and what `attend` returned beside.
+    """
+    return _merge(_block_skeleton(config), layer_params)(x, rotary, attend)
+
+
+def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """The norm before the output layer, for callers of `apply_block`."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
+    return normed.astype(x.dtype) * params["norm"]["scale"].astype(x.dtype)

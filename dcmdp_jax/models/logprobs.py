@@ -1,0 +1,164 @@
+"""Log-probabilities of given tokens from hidden states, without ever holding [T, V] logits.
+
+The one place where the shift by one happens: `logprobs[t]` belongs to token t and comes from hidden state t - 1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dcmdp_jax.types import Array
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    input_ids: jax.Array,
+    mask: jax.Array,
+    *,
+    temperature: float,
+    chunk: int,
+    compact: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """log pi(token t | tokens before t) and the entropy of the distribution that token t was drawn from.
+
+    With z = h_{t-1} W / temperature:
+
+        logprobs[t] = z[token_t] - logsumexp(z),    entropy[t] = logsumexp(z) - sum_v softmax(z)_v z_v.
+
+    Logits exist for `chunk` tokens at a time, forward and backward: the backward pass recomputes them, and adds the
+    gradient of W in float32 (a bfloat16 sum over chunks loses 1e-2 of it). Gradients flow to `hidden` and `kernel`
+    from both results.
+
+    Args:
+        hidden: [R, L, D] final normed hidden states.
+        kernel: [D, V] output matrix, cast to the dtype of `hidden`.
+        input_ids: [R, L] int32.
+        mask: [R, L] bool, the tokens whose log-prob is wanted. The first token of a row or of a segment has no
+            predecessor to come from and must be false.
+        temperature: divides the logits; the one the tokens were sampled at.
+        chunk: how many tokens' logits exist at one time.
+        compact: gather the wanted tokens first, so that padding and prompts cost nothing. Right on one device; on a mesh
+            the gather would move rows between devices, so every position is computed there.
+
+    Returns:
+        logprobs and entropy, [R, L] float32 in nats, 0 where `mask` is false.
+
+    Raises:
+        ValueError: if the temperature is not positive or shapes disagree.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature: got {temperature}, must be above 0")
+    if hidden.shape[:2] != input_ids.shape or input_ids.shape != mask.shape:
+        raise ValueError(f"hidden {hidden.shape}, input_ids {input_ids.shape}, mask {mask.shape}: rows must agree")
+    rows, length, width = hidden.shape
+    kernel = kernel.astype(hidden.dtype)
+    previous = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    if compact:
+        total = rows * length
+        size = min(chunk, total)
+        blocks = -(-total // size)
+        wanted = mask.reshape(-1)
+        # Wanted tokens first, in order: the loop over blocks then stops after the last of them.
+        order = jnp.argsort(~wanted, stable=True)
+        place = jnp.argsort(order)
+        padding = blocks * size - total
+        gathered = jnp.pad(_permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
+        targets = jnp.pad(input_ids.reshape(-1)[order], (0, padding))
+        count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
+        blocked = gathered.reshape(blocks, size, width), targets.reshape(blocks, size)
+        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)
+        logprobs, entropy = (x.reshape(-1)[:total][place].reshape(rows, length) for x in (logprobs, entropy))
+    else:
+        size = max(d for d in range(1, length + 1) if length % d == 0 and d <= max(1, chunk // rows))
+        blocked = (_split(previous, size), _split(input_ids, size))
+        count = jnp.int32(length // size)
+        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)
+        logprobs, entropy = (jnp.moveaxis(x, 0, 1).reshape(rows, length) for x in (logprobs, entropy))
+    return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+def _split(x: jax.Array, size: int) -> jax.Array:
+    """[R, L, ...] -> [L / size, R, size, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row by row."""
+    del place
+    return x[order]
+
+
+def _permute_forward(x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x[order], place
+
+
+def _permute_backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent[place], None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+def _block(hidden: jax.Array, targets: jax.Array, kernel: jax.Array, scale: float) -> tuple[jax.Array, ...]:
+    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32) * scale
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    entropy = normalizer - jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1)
+    return chosen - normalizer, entropy, normalizer
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked_logprobs(
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """`hidden` [C, ..., D], `targets` [C, ...]; blocks from `count` on are not computed and give 0."""
+    return _blocked_forward(hidden, targets, kernel, count, scale)[0]
+
+
+def _blocked_forward(
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        block = _block(hidden[i], targets[i], kernel, scale)
+        return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
+    return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy)
+
+
+def _blocked_backward(
+    scale: float, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Array | None, ...]:
+    hidden, targets, kernel, count, normalizer, entropy = saved
+    logprob_bar, entropy_bar = cotangents
+
+    def body(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden_bar, kernel_bar = grads
+        block = hidden[i]
+        logits = jnp.matmul(block, kernel, preferred_element_type=jnp.float32) * scale
+        centered = logits - normalizer[i][..., None]
+        # d logprob / d z = onehot - p;  d entropy / d z = -p (log p + entropy)
+        pull = logprob_bar[i][..., None] + entropy_bar[i][..., None] * (centered + entropy[i][..., None])
+        onehot = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[i][..., None]
+        logits_bar = (jnp.where(onehot, logprob_bar[i][..., None], 0.0) - jnp.exp(centered) * pull) * scale
+        logits_bar = logits_bar.astype(block.dtype)
+        hidden_bar = hidden_bar.at[i].set(jnp.matmul(logits_bar, kernel.T).astype(block.dtype))
+        axes = tuple(range(block.ndim - 1))
+        product = lax.dot_general(block, logits_bar, ((axes, axes), ((), ())), preferred_element_type=jnp.float32)
+        return hidden_bar, kernel_bar + product
+
+    zeros = jnp.zeros_like(hidden), jnp.zeros(kernel.shape, jnp.float32)
+    hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
+    none = np.zeros(targets.shape, jax.dtypes.float0)
+    return hidden_bar, none, kernel_bar.astype(kernel.dtype), np.zeros((), jax.dtypes.float0)
+
+
+_blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)

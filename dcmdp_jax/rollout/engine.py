@@ -1,0 +1,73 @@
+"""The protocol every inference engine keeps: the embedded one, a vLLM sidecar, whatever comes after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from dcmdp_jax.types import Params, Rollout
+
+
+class EngineError(RuntimeError):
+    """The engine gave something that must not be trained on, or broke."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """The distribution to sample from.
+
+    Attributes:
+        group_size: completions for each prompt, G.
+        max_completion_tokens: length limit of a completion, end-of-sequence included.
+        temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at temperature 1).
+        top_p: nucleus mass; below 1 the log-probs are those of the cut distribution (evaluation only).
+        stop_token_ids: a completion ends with the first of these.
+    """
+
+    group_size: int
+    max_completion_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"group_size: got {self.group_size}, must be at least 1")
+        if self.max_completion_tokens < 1:
+            raise ValueError(f"max_completion_tokens: got {self.max_completion_tokens}, must be at least 1")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature: got {self.temperature}, must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: got {self.top_p}, must be in (0, 1]")
+
+
+class Engine(Protocol):
+    """Samples completions and reports the probabilities it sampled them with.
+
+    Weights arrive by `push_weights` and stay until the next push. Sampling is a function of (seed, step, row), row being
+    `prompt * group_size + member`: neither batch composition nor earlier calls change it.
+    """
+
+    def push_weights(self, params: Params, policy_version: int) -> None:
+        """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+    ) -> Rollout:
+        """Samples `group_size` completions for each prompt of int32 token ids.
+
+        Raises:
+            ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine.
+            EngineError: if a log-prob is not finite, naming completion and token, or no weights were pushed.
+        """
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """The engine's own log-probs, float32 nats, of given completions, one array per completion."""
+
+    def close(self) -> None:
+        """Frees what the engine holds; safe to call twice."""

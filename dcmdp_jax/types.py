@@ -1,0 +1,120 @@
+"""The structs that cross module borders. No logic lives here.
+
+Letters: `N` completions of a mini-batch, `M` mini-batches, `A` micro-batches, `R` rows of a micro-batch, `L` row length.
+Every token array is aligned to the token it describes: `logprobs[t] = log pi(token t | tokens before t)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Array = jax.Array | np.ndarray
+Params = dict[str, Any]
+"""Model parameters: nested dict of arrays, layers stacked on the leading axis."""
+
+
+class WeightedSum(NamedTuple):
+    """An unreduced mean: add micro-batches and hosts first, divide `total` by `weight` once."""
+
+    total: Array
+    weight: Array
+
+
+class DualState(NamedTuple):
+    """What the dual ascent remembers between steps.
+
+    Attributes:
+        multiplier: [] float32, lambda, in advantage units per unit of discrepancy.
+        window: [n] float32, the last n batch-mean discrepancies, oldest first.
+        filled: [] int32, how many entries of `window` hold a real value.
+    """
+
+    multiplier: Array
+    window: Array
+    filled: Array
+
+
+class TrainState(NamedTuple):
+    """Everything that learns, one pure state.
+
+    Attributes:
+        step: [] int32, finished training steps.
+        params: float32 or bfloat16 master parameters.
+        opt_state: the optax state.
+        dual: the multiplier and its window.
+        skipped_in_row: [] int32, optimizer updates skipped without a finite one in between.
+    """
+
+    step: Array
+    params: Params
+    opt_state: Any
+    dual: DualState
+    skipped_in_row: Array
+
+
+class Rows(NamedTuple):
+    """Packed rows of one length bucket, `[M, A, R, L]` each, or `[R, L]` inside a micro-batch.
+
+    Attributes:
+        input_ids: int32 token ids.
+        position_ids: int32, restart at 0 with every segment.
+        segment_ids: int32, 1, 2, ... within a row; 0 is padding.
+        completion_mask: bool, true on sampled tokens, end-of-sequence included.
+        completion_index: int32, which completion of the mini-batch a token belongs to; 0 where the mask is false.
+        rollout_logprobs: float32 nats, the inference engine's; 0 where the mask is false.
+    """
+
+    input_ids: Array
+    position_ids: Array
+    segment_ids: Array
+    completion_mask: Array
+    completion_index: Array
+    rollout_logprobs: Array
+
+
+class Batch(NamedTuple):
+    """One training step's data: M mini-batches, each in a few row-length buckets.
+
+    Attributes:
+        rows: one `Rows` for each bucket, shortest first; `[M, A_b, R_b, L_b]`.
+        micro_batches: [M, buckets] int32, how many of the A_b micro-batches hold any row; the step runs only those.
+        rewards: [M, N] float32.
+        group_ids: [M, N] int32 in 0 .. N-1, which prompt a completion answers.
+        completion_lengths: [M, N] int32 sampled tokens.
+        loss_mask: [M, N] bool; false: the completion takes no part in the loss (padding, dropped, or truncated when a
+            setting says so). Group statistics and discrepancy still see it where `valid` is true.
+        valid: [M, N] bool; false on padding and on dropped completions.
+    """
+
+    rows: tuple[Rows, ...]
+    micro_batches: Array
+    rewards: Array
+    group_ids: Array
+    completion_lengths: Array
+    loss_mask: Array
+    valid: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """What an engine returns: N = prompts * G completions, ragged, completion `p * G + j` answers prompt p.
+
+    Attributes:
+        prompt_ids: per completion, [P_i] int32.
+        completion_ids: per completion, [T_i] int32, the end-of-sequence token included when it was sampled.
+        rollout_logprobs: per completion, [T_i] float32 nats, under the distribution sampled from.
+        finish_reasons: per completion, "stop" (sampled an end token) or "length".
+        group_ids: [N] int32, index of the prompt.
+        policy_version: the training step whose weights produced the completions.
+    """
+
+    prompt_ids: list[np.ndarray]
+    completion_ids: list[np.ndarray]
+    rollout_logprobs: list[np.ndarray]
+    finish_reasons: list[str]
+    group_ids: np.ndarray
+    policy_version: int
