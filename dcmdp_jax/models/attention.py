@@ -62,9 +62,7 @@ def row_attention(
     )
 
 
-def _splash(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, mesh: Mesh | None
-) -> jax.Array:
+def _splash(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, mesh: Mesh | None) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -80,13 +78,19 @@ def _splash(
         heads = query.shape[2]
         mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
         kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
-        # The kernel for grouped queries repeats nothing; this one wants as many key as query heads or a divisor.
+        # The multi-head kernel serves grouped queries too: query head i reads key head i // (H / K).
         swapped = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
         return jnp.swapaxes(jax.vmap(kernel)(*swapped, splash.SegmentIds(segment_ids, segment_ids)), 1, 2)
 
     if mesh is None or mesh.size == 1:
         return local(query, key, value, segment_ids)
+    ways, kv_heads = mesh.shape["tensor"], key.shape[2]
+    if query.shape[2] % ways:
+        raise ValueError(f"mesh tensor: got {ways}, splash attention needs a divisor of the {query.shape[2]} heads")
+    # Fewer key-value heads than devices to split them over: each goes to several, beside the query heads it serves.
+    copies = ways // math.gcd(ways, kv_heads)
+    key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
     rows, heads = P(("data", "fsdp"), None), P(("data", "fsdp"), None, "tensor", None)
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
-    )(query, key, value, segment_ids)
+    return jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)(
+        query, key, value, segment_ids
+    )

@@ -5,11 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 _ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Rotary scaling -> the fields it must have, and those it may have.
+_ROPE_FIELDS = {
+    "linear": (("factor",), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +123,25 @@ def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
     raw.pop("type", None)
     if kind == "default":
         return theta, RopeScaling()
-    if kind not in ("linear", "yarn", "llama3"):
-        raise ValueError(f"rope_type: got {kind!r}, supported are default, linear, yarn, llama3")
-    if "factor" not in raw:
-        raise ValueError(f"rope_parameters: {kind!r} needs the field 'factor'")
-    known = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
-    if unknown := sorted(set(raw) - known - {"partial_rotary_factor"}):
-        raise ValueError(f"rope_parameters: unknown field {unknown[0]!r} for {kind!r}")
+    if kind not in _ROPE_FIELDS:
+        raise ValueError(f"rope_type: got {kind!r}, supported are default, {', '.join(_ROPE_FIELDS)}")
     if raw.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("rope_parameters: partial_rotary_factor other than 1 is not used by these families")
-    values = {name: value for name, value in raw.items() if value is not None}
-    original = values.pop("original_max_position_embeddings", max_position_embeddings)
-    return theta, RopeScaling(kind=kind, original_max_position_embeddings=int(original), **values)
+    needed, optional = _ROPE_FIELDS[kind]
+    known = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
+    if unknown := sorted(set(raw) - known):
+        raise ValueError(f"rope_parameters: unknown field {unknown[0]!r} for {kind!r}")
+    # Fields of another kind, which transformers warns of and ignores, are ignored here too.
+    values = {name: raw[name] for name in (*needed, *optional) if raw.get(name) is not None}
+    if "original_max_position_embeddings" in needed:
+        values.setdefault("original_max_position_embeddings", max_position_embeddings)
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"rope_parameters: {kind!r} needs the field {missing[0]!r}")
+    if wrong := [name for name, value in values.items() if not isinstance(value, int | float)]:
+        raise ValueError(f"rope_parameters: {wrong[0]} is {values[wrong[0]]!r}, expected a number")
+    if values["factor"] < 1:
+        raise ValueError(f"rope_parameters: factor is {values['factor']}, must be at least 1")
+    return theta, RopeScaling(kind=kind, **values)
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
@@ -137,34 +153,43 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = fields.get("model_type")
     if model_type not in _ARCHITECTURES:
-        raise ValueError(f"config.json: model_type is {model_type!r}, supported are {', '.join(sorted(_ARCHITECTURES))}")
+        supported = ", ".join(sorted(_ARCHITECTURES))
+        raise ValueError(f"config.json: model_type is {model_type!r}, supported are {supported}")
     if (act := fields.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"config.json: hidden_act is {act!r}, only 'silu' is supported")
     if fields.get("use_sliding_window"):
         raise ValueError("config.json: use_sliding_window is true, only full attention is supported")
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [name for name in needed if name not in fields]:
-        raise ValueError(f"config.json: field {missing[0]!r} is missing")
-    heads = int(fields["num_attention_heads"])
-    max_positions = int(fields.get("max_position_embeddings", 32768))
+
+    def number(name: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
+        value = fields.get(name, default)
+        if value is None:
+            raise ValueError(f"config.json: field {name!r} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+            raise ValueError(f"config.json: {name} is {value!r}, expected {kind.__name__}")
+        return kind(value)
+
+    heads, hidden_size = number("num_attention_heads", int), number("hidden_size", int)
+    max_positions = number("max_position_embeddings", int, 32768)
     theta, scaling = _rope(fields, max_positions)
+    # Absent: what transformers' Qwen3Config and Qwen2Config take. Null: derived.
+    head_dim = fields.get("head_dim", 128 if model_type == "qwen3" else None)
     return ModelConfig(
         model_type=model_type,
-        vocab_size=int(fields["vocab_size"]),
-        hidden_size=int(fields["hidden_size"]),
-        intermediate_size=int(fields["intermediate_size"]),
-        num_layers=int(fields["num_hidden_layers"]),
+        vocab_size=number("vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=number("intermediate_size", int),
+        num_layers=number("num_hidden_layers", int),
         num_heads=heads,
-        num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-        head_dim=int(fields.get("head_dim") or int(fields["hidden_size"]) // heads),
+        num_kv_heads=heads if fields.get("num_key_value_heads", 0) is None else number("num_key_value_heads", int),
+        head_dim=hidden_size // heads if head_dim is None else number("head_dim", int, head_dim),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=number("rms_norm_eps", float, 1e-6),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         # Qwen2 always has the biases and no field for them.
         attention_bias=model_type == "qwen2" or bool(fields.get("attention_bias", False)),
         max_position_embeddings=max_positions,
-        initializer_range=float(fields.get("initializer_range", 0.02)),
+        initializer_range=number("initializer_range", float, 0.02),
     )
 
 
@@ -199,9 +224,10 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         fields["attention_bias"] = config.attention_bias
     scaling = config.rope_scaling
     if scaling.kind != "default":
-        default = RopeScaling(original_max_position_embeddings=-1)
-        changed = {k: v for k, v in dataclasses.asdict(scaling).items() if k != "kind" and v != getattr(default, k)}
-        fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor, **changed}
+        needed, optional = _ROPE_FIELDS[scaling.kind]
+        changed = [name for name in optional if getattr(scaling, name) != getattr(RopeScaling(), name)]
+        values = {name: getattr(scaling, name) for name in (*needed, *changed)}
+        fields["rope_scaling"] = {"rope_type": scaling.kind, **values}
     return fields
 
 
@@ -219,6 +245,8 @@ def read_config(directory: str | Path) -> ModelConfig:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
     return from_hf(fields)
 
 

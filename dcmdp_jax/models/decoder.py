@@ -1,7 +1,7 @@
 """Qwen2 and Qwen3 dense decoders as Flax NNX modules, seen from outside as pure functions of parameters.
 
-A module is built once as a skeleton (`nnx.split`), its parameters are a plain nested dict with the layers stacked on the
-leading axis: what optax, Orbax and the sharding table want to see.
+A module is built once as a skeleton (`nnx.split`), its parameters are a plain nested dict with the layers stacked on
+the leading axis: what optax, Orbax and the sharding table want to see.
 """
 
 from __future__ import annotations

@@ -64,27 +64,28 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
     The unscaled frequencies are theta^(-2i/h). "linear" divides all by `factor`; "yarn" (Peng et al. 2023,
     arXiv:2309.00071, eq. 20-23) divides the slow ones and ramps between; "llama3" likewise by wavelength. The
-    formulas are those of transformers' `modeling_rope_utils`.
+    formulas are those of transformers' `modeling_rope_utils`, each operation rounded to float32 where it rounds: at
+    position 30,000 the last bit of a frequency turns a head by 1e-3 radians, so being more exact is being different.
 
     Returns:
         [head_dim / 2] float32, radians per position, and the attention factor.
     """
-    scaling, dim = config.rope_scaling, config.head_dim
-    plain = config.rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    scaling, dim, one = config.rope_scaling, config.head_dim, np.float32(1)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
+    plain, factor = one / periods, np.float32(scaling.factor)
     if scaling.kind == "default":
-        return plain.astype(np.float32), 1.0
-    stretched = plain / scaling.factor
+        return plain, 1.0
     if scaling.kind == "linear":
-        return stretched.astype(np.float32), 1.0
+        return plain / factor, 1.0
     if scaling.kind == "llama3":
-        wavelength = 2 * math.pi / plain
-        low = scaling.original_max_position_embeddings / scaling.low_freq_factor
-        high = scaling.original_max_position_embeddings / scaling.high_freq_factor
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        smooth = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / span
-        middle = (1 - smooth) * stretched + smooth * plain
-        chosen = np.where(wavelength > low, stretched, np.where(wavelength < high, plain, middle))
-        return chosen.astype(np.float32), 1.0
+        length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+        # torch divides a number by a tensor as number * (1 / tensor).
+        wavelength = np.float32(2 * math.pi) * (one / plain)
+        smooth = (np.float32(length) * (one / wavelength) - np.float32(low)) / np.float32(high - low)
+        middle = (one - smooth) * plain / factor + smooth * plain
+        chosen = np.where(wavelength > length / low, plain / factor, middle)
+        return np.where(wavelength < length / high, plain, chosen), 1.0
 
     def dimension(rotations: float) -> float:
         length = scaling.original_max_position_embeddings
@@ -94,8 +95,9 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - first) / max(last - first, 0.001), 0, 1)
-    return (stretched * ramp + plain * (1 - ramp)).astype(np.float32), yarn_attention_factor(scaling)
+    width = last - first if last != first else 0.001
+    kept = one - np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
+    return one / (factor * periods) * (one - kept) + plain * kept, yarn_attention_factor(scaling)
 
 
 def rotary_tables(config: ModelConfig, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -43,8 +43,8 @@ def token_logprobs(
             predecessor to come from and must be false.
         temperature: divides the logits; the one the tokens were sampled at.
         chunk: how many tokens' logits exist at one time.
-        compact: gather the wanted tokens first, so that padding and prompts cost nothing. Right on one device; on a mesh
-            the gather would move rows between devices, so every position is computed there.
+        compact: gather the wanted tokens first, so that padding and prompts cost nothing. Right on one device; on a
+            mesh the gather would move rows between devices, so every position is computed there.
 
     Returns:
         logprobs and entropy, [R, L] float32 in nats, 0 where `mask` is false.

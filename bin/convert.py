@@ -1,0 +1,110 @@
+"""Hugging Face directories in and out.
+
+python -m bin.convert hf-check HF_DIR
+python -m bin.convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
+python -m bin.convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from bin.cli import run_main
+from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.hf_weights import check_manifest, has_tokenizer, load_params, save_params
+
+_DTYPES = ("bfloat16", "float32")
+
+
+def main(argv: list[str]) -> None:
+    """Parse the arguments (program name first) and run the command; a failure is an exception for `run_main`."""
+    arguments = _parser().parse_args(argv[1:])
+    # Conversion needs the host's memory only; a busy or small accelerator must not get in its way.
+    jax.config.update("jax_platforms", "cpu")
+    if arguments.command == "hf-check":
+        _check(arguments.hf_dir)
+    elif arguments.command == "copy":
+        _copy(arguments.hf_dir, arguments.out_dir, arguments.dtype, arguments.overwrite)
+    else:
+        _export(arguments.run_dir, arguments.step, arguments.out_dir, arguments.dtype, arguments.overwrite)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bin.convert",
+        description="Check, copy and write Hugging Face model directories.",
+        epilog="--debug shows the traceback of a failure.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser("hf-check", help="hold a directory's tensors against its config.json, read none")
+    check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    copy = commands.add_parser("copy", help="import a directory and export it again")
+    copy.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, maybe a tokenizer")
+    export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
+    export.add_argument(
+        "run_dir", type=Path, metavar="RUNDIR", help="a run directory, its checkpoints/, or one step's directory there"
+    )
+    export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
+    for command in (copy, export):
+        command.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
+        command.add_argument(
+            "--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the tensors (default: %(default)s)"
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
+    return parser
+
+
+def _check(directory: Path) -> None:
+    config = read_config(directory)
+    manifest = check_manifest(directory, config)
+    stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
+    print(_describe(config))
+    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(set(manifest.files.values()))} file(s)")
+    print(f"in memory    float32 {_gib(4 * config.num_params)}, bfloat16 {_gib(2 * config.num_params)}")
+    print(f"tokenizer    {'present' if has_tokenizer(directory) else 'none'}")
+    print(f"{directory}: fits its config.json")
+
+
+def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
+    config = read_config(source)
+    tokenizer_dir = source if has_tokenizer(source) else None
+    _write(load_params(source, config, dtype=dtype), config, out_dir, dtype, tokenizer_dir, overwrite)
+
+
+def _export(run_dir: Path, step: int | None, out_dir: Path, dtype: str, overwrite: bool) -> None:
+    from dcmdp_jax.training.checkpoint import load_params_only  # Orbax takes seconds to import; only this needs it
+
+    params, config, step, tokenizer_dir = load_params_only(run_dir, step)
+    print(f"checkpoint of step {step}")
+    _write(params, config, out_dir, dtype, tokenizer_dir, overwrite)
+
+
+def _write(
+    params: dict, config: ModelConfig, out_dir: Path, dtype: str, tokenizer_dir: Path | None, overwrite: bool
+) -> None:
+    save_params(params, config, out_dir, dtype=dtype, tokenizer_dir=tokenizer_dir, overwrite=overwrite)
+    tokenizer = "no tokenizer" if tokenizer_dir is None else f"tokenizer of {tokenizer_dir}"
+    print(_describe(config))
+    print(f"wrote {out_dir} in {dtype}, {tokenizer}")
+
+
+def _describe(config: ModelConfig) -> str:
+    embeddings = "tied" if config.tie_word_embeddings else "untied"
+    return (
+        f"model        {config.model_type}, {config.num_params:,} parameters, {config.num_layers} layers, "
+        f"hidden {config.hidden_size}, MLP {config.intermediate_size}, heads {config.num_heads}/{config.num_kv_heads} "
+        f"of {config.head_dim}, vocabulary {config.vocab_size}, {embeddings}\n"
+        f"rotary       base {config.rope_theta:g}, {config.rope_scaling.kind}; "
+        f"context {config.max_position_embeddings} tokens"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,36 @@
+"""Draw one or several runs: plots as PNG and one self-contained HTML page.
+
+    python -m bin.report RUNDIR [RUNDIR ...] [--out DIR]
+
+One run's report goes into its own directory, a comparison into `report/`, unless --out says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bin.cli import run_main
+from dcmdp_jax.observe.report import PLOTS_DIRECTORY, write_report
+
+
+def main(argv: list[str]) -> None:
+    """Parse the arguments (program name first), write the report, print where it is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bin.report",
+        description="Plots (PNG) and a self-contained HTML page of one run, or of several laid over each other.",
+        epilog="--debug shows the traceback of a failure.",
+    )
+    parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by bin.train")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to write (default: the run's own directory; report/ for several)"
+    )
+    arguments = parser.parse_args(argv[1:])
+    default = Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report")
+    out_dir = default if arguments.out is None else arguments.out
+    report = write_report(arguments.run_dirs, out_dir)
+    print(f"wrote {report} and {out_dir / PLOTS_DIRECTORY}/*.png")
+
+
+if __name__ == "__main__":
+    run_main(main)

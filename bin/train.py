@@ -1,0 +1,34 @@
+"""Trains a policy: python -m bin.train --config=configs/demo.py [--config.section.name=value ...] [--dry_run]."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from bin.cli import run_main
+from bin.flags import parse
+from dcmdp_jax.observe.report import write_report
+from dcmdp_jax.rollout.engine import EngineError
+from dcmdp_jax.training.loop import Interrupted, TrainingStopped, train
+from dcmdp_jax.training.setup import describe, make_plan_of_run
+
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check everything, print the plan (shapes, memory, steps), and stop.")
+
+
+def main(argv: list[str]) -> int:
+    """Checks, prints the plan, trains, writes the report."""
+    config = parse(argv)
+    plan = make_plan_of_run(config)
+    print(describe(plan), flush=True)
+    if _DRY_RUN.value:
+        return 0
+    try:
+        train(plan, show=lambda line: print(line, flush=True))
+    except Interrupted as stopped:
+        print(f"{stopped}; saved, and the same command resumes", flush=True)
+        return 128 + stopped.signal_number
+    print(f"report: {write_report([config.run_dir], config.run_dir)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, expected=(EngineError, TrainingStopped))

@@ -1,0 +1,104 @@
+"""Group-relative advantages, and the penalised forms the paper compares."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.algorithm.checks import require_number, require_option, require_same_shape
+from dcmdp_jax.algorithm.masked import group_statistics
+from dcmdp_jax.types import Array
+
+Method = Literal["grpo", "dual_grpo", "threshold_grpo", "dc_grpo"]
+
+
+def group_advantages(
+    rewards: Array,
+    group_ids: Array,
+    valid: Array,
+    *,
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    normalize_std: bool = True,
+) -> jax.Array:
+    """Advantage of each completion within its group (Eq. 8; Algorithm 1, "Rewards & GRPO advantage").
+
+        A_i = (r_i - mean_g r) / (std_g r + epsilon),    over the valid members of i's group g.
+
+    The paper does not say which standard deviation: the unbiased one and epsilon = 1e-6 are ours to choose and
+    settings. `normalize_std=False` leaves r_i - mean_g r (Dr. GRPO, Liu et al. 2025).
+
+    A group whose rewards are all equal has A exactly 0, and so has a group with one valid member. Equality is tested
+    on the rewards: the float32 mean of equal rewards can differ from them, and that rounding error over epsilon would
+    be an advantage. Such a group's tokens still carry the penalty of `penalized_advantages`.
+
+    Args:
+        rewards: [N] float.
+        group_ids: [N] int in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
+        valid: [N] bool; false: padding or dropped, gets 0 and does not enter its group's statistics.
+        ddof: 1 for the unbiased standard deviation, 0 for the population's.
+        epsilon: added to the standard deviation, in reward units.
+        normalize_std: false: leave the division out.
+
+    Returns:
+        [N] float32. No gradient flows. A NaN reward under `valid` makes its group NaN.
+
+    Raises:
+        ValueError: if the shapes differ, `ddof` is neither 0 nor 1, or `epsilon` is a negative Python number.
+    """
+    require_number("epsilon", epsilon, minimum=0)
+    table = group_statistics(rewards, group_ids, valid, ddof=ddof)
+    group_ids = jnp.asarray(group_ids, jnp.int32)
+    signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
+    centred = jnp.where(signal, jnp.asarray(rewards, jnp.float32) - table.mean[group_ids], 0.0)
+    scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
+    return jax.lax.stop_gradient(centred / scale)
+
+
+def penalized_advantages(
+    advantages_tokens: Array,
+    discrepancy_tokens: Array,
+    multiplier: float | Array,
+    tolerance: float | Array,
+    *,
+    method: Method,
+) -> jax.Array:
+    """Token advantages with the discrepancy charged to them (Eq. 8 for `dc_grpo`).
+
+        grpo              A_i
+        dual_grpo         A_i - delta_{i,t}                              (Eq. 4: lambda fixed at 1)
+        threshold_grpo    A_i - delta_{i,t} where delta_{i,t} > c, else A_i    (section 5, tolerance region)
+        dc_grpo           A_i - lambda_k delta_{i,t}                     (Eq. 8, the method)
+
+    The threshold is strict: delta = c is free. `dc_grpo` with multiplier 0 is `grpo` bit for bit. Advantages,
+    discrepancy and multiplier are all functions of the old weights, hence constants to the gradient.
+
+    Args:
+        advantages_tokens: [R, L] float, A_i gathered to the tokens of completion i.
+        discrepancy_tokens: [R, L] float, finite, 0 outside the completion mask (`discrepancy`).
+        multiplier: lambda_k, [] or Python float, the value BEFORE this step's dual update; used by `dc_grpo` only.
+        tolerance: c, [] or Python float, in the discrepancy's unit; used by `threshold_grpo` only.
+        method: one of the four names.
+
+    Returns:
+        [R, L] float32. No gradient flows.
+
+    Raises:
+        ValueError: if the shapes differ, `method` is unknown, or `multiplier` or `tolerance` is a negative Python
+            number.
+    """
+    require_same_shape(advantages_tokens=advantages_tokens, discrepancy_tokens=discrepancy_tokens)
+    require_option("method", method, get_args(Method))
+    require_number("multiplier", multiplier, minimum=0)
+    require_number("tolerance", tolerance, minimum=0)
+    advantages = jnp.asarray(advantages_tokens, jnp.float32)
+    delta = jnp.asarray(discrepancy_tokens, jnp.float32)
+    if method == "dual_grpo":
+        advantages = advantages - delta
+    elif method == "threshold_grpo":
+        advantages = advantages - jnp.where(delta > tolerance, delta, 0.0)
+    elif method == "dc_grpo":
+        advantages = advantages - jnp.asarray(multiplier, jnp.float32) * delta
+    return jax.lax.stop_gradient(advantages)

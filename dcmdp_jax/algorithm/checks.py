@@ -1,0 +1,78 @@
+"""Argument checks of the algorithm: static shapes, option names and Python numbers, so they hold under jit too."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+
+def require_same_shape(**arrays: Any) -> None:
+    """Raise unless all named arrays have one shape (no broadcasting).
+
+    Raises:
+        ValueError: naming every array with its shape.
+    """
+    shapes = {name: np.shape(array) for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"shapes differ: {listed}; all must be equal")
+
+
+def require_rank(name: str, array: Any, rank: int) -> None:
+    """Raise unless `array` has `rank` axes.
+
+    Raises:
+        ValueError: naming the array, its shape and the rank wanted.
+    """
+    shape = np.shape(array)
+    if len(shape) != rank:
+        raise ValueError(f"{name} has shape {shape}; must have {rank} axes, not {len(shape)}")
+
+
+def require_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of `allowed`.
+
+    Raises:
+        ValueError: naming the option, its value and the choices.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; must be one of {', '.join(map(repr, allowed))}")
+
+
+def require_number(
+    name: str, value: Any, *, minimum: float = -math.inf, maximum: float = math.inf, open_maximum: bool = False
+) -> None:
+    """Raise unless a Python or NumPy scalar is a finite number in [minimum, maximum].
+
+    JAX arrays and tracers pass unchecked: their values are not known here.
+
+    Args:
+        name: of the argument, for the message.
+        value: the argument.
+        minimum: smallest value allowed.
+        maximum: largest value allowed.
+        open_maximum: true: `maximum` itself is refused.
+
+    Raises:
+        ValueError: naming the argument, its value and the range.
+    """
+    if not isinstance(value, numbers.Real):
+        return
+    above = value >= maximum if open_maximum else value > maximum
+    if not math.isfinite(value) or value < minimum or above:
+        left = "(" if minimum == -math.inf else "["
+        right = ")" if open_maximum or maximum == math.inf else "]"
+        raise ValueError(f"{name}={value!r}; must be a finite number in {left}{minimum}, {maximum}{right}")
+
+
+def require_integer(name: str, value: Any, *, minimum: int) -> None:
+    """Raise unless `value` is an integer of at least `minimum` (a bool is not an integer here).
+
+    Raises:
+        ValueError: naming the argument, its value and the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+        raise ValueError(f"{name}={value!r}; must be an integer of at least {minimum}")

@@ -1,0 +1,214 @@
+"""How far the training stack and the inference engine disagree on the sampled tokens, on the same weights.
+
+`train_logprobs` here are the training stack's under the weights that made the batch, p^Train in the paper;
+`rollout_logprobs` are the engine's, p^Inf. Policy drift (new weights against old) is another matter: `losses.py`.
+Everything here is a constant to the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.algorithm.checks import require_number, require_option, require_same_shape
+from dcmdp_jax.algorithm.masked import completion_counts, completion_means, gather_to_tokens, masked_mean, masked_sum
+from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.types import Array, WeightedSum
+
+Measure = Literal["diff", "ratio", "log"]
+Sided = Literal["two", "one"]
+Level = Literal["token", "sequence"]
+
+
+def token_discrepancy(train_logprobs: Array, rollout_logprobs: Array, *, measure: Measure, sided: Sided) -> jax.Array:
+    """Discrepancy of each token, elementwise.
+
+    With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
+
+        diff   |p - q|        ratio   |p / q - 1|        log   |log p - log q|,
+
+    the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice. One-sided charges
+    only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
+
+    Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` at most 20, `ratio` at
+    most e^20 - 1 = 4.85e8. So q = 0 (-inf) gives p, the cap, the cap; -inf in both gives 0. NaN stays NaN. `diff` is
+    formed as max(p, q) (1 - e^-|d|), which keeps float32's relative precision when p and q nearly agree.
+
+    Args:
+        train_logprobs: any shape, nats.
+        rollout_logprobs: same shape, nats.
+        measure: "diff", "ratio" or "log".
+        sided: "two" or "one".
+
+    Returns:
+        Same shape, float32, >= 0, exactly 0 where the two log-probs are equal. No gradient flows.
+
+    Raises:
+        ValueError: if the shapes differ or an option is unknown.
+    """
+    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
+    require_option("measure", measure, get_args(Measure))
+    require_option("sided", sided, get_args(Sided))
+    train_logprobs = jnp.asarray(train_logprobs, jnp.float32)
+    rollout_logprobs = jnp.asarray(rollout_logprobs, jnp.float32)
+    if measure == "diff":
+        train_logprobs, rollout_logprobs = jnp.minimum(train_logprobs, 0.0), jnp.minimum(rollout_logprobs, 0.0)
+    log_ratio = clamped_log_ratio(train_logprobs, rollout_logprobs)
+    if sided == "one":
+        log_ratio = jnp.maximum(log_ratio, 0.0)
+    if measure == "diff":
+        larger = jnp.exp(jnp.maximum(train_logprobs, rollout_logprobs))
+        values = larger * -jnp.expm1(-jnp.abs(log_ratio))
+    elif measure == "ratio":
+        values = jnp.abs(jnp.expm1(log_ratio))
+    else:
+        values = jnp.abs(log_ratio)
+    return jax.lax.stop_gradient(values)
+
+
+def discrepancy(
+    train_logprobs: Array,
+    rollout_logprobs: Array,
+    completion_mask: Array,
+    completion_index: Array,
+    num_completions: int,
+    *,
+    measure: Measure,
+    sided: Sided,
+    level: Level,
+) -> jax.Array:
+    """delta_{i,t} of each sampled token, 0 outside the mask (Eq. 3; Algorithm 1, "Discrepancy").
+
+    `level="sequence"` gives every token of a completion the mean of its tokens' values, the coarser choice the paper
+    argues against (section 4, granularity); its sum over a completion is that of `level="token"`, so the mean
+    discrepancy of a batch is the same.
+
+    Args:
+        train_logprobs: [R, L] nats, training stack, weights that made the batch.
+        rollout_logprobs: [R, L] nats, inference engine.
+        completion_mask: [R, L] bool, true on sampled tokens; what lies outside is not looked at.
+        completion_index: [R, L] int, the completion a token belongs to (`padded_completion_index` where rows are
+            completions). For `level="sequence"` all tokens of a completion must be in this call.
+        num_completions: N, static.
+        measure: "diff", "ratio" or "log"; see `token_discrepancy`.
+        sided: "two", or "one" to charge p^Train > p^Inf only.
+        level: "token" or "sequence".
+
+    Returns:
+        [R, L] float32, >= 0, in the measure's unit. No gradient flows.
+
+    Raises:
+        ValueError: if the shapes differ or an option is unknown.
+    """
+    require_same_shape(
+        train_logprobs=train_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        completion_mask=completion_mask,
+        completion_index=completion_index,
+    )
+    require_option("level", level, get_args(Level))
+    mask = jnp.asarray(completion_mask, bool)
+    values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided)
+    if level == "sequence":
+        means = completion_means(values, mask, completion_index, num_completions)
+        values = gather_to_tokens(means, completion_index)
+    return jnp.where(mask, values, 0.0)
+
+
+def completions_over_tolerance(
+    discrepancy_tokens: Array,
+    completion_mask: Array,
+    completion_index: Array,
+    num_completions: int,
+    *,
+    tolerance: float | Array,
+) -> WeightedSum:
+    """Number of completions whose own mean discrepancy exceeds c, over the number of completions.
+
+    The constraint in its per-trajectory form (Eq. 6 asks it of every trajectory), which the dual update does not
+    use. Strict: a mean of exactly c is within tolerance.
+
+    Args:
+        discrepancy_tokens: [R, L] float, from `discrepancy`.
+        completion_mask: [R, L] bool, true on sampled tokens.
+        completion_index: [R, L] int. All tokens of a completion must be in this call.
+        num_completions: N, static.
+        tolerance: c, in the measure's unit.
+
+    Returns:
+        Unreduced; completions without a token in this call are not counted. Calls on different rows add.
+
+    Raises:
+        ValueError: if the shapes differ or `tolerance` is a negative Python number.
+    """
+    require_number("tolerance", tolerance, minimum=0)
+    means = completion_means(discrepancy_tokens, completion_mask, completion_index, num_completions)
+    present = completion_counts(completion_mask, completion_index, num_completions) > 0
+    return masked_sum(means > tolerance, present)
+
+
+def mismatch_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Array) -> dict[str, jax.Array]:
+    """How the two engines differ as distributions, over all tokens at once.
+
+    The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q clamped to [-20, 20].
+
+        kl_k1                  mean of -d             unbiased estimate of KL(q || p), may be negative
+        kl_k3                  mean of e^d - 1 - d    the same KL, never negative, smaller variance
+        pearson                correlation of p and q over tokens; 0 where it is undefined
+        effective_sample_size  (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1]: the share of the tokens that
+                               importance weights to p would leave; 1 on agreement
+
+    k1 and k3 after J. Schulman, "Approximating KL divergence" (2020). These are not sums: give the whole batch in one
+    call, arrays of different shape raveled and concatenated.
+
+    Args:
+        train_logprobs: any shape, nats, training stack, weights that made the batch.
+        rollout_logprobs: same shape, nats, the engine that sampled.
+        mask: same shape, bool, true on sampled tokens.
+
+    Returns:
+        The four named [] float32 values. All 0 on an empty mask. `pearson` is undefined, hence 0, when either side's
+        probabilities are all equal (one token, greedy sampling). No gradient flows.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    mask = jnp.asarray(mask, bool)
+    train = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(train_logprobs, jnp.float32)), 0.0)
+    rollout = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(rollout_logprobs, jnp.float32)), 0.0)
+    log_ratio = clamped_log_ratio(train, rollout)
+
+    # Scaled by the largest weight, which cancels: squares and sums stay near 1.
+    largest = jnp.max(jnp.where(mask, log_ratio, -MAX_LOG_RATIO), initial=-MAX_LOG_RATIO)
+    weights = jnp.where(mask, jnp.exp(log_ratio - largest), 0.0)
+    count = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
+    square_sum = jnp.sum(weights**2)
+    size = jnp.sum(weights) ** 2 / jnp.where(count > 0, count * square_sum, 1.0)
+    return {
+        "kl_k1": masked_mean(-log_ratio, mask),
+        "kl_k3": masked_mean(exp_minus_linear(log_ratio), mask),
+        "pearson": _pearson(jnp.exp(jnp.minimum(train, 0.0)), jnp.exp(jnp.minimum(rollout, 0.0)), mask),
+        "effective_sample_size": jnp.minimum(size, 1.0),
+    }
+
+
+def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
+    """Correlation over the mask in two passes; 0 where either side is constant, decided by exact comparison."""
+
+    def constant(values: jax.Array) -> jax.Array:
+        smallest = jnp.min(jnp.where(mask, values, jnp.inf), initial=jnp.inf)
+        return smallest >= jnp.max(jnp.where(mask, values, -jnp.inf), initial=-jnp.inf)
+
+    def centred(values: jax.Array) -> jax.Array:
+        deviations = jnp.where(mask, values - masked_mean(values, mask), 0.0)
+        largest = jnp.max(jnp.abs(deviations), initial=0.0)  # cancels; squares of tiny probabilities underflow
+        return deviations / jnp.where(largest == 0, 1.0, largest)
+
+    undefined = constant(x) | constant(y)
+    x, y = centred(x), centred(y)
+    scale = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
+    undefined |= scale == 0
+    return jnp.where(undefined, 0.0, jnp.clip(jnp.sum(x * y) / jnp.where(undefined, 1.0, scale), -1.0, 1.0))

@@ -1,0 +1,320 @@
+"""Weighted and masked reductions, sums over completions, statistics over groups.
+
+Nothing under a mask leaks: a NaN or an infinity where the mask is false (or the weight is 0) changes neither a result
+nor its gradient. Every function works on the padded layout ([N, T], one completion a row) and on packed rows ([R, L],
+several completions a row, `completion_index` says which) and returns float32.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.algorithm.checks import require_integer, require_number, require_rank, require_same_shape
+from dcmdp_jax.types import Array, WeightedSum
+
+_SUM_BLOCK = 256
+"""Tokens a segment sum adds one after the other. XLA's scatter-add is sequential: 1e5 equal float32 terms in one run
+end 2.4e-4 off; in blocks of 256 the error stays near 1e-6."""
+
+
+def masked_sum(values: Array, mask: Array) -> WeightedSum:
+    """Sum of `values` where `mask` is true, with their count, left unreduced.
+
+    Args:
+        values: any shape, float.
+        mask: same shape, bool (or 0/1).
+
+    Returns:
+        The sum and the number of true entries; (0, 0) on an empty mask. Exact counts up to 2^24.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_same_shape(values=values, mask=mask)
+    mask = jnp.asarray(mask, bool)
+    total = jnp.sum(jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0))
+    return WeightedSum(total, jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32))
+
+
+def weighted_sum(values: Array, weights: Array) -> WeightedSum:
+    """Sum of `weights * values` with the sum of the weights, left unreduced.
+
+    Args:
+        values: any shape, float.
+        weights: same shape, non-negative float. A value of weight 0 is not looked at, NaN or not.
+
+    Returns:
+        (sum of weights * values, sum of weights).
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_same_shape(values=values, weights=weights)
+    weights = jnp.asarray(weights, jnp.float32)
+    values = jnp.where(weights != 0, jnp.asarray(values, jnp.float32), 0.0)
+    return WeightedSum(jnp.sum(weights * values), jnp.sum(weights))
+
+
+def mean(weighted: WeightedSum) -> jax.Array:
+    """total / weight of an unreduced mean, 0 where the weight is 0 (an empty mask).
+
+    Args:
+        weighted: sums already added over micro-batches and hosts, of any one shape.
+    """
+    weight = jnp.asarray(weighted.weight, jnp.float32)
+    filled = weight > 0
+    return jnp.where(filled, weighted.total, 0.0) / jnp.where(filled, weight, 1.0)
+
+
+def add(a: WeightedSum, b: WeightedSum) -> WeightedSum:
+    """The unreduced mean over both: totals and weights add. Divide once, after the last addition."""
+    return WeightedSum(a.total + b.total, a.weight + b.weight)
+
+
+def masked_mean(values: Array, mask: Array) -> jax.Array:
+    """Mean of `values` where `mask` is true, 0 on an empty mask.
+
+    Never average two of these: use `masked_sum`, `add`, `mean` for that.
+
+    Args:
+        values: any shape, float.
+        mask: same shape, bool (or 0/1).
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return mean(masked_sum(values, mask))
+
+
+def masked_max(values: Array, mask: Array) -> jax.Array:
+    """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if an entry under a true mask is NaN.
+
+    Args:
+        values: any shape, float.
+        mask: same shape, bool (or 0/1).
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_same_shape(values=values, mask=mask)
+    mask = jnp.asarray(mask, bool)
+    largest = jnp.max(jnp.where(mask, jnp.asarray(values, jnp.float32), -jnp.inf), initial=-jnp.inf)
+    return jnp.where(jnp.any(mask), largest, 0.0)
+
+
+def masked_quantile(values: Array, mask: Array, q: float) -> jax.Array:
+    """The q-quantile of `values` where `mask` is true, by a full sort and linear interpolation.
+
+    With the n kept values sorted, the quantile sits at position h = q (n - 1) and is
+    x[floor h] + (h - floor h) (x[floor h + 1] - x[floor h]), as in NumPy's method "linear". h is formed from q as
+    a fraction of integers: a float32 product would miss the position from a few million tokens on.
+
+    Args:
+        values: any shape, float.
+        mask: same shape, bool (or 0/1).
+        q: a Python float in [0, 1], taken to the nearest fraction with a denominator of at most 10,000.
+
+    Returns:
+        [] float32; 0 on an empty mask; NaN if an entry under a true mask is NaN.
+
+    Raises:
+        ValueError: if the shapes differ or `q` is outside [0, 1].
+    """
+    require_same_shape(values=values, mask=mask)
+    require_number("q", q, minimum=0, maximum=1)
+    values, mask = jnp.asarray(values, jnp.float32).ravel(), jnp.asarray(mask, bool).ravel()
+    if values.size == 0:
+        return jnp.zeros((), jnp.float32)
+    ordered = jnp.sort(jnp.where(mask, values, jnp.inf))
+    share = Fraction(q).limit_denominator(10_000)
+    last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
+    whole, rest = jnp.divmod(last, share.denominator)
+    position = whole * share.numerator + rest * share.numerator // share.denominator
+    fraction = (rest * share.numerator % share.denominator).astype(jnp.float32) / share.denominator
+    low, high = ordered[position], ordered[jnp.minimum(position + 1, last)]
+    between = (fraction > 0) & (low != high)  # inf - inf and 0 * inf are NaN
+    quantile = jnp.where(between, low + fraction * jnp.where(between, high - low, 0.0), low)
+    quantile = jnp.where(jnp.any(mask & jnp.isnan(values)), jnp.nan, quantile)
+    return jnp.where(jnp.any(mask), quantile, 0.0)
+
+
+def padded_completion_index(completion_mask: Array) -> jax.Array:
+    """The `completion_index` of the padded layout: row i holds completion i.
+
+    Args:
+        completion_mask: [N, T], only its shape is used.
+
+    Returns:
+        [N, T] int32.
+
+    Raises:
+        ValueError: if `completion_mask` has not two axes.
+    """
+    require_rank("completion_mask", completion_mask, 2)
+    rows, length = jnp.shape(completion_mask)
+    return jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], (rows, length))
+
+
+def completion_sums(
+    token_values: Array, completion_mask: Array, completion_index: Array, num_completions: int
+) -> jax.Array:
+    """Sum of the token values of each completion, wherever its tokens lie.
+
+    Args:
+        token_values: [R, L] float.
+        completion_mask: [R, L] bool, true on sampled tokens.
+        completion_index: [R, L] int, the completion a token belongs to; an index outside 0 .. N-1 is left out.
+        num_completions: N, static.
+
+    Returns:
+        [N] float32, 0 for a completion without tokens.
+
+    Raises:
+        ValueError: if the shapes differ or `num_completions` is not a positive integer.
+    """
+    require_same_shape(token_values=token_values, completion_mask=completion_mask, completion_index=completion_index)
+    require_integer("num_completions", num_completions, minimum=1)
+    values = jnp.where(jnp.asarray(completion_mask, bool), jnp.asarray(token_values, jnp.float32), 0.0)
+    index = jnp.asarray(completion_index, jnp.int32)
+    length = index.shape[-1]
+    blocks = max(1, -(-length // _SUM_BLOCK))
+    slot = jnp.where(index >= 0, index * blocks + jnp.arange(length) // _SUM_BLOCK, num_completions * blocks)
+    sums = jax.ops.segment_sum(values.ravel(), slot.ravel(), num_segments=num_completions * blocks)
+    return jnp.sum(sums.reshape(num_completions, blocks), axis=1)
+
+
+def completion_counts(completion_mask: Array, completion_index: Array, num_completions: int) -> jax.Array:
+    """Number of sampled tokens of each completion.
+
+    Args:
+        completion_mask: [R, L] bool, true on sampled tokens.
+        completion_index: [R, L] int, the completion a token belongs to.
+        num_completions: N, static.
+
+    Returns:
+        [N] int32.
+
+    Raises:
+        ValueError: if the shapes differ or `num_completions` is not a positive integer.
+    """
+    require_same_shape(completion_mask=completion_mask, completion_index=completion_index)
+    require_integer("num_completions", num_completions, minimum=1)
+    ones = jnp.asarray(completion_mask, bool).astype(jnp.int32).ravel()
+    index = jnp.asarray(completion_index, jnp.int32).ravel()
+    return jax.ops.segment_sum(ones, index, num_segments=num_completions)
+
+
+def completion_means(
+    token_values: Array, completion_mask: Array, completion_index: Array, num_completions: int
+) -> jax.Array:
+    """Mean of the token values of each completion, 0 for a completion without tokens.
+
+    Args:
+        token_values: [R, L] float.
+        completion_mask: [R, L] bool, true on sampled tokens.
+        completion_index: [R, L] int, the completion a token belongs to. All its tokens must be in this call.
+        num_completions: N, static.
+
+    Returns:
+        [N] float32.
+
+    Raises:
+        ValueError: if the shapes differ or `num_completions` is not a positive integer.
+    """
+    sums = completion_sums(token_values, completion_mask, completion_index, num_completions)
+    return mean(WeightedSum(sums, completion_counts(completion_mask, completion_index, num_completions)))
+
+
+def gather_to_tokens(per_completion: Array, completion_index: Array) -> jax.Array:
+    """Give each token its completion's value: out[r, l] = per_completion[completion_index[r, l]].
+
+    Tokens outside the mask carry some completion's value too (index 0 as a rule): mask before use.
+
+    Args:
+        per_completion: [N].
+        completion_index: [R, L] int in 0 .. N-1; a larger index gives NaN rather than another's value.
+
+    Returns:
+        [R, L] float32.
+
+    Raises:
+        ValueError: if `per_completion` has not one axis.
+    """
+    require_rank("per_completion", per_completion, 1)
+    values = jnp.asarray(per_completion, jnp.float32)
+    return jnp.take(values, jnp.asarray(completion_index, jnp.int32), mode="fill")
+
+
+class GroupStatistics(NamedTuple):
+    """Statistics of each group, indexed by group id; slots of unused ids are 0 and false.
+
+    Attributes:
+        mean: [N] float32.
+        std: [N] float32; exactly 0 when all valid members are equal, and when there are not more than `ddof`.
+        size: [N] int32, valid members.
+        all_equal: [N] bool, by comparing smallest and largest exactly; true for a group of one valid member.
+    """
+
+    mean: jax.Array
+    std: jax.Array
+    size: jax.Array
+    all_equal: jax.Array
+
+
+def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: int) -> GroupStatistics:
+    """Mean, standard deviation, size and equality of the rewards of each group.
+
+        mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid members of g.
+
+    The variance takes two passes, so that a large common offset costs no precision. Members need not be adjacent.
+
+    Args:
+        rewards: [N] float. A NaN under `valid` makes its group's mean and std NaN.
+        group_ids: [N] int in 0 .. N-1.
+        valid: [N] bool; false: padding or dropped, not looked at.
+        ddof: 0 divides by n, 1 by n - 1.
+
+    Returns:
+        `GroupStatistics`, indexed by group id. `table.mean[group_ids]` is the mean of each completion's group.
+
+    Raises:
+        ValueError: if the shapes differ, are not [N], or `ddof` is neither 0 nor 1.
+    """
+    require_same_shape(rewards=rewards, group_ids=group_ids, valid=valid)
+    require_rank("rewards", rewards, 1)
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof={ddof!r}; must be 0 or 1")
+    slots = len(rewards)
+    valid, group_ids = jnp.asarray(valid, bool), jnp.asarray(group_ids, jnp.int32)
+    rewards = jnp.where(valid, jnp.asarray(rewards, jnp.float32), 0.0)
+
+    size = jax.ops.segment_sum(valid.astype(jnp.int32), group_ids, num_segments=slots)
+    smallest = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group_ids, num_segments=slots)
+    largest = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), group_ids, num_segments=slots)
+    average = jax.ops.segment_sum(rewards, group_ids, num_segments=slots) / jnp.maximum(size, 1)
+    # A minimum may skip a NaN on some backends; a sum never does.
+    all_equal = (size > 0) & (smallest == largest) & ~jnp.isnan(average)
+    average = jnp.where(all_equal, smallest, average)
+    deviation = jnp.where(valid, rewards - average[group_ids], 0.0)
+    squares = jax.ops.segment_sum(deviation**2, group_ids, num_segments=slots)
+    std = jnp.sqrt(squares / jnp.maximum(size - ddof, 1))
+    return GroupStatistics(average, std, size, all_equal)
+
+
+def group_mean(rewards: Array, group_ids: Array, valid: Array) -> jax.Array:
+    """Mean reward of each group, indexed by group id, 0 for an unused id; see `group_statistics`."""
+    return group_statistics(rewards, group_ids, valid, ddof=0).mean
+
+
+def group_std(rewards: Array, group_ids: Array, valid: Array, *, ddof: int) -> jax.Array:
+    """Standard deviation of each group's rewards, indexed by group id; see `group_statistics`."""
+    return group_statistics(rewards, group_ids, valid, ddof=ddof).std
+
+
+def all_equal_groups(statistics: GroupStatistics) -> WeightedSum:
+    """Number of groups whose rewards are all equal, over the number of groups: no signal but the penalty there."""
+    return masked_sum(statistics.all_equal, statistics.size > 0)

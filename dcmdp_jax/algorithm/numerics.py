@@ -1,0 +1,50 @@
+"""Differences and exponentials of log-probabilities that stay finite and keep float32's precision."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.types import Array
+
+MAX_LOG_RATIO = 20.0
+"""Nats at which a log-ratio is clamped: e^20 = 4.85e8, whose square still sums in float32 (max 3.4e38)."""
+
+LOGPROB_LIMIT = 1e4
+"""Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
+
+
+def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) -> jax.Array:
+    """log(p / q) from log-probabilities, per element, clamped to [-20, 20].
+
+        d = clip(clip(log p, -1e4, 1e4) - clip(log q, -1e4, 1e4), -20, 20)
+
+    Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference is taken in
+    float32 whatever the inputs' dtype. The gradient is 1 and -1 inside the clamps and 0 outside.
+
+    Args:
+        numerator_logprobs: any shape, log p in nats.
+        denominator_logprobs: same shape, log q in nats.
+
+    Returns:
+        float32, same shape; -inf in both gives 0, -inf in one gives -20 or 20.
+    """
+    numerator = jnp.clip(jnp.asarray(numerator_logprobs, jnp.float32), -LOGPROB_LIMIT, LOGPROB_LIMIT)
+    denominator = jnp.clip(jnp.asarray(denominator_logprobs, jnp.float32), -LOGPROB_LIMIT, LOGPROB_LIMIT)
+    return jnp.clip(numerator - denominator, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def exp_minus_linear(x: Array) -> jax.Array:
+    """exp(x) - 1 - x per element, never negative, to float32's relative precision near 0.
+
+    Computed as written it is rounding noise below |x| = 1e-3, where training and inference usually sit; below 0.5 the
+    Taylor series to x^8 is used instead (truncated at 4e-8 of the value).
+
+    Args:
+        x: float32, any shape, at most 88 (beyond that float32 overflows to inf).
+    """
+    x = jnp.asarray(x, jnp.float32)
+    series = 1.0
+    for order in range(8, 2, -1):
+        series = 1.0 + series * x / order
+    return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)

@@ -1,0 +1,86 @@
+"""avg@K and pass@K of a policy as an inference engine samples it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.tasks.verifier import Verifier
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationResult:
+    """Scores of one task.
+
+    Attributes:
+        task: its name.
+        samples: K.
+        scores: [problems, K] float32, 1 where the answer is right.
+        average: avg@K, the mean of `scores`.
+        pass_at_k: share of problems with at least one right answer among the K.
+        standard_error: of `average`, from the spread between problems; NaN with one problem.
+        length_mean: sampled tokens of a completion.
+        truncated_fraction: completions cut by the length limit.
+        verifier_timeouts, verifier_errors: answers that ran out of time or raised; they count as wrong.
+    """
+
+    task: str
+    samples: int
+    scores: np.ndarray
+    average: float
+    pass_at_k: float
+    standard_error: float
+    length_mean: float
+    truncated_fraction: float
+    verifier_timeouts: int
+    verifier_errors: int
+
+
+def evaluate(
+    engine: Engine,
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[np.ndarray],
+    answers: Sequence[str],
+    sampling: SamplingParams,
+    *,
+    task: str,
+    seed: int,
+) -> EvaluationResult:
+    """Samples K = `sampling.group_size` completions for each prompt with the weights the engine has, and judges them.
+
+    The random numbers are those of (seed, step 0) whenever it is called, so that two policies are compared on the
+    same draws.
+
+    Args:
+        engine: with weights pushed.
+        verifier: judges completions.
+        tokenizer: turns token ids into text.
+        prompts: token ids of each problem.
+        answers: the right answer of each.
+        sampling: K, temperature, length limit.
+        task: name for the record.
+        seed: of the samples.
+    """
+    rollout = engine.generate(prompts, sampling, seed=seed, step=0)
+    texts = tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+    grades = verifier.grade(texts, [answers[group] for group in rollout.group_ids])
+    scores = np.asarray(grades.rewards, np.float32).reshape(len(prompts), sampling.group_size)
+    per_problem = scores.mean(axis=1)
+    spread = per_problem.std(ddof=1) / np.sqrt(len(prompts)) if len(prompts) > 1 else np.nan
+    return EvaluationResult(
+        task=task,
+        samples=sampling.group_size,
+        scores=scores,
+        average=float(scores.mean()),
+        pass_at_k=float((scores > 0).any(axis=1).mean()),
+        standard_error=float(spread),
+        length_mean=float(np.mean([len(ids) for ids in rollout.completion_ids])),
+        truncated_fraction=float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
+        verifier_timeouts=grades.timeouts,
+        verifier_errors=grades.errors,
+    )

@@ -1,0 +1,115 @@
+"""Strict JSON lines that survive a kill: one object a line, not-a-number kept, a torn tail recognised.
+
+JSON has no word for the numbers NaN and infinity. They are written as the strings "NaN", "Infinity" and "-Infinity"
+(the convention of protobuf's JSON form): every parser reads the file, a diverged value stays apart from a
+missing one, and Python's `float()` and pandas turn the strings back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_LOG = logging.getLogger(__name__)
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One record as one line of strict JSON, newline included.
+
+    Args:
+        record: values may be strings, numbers, numpy scalars, None, and lists or mappings of these.
+
+    Raises:
+        ValueError: if a value is of a type JSON has no form for.
+    """
+    return json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(
+        f"a record holds {value!r} of type {type(value).__name__}; allowed: text, numbers, lists, mappings"
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file. A last line that a kill tore in two is left out; an absent file has no records.
+
+    Raises:
+        ValueError: if any other line is not a JSON object, with its number.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, complete, _, record in _lines(path):
+        if record is not None:
+            records.append(record)
+        elif complete:
+            raise ValueError(f"{path} line {number} is not a JSON object; delete that line")
+    return records
+
+
+def truncate(path: Path, last_step: int) -> None:
+    """Drop, atomically, the records of steps after `last_step` and whatever a kill left unreadable.
+
+    The new file replaces the old one in one rename, so a second kill leaves either whole. A file that needs no change
+    is not touched. An unreadable line in the middle (a power cut can leave one) is dropped with a warning: a metric
+    line must not stop a run from resuming.
+
+    Args:
+        path: a file of records that carry "step"; it may be absent.
+        last_step: the last step to keep.
+    """
+    if not path.exists():
+        return
+    kept, dropped = [], 0
+    for number, complete, line, record in _lines(path):
+        step = None if record is None else record.get("step")
+        if not isinstance(step, int):
+            dropped += 1
+            if complete:
+                _LOG.warning("%s line %d is unreadable and was dropped", path, number)
+        elif step > last_step:
+            dropped += 1
+        elif not complete:
+            kept.append(line + b"\n")
+            dropped += 1
+        else:
+            kept.append(line)
+    if not dropped:
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
+    """(line number, whether it ends in a newline, bytes, record or None if unreadable) of every line with content."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            yield number, line.endswith(b"\n"), line, record if isinstance(record, dict) else None

@@ -1,0 +1,365 @@
+"""Figures of one or several runs: pure functions from recorded metrics to matplotlib figures.
+
+Every `draw_*` takes {label: metrics of the run, as `read_metrics` returns them} and gives a `Figure`, or None when no
+run recorded what it shows. Nothing touches pyplot or its global state; a figure is saved with `figure.savefig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from dcmdp_jax.observe.metrics import Series
+from dcmdp_jax.observe.names import PHASES
+
+Runs = Mapping[str, Series]
+
+# Okabe and Ito's colours, told apart with every common colour blindness; yellow left out, it is faint on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_INK, _MUTED, _GRID = "#222222", "#666666", "#e3e3e3"
+_SMOOTH_ABOVE = 40
+_BARS_UP_TO = 200
+_RAISED, _LOWERED = "#D55E00", "#0072B2"
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving average over what there is: shorter at the ends, passing over NaN.
+
+        s_i = mean of the finite v_j with |j - i| <= window // 2
+
+    Args:
+        values: [n] float.
+        window: odd number of values; 1 gives the values back.
+
+    Returns:
+        [n] float64; NaN only where a window holds no finite value.
+    """
+    finite = np.isfinite(values)
+    totals = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    place = np.arange(len(values))
+    low, high = np.maximum(place - window // 2, 0), np.minimum(place + window // 2 + 1, len(values))
+    count = counts[high] - counts[low]
+    return np.where(count > 0, (totals[high] - totals[low]) / np.maximum(count, 1), np.nan)
+
+
+def draw_reward(runs: Runs) -> Figure | None:
+    """Training reward by step, with the held-out avg@K as points on the same scale.
+
+    With more than two tasks the points are their mean, at the steps where all were evaluated.
+    """
+    if not _recorded(runs, "reward/mean"):
+        return None
+    figure, (axes,) = _panels("Reward", 1)
+    for index, (label, series) in enumerate(runs.items()):
+        colour = _line(axes, series, "reward/mean", label if len(runs) > 1 else "training reward", index)
+        for place, (name, steps, values) in enumerate(_held_out(series)):
+            axes.plot(
+                steps,
+                values,
+                linestyle=(0, (1, 2)),
+                linewidth=1,
+                marker=_MARKERS[place],
+                markersize=7,
+                markeredgecolor="white",
+                color=colour if len(runs) > 1 or place else _COLOURS[1],
+                label=f"{label}: {name}" if len(runs) > 1 else name,
+                zorder=4,
+            )
+    _finish(axes, "mean reward", from_zero=True)
+    return figure
+
+
+def draw_evaluation(runs: Runs) -> Figure | None:
+    """Every held-out score by step, in percent: one panel for each score."""
+    names = sorted({name for series in runs.values() for name in series if name.startswith("eval/")})
+    if not names:
+        return None
+    figure, panels = _panels("Held-out evaluation", len(names), columns=min(2 if len(names) <= 4 else 4, len(names)))
+    for axes, name in zip(panels, names, strict=True):
+        for index, (label, series) in enumerate(runs.items()):
+            if name in series:
+                steps, values = series[name]
+                axes.plot(steps, values, marker="o", markersize=5, color=_colour(index), label=label)
+        axes.set_title(name.removeprefix("eval/").replace("/", " "), **_PANEL_TITLE)
+        _finish(axes, "", legend=len(runs) > 1, percent=True)
+    return figure
+
+
+def draw_discrepancy(runs: Runs) -> Figure | None:
+    """Mean discrepancy by step against the tolerance c (dashed), and the share of completions over c."""
+    if not _recorded(runs, "discrepancy/mean"):
+        return None
+    share = "discrepancy/completions_over_tolerance"
+    figure, panels = _panels("Discrepancy between training and inference engine", 1 + _recorded(runs, share))
+    for index, (label, series) in enumerate(runs.items()):
+        _line(panels[0], series, "discrepancy/mean", label if len(runs) > 1 else "mean discrepancy", index)
+    _draw_tolerances(panels[0], runs)
+    panels[0].set_title("mean over sampled tokens", **_PANEL_TITLE)
+    _finish(panels[0], "discrepancy", from_zero=True)
+    if len(panels) > 1:
+        for index, (label, series) in enumerate(runs.items()):
+            _line(panels[1], series, share, label, index)
+        panels[1].set_title("completions whose own mean is over c", **_PANEL_TITLE)
+        _finish(panels[1], "share of completions", from_zero=True, legend=False, percent=True)
+    return figure
+
+
+def draw_multiplier(runs: Runs) -> Figure | None:
+    """The multiplier lambda by step, and the violation that moves it."""
+    if not _recorded(runs, "dual/multiplier"):
+        return None
+    figure, panels = _panels("Lagrange multiplier", 1 + _recorded(runs, "dual/violation"))
+    for index, (label, series) in enumerate(runs.items()):
+        _line(panels[0], series, "dual/multiplier", label, index, smoothed=False)
+    panels[0].set_title("lambda", **_PANEL_TITLE)
+    _finish(panels[0], "lambda", legend=len(runs) > 1)
+    if len(panels) == 1:
+        return figure
+    axes = panels[1]
+    if len(runs) == 1:
+        (series,) = runs.values()
+        steps, values = series["dual/violation"]
+        finite = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        for part, colour, label in (
+            (np.maximum(finite, 0), _RAISED, "over budget: lambda rises"),
+            (np.minimum(finite, 0), _LOWERED, "under budget: lambda falls"),
+        ):
+            if len(steps) <= _BARS_UP_TO:
+                axes.bar(steps, part, width=0.85, color=colour, label=label)
+            else:
+                axes.fill_between(steps, part, step="mid", color=colour, linewidth=0, label=label)
+    else:
+        for index, (label, series) in enumerate(runs.items()):
+            _line(axes, series, "dual/violation", label, index)
+    axes.axhline(0.0, color=_INK, linewidth=0.8)
+    axes.set_title("violation: mean discrepancy - c", **_PANEL_TITLE)
+    _finish(axes, "violation", legend=len(runs) == 1)
+    return figure
+
+
+def draw_lengths(runs: Runs) -> Figure | None:
+    """Completion lengths (mean, and the range for a single run) and the truncated share."""
+    if not _recorded(runs, "completion/length_mean"):
+        return None
+    truncated = "completion/truncated_fraction"
+    figure, panels = _panels("Completion lengths", 1 + _recorded(runs, truncated))
+    for index, (label, series) in enumerate(runs.items()):
+        _line(panels[0], series, "completion/length_mean", label if len(runs) > 1 else "mean", index)
+        if len(runs) == 1 and {"completion/length_min", "completion/length_max"} <= series.keys():
+            steps, low = series["completion/length_min"]
+            high = _at(series["completion/length_max"], steps)
+            panels[0].fill_between(
+                steps, low, high, color=_colour(0), alpha=0.12, linewidth=0, label="shortest to longest"
+            )
+    panels[0].set_title("sampled tokens of a completion", **_PANEL_TITLE)
+    _finish(panels[0], "tokens", from_zero=True)
+    if len(panels) > 1:
+        for index, (label, series) in enumerate(runs.items()):
+            _line(panels[1], series, truncated, label, index)
+        panels[1].set_title("cut by the length limit", **_PANEL_TITLE)
+        _finish(panels[1], "share of completions", from_zero=True, legend=False, percent=True)
+    return figure
+
+
+def draw_mismatch(runs: Runs) -> Figure | None:
+    """How far the two engines' probabilities are apart: tail, KL, correlation, effective sample size."""
+    return _grid(
+        runs,
+        "Engine mismatch",
+        (
+            ("99th percentile of the discrepancy", "discrepancy", ("discrepancy/p99",)),
+            ("KL(rollout || train), k3", "nats", ("mismatch/k3",)),
+            ("Pearson correlation of probabilities", "correlation", ("mismatch/pearson",)),
+            ("effective sample size", "share of tokens", ("mismatch/effective_sample_size",)),
+        ),
+    )
+
+
+def draw_optimization(runs: Runs) -> Figure | None:
+    """Entropy, gradient norm, clip fractions and the spread of the importance ratio."""
+    return _grid(
+        runs,
+        "Optimisation",
+        (
+            ("policy entropy", "nats", ("policy/entropy",)),
+            ("gradient norm before clipping", "norm", ("optimizer/grad_norm",)),
+            ("clipped tokens", "share of tokens", ("policy/clip_low_fraction", "policy/clip_high_fraction")),
+            ("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",)),
+        ),
+    )
+
+
+def draw_time(runs: Runs) -> Figure | None:
+    """Where a step's time goes (median over steps, which leaves compilation out) and the throughput by step."""
+    phases = [phase for phase in PHASES if _recorded(runs, f"time/{phase}")]
+    if not phases:
+        return None
+    throughput = "throughput/tokens_per_second"
+    figure, panels = _panels("Time", 1 + _recorded(runs, throughput))
+    for row, series in enumerate(runs.values()):
+        left = 0.0
+        for index, phase in enumerate(phases):
+            values = series[f"time/{phase}"][1] if f"time/{phase}" in series else np.zeros(0)
+            values = values[np.isfinite(values)]
+            seconds = float(np.median(values)) if len(values) else 0.0
+            panels[0].barh(row, seconds, left=left, height=0.6, color=_colour(index), label=phase if row == 0 else None)
+            left += seconds
+        panels[0].text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=_INK)
+    panels[0].set_yticks(range(len(runs)), list(runs))
+    spare = max(0.0, (2 - len(runs)) / 2)
+    panels[0].set_ylim(len(runs) - 0.4 + spare, -0.6 - spare)
+    panels[0].margins(x=0.12)
+    panels[0].set_title("seconds of a median step", **_PANEL_TITLE)
+    _style(panels[0])
+    panels[0].legend(**_LEGEND, ncols=len(phases), loc="lower center", bbox_to_anchor=(0.5, -0.22))
+    if len(panels) > 1:
+        for index, (label, series) in enumerate(runs.items()):
+            _line(panels[1], series, throughput, label, index)
+        panels[1].set_title("throughput", **_PANEL_TITLE)
+        _finish(panels[1], "tokens / s", from_zero=True, legend=len(runs) > 1)
+    return figure
+
+
+FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
+    "reward": ("Mean reward of the training completions; points are held-out evaluations.", draw_reward),
+    "discrepancy": ("Mean discrepancy between the engines against the budget c.", draw_discrepancy),
+    "multiplier": ("The price of discrepancy: it rises while the budget is exceeded and falls after.", draw_multiplier),
+    "lengths": ("Completion lengths and the share cut by the limit.", draw_lengths),
+    "evaluation": ("Scores on held-out problems.", draw_evaluation),
+    "mismatch": ("Statistics of the two engines' probabilities of the same tokens.", draw_mismatch),
+    "optimization": ("Health of the policy update.", draw_optimization),
+    "time": ("Where the time goes.", draw_time),
+}
+"""File stem to (caption, function), in the order to show them."""
+
+_PANEL_TITLE = {"fontsize": 10, "color": _INK, "loc": "left", "pad": 6}
+_LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": _INK}
+
+
+def _colour(index: int) -> str:
+    return _COLOURS[index % len(_COLOURS)]
+
+
+def _recorded(runs: Runs, name: str) -> bool:
+    return any(name in series for series in runs.values())
+
+
+def _at(series: tuple[np.ndarray, np.ndarray], steps: np.ndarray) -> np.ndarray:
+    """The values at `steps`, NaN where the series has none."""
+    known = dict(zip(series[0].tolist(), series[1].tolist(), strict=True))
+    return np.array([known.get(step, np.nan) for step in steps.tolist()])
+
+
+def _held_out(series: Series) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    names = sorted(name for name in series if name.startswith("eval/") and "/avg@" in name)
+    if len(names) <= 2:
+        return [(f"held-out {name.removeprefix('eval/').replace('/', ' ')}", *series[name]) for name in names]
+    steps = np.array(sorted(set.intersection(*(set(series[name][0].tolist()) for name in names))), np.int64)
+    mean = np.mean([_at(series[name], steps) for name in names], axis=0)
+    return [(f"held-out avg, mean of {len(names)} tasks", steps, mean)]
+
+
+def _panels(title: str, count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:
+    columns = count if columns is None else columns
+    rows = -(-count // columns)
+    width = {1: 10.8, 2: 10.8, 3: 13.0, 4: 14.4}[columns]
+    figure = Figure(figsize=(width, 0.5 + (3.7 if rows == 1 else 2.9 * rows)), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def _line(
+    axes: Axes, series: Series, name: str, label: str, index: int, variant: int = 0, *, smoothed: bool = True
+) -> str:
+    """One run's curve: the values, or above 40 steps the values faint and their moving average on top.
+
+    `index` of the run chooses the colour, `variant` of several curves of one run the line style.
+    """
+    colour = _colour(index)
+    if name not in series:
+        return colour
+    steps, values = series[name]
+    values = np.where(np.isfinite(values), values, np.nan)
+    style = {"color": colour, "linestyle": _LINE_STYLES[(index // len(_COLOURS) + variant) % len(_LINE_STYLES)]}
+    if smoothed and len(steps) > _SMOOTH_ABOVE:
+        axes.plot(steps, values, linewidth=0.8, alpha=0.3, **style)
+        values = smooth(values, len(steps) // 20 | 1)
+    marker = "o" if len(steps) == 1 else None
+    axes.plot(steps, values, linewidth=1.8, label=label, marker=marker, zorder=3, **style)
+    return colour
+
+
+def _draw_tolerances(axes: Axes, runs: Runs) -> None:
+    """Dashed: one line across for runs that share a constant tolerance, a curve for a tolerance that changes."""
+    constant: dict[float, list[int]] = {}
+    for index, series in enumerate(runs.values()):
+        steps, values = series.get("dual/tolerance", (np.zeros(0), np.zeros(0)))
+        levels = set(values[np.isfinite(values)].tolist())
+        if len(levels) == 1:
+            constant.setdefault(levels.pop(), []).append(index)
+        elif levels:
+            axes.plot(steps, values, color=_colour(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
+    for level, indices in constant.items():
+        colour = _INK if len(constant) == 1 else _colour(indices[0])
+        axes.axhline(level, color=colour, linestyle="--", linewidth=1.3, label=f"tolerance c = {level:g}", zorder=2)
+        # A line across has no part in the axes' limits by itself.
+        axes.update_datalim([(1.0, level)], updatex=False)
+        axes.autoscale_view(scalex=False)
+
+
+def _grid(runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Figure | None:
+    cells = tuple(cell for cell in cells if any(_recorded(runs, name) for name in cell[2]))
+    if not cells:
+        return None
+    figure, panels = _panels(title, len(cells), columns=min(2, len(cells)))
+    for axes, (heading, unit, names) in zip(panels, cells, strict=True):
+        for place, name in enumerate(names):
+            short = name.rpartition("/")[2].replace("_", " ")
+            for index, (label, series) in enumerate(runs.items()):
+                text = label if len(names) == 1 else short if len(runs) == 1 else f"{label}: {short}"
+                _line(axes, series, name, text, *((place, 0) if len(runs) == 1 else (index, place)))
+        axes.set_title(heading, **_PANEL_TITLE)
+        _finish(axes, unit, legend=len(runs) > 1 or len(names) > 1)
+    return figure
+
+
+def _style(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.tick_params(colors=_MUTED, labelsize=9, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#bbbbbb")
+
+
+def _percent(value: float, _: int) -> str:
+    return f"{100 * value:.4g}%"
+
+
+def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = True, percent: bool = False) -> None:
+    _style(axes)
+    axes.set_xlabel("training step", color=_MUTED, fontsize=9)
+    axes.set_ylabel(unit, color=_MUTED, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    # A curve that is one constant gets a scale of its own, not one blown up around rounding.
+    low, high = axes.get_ylim()
+    if from_zero:
+        low, high = min(0.0, low if axes.dataLim.ymin < 0 else 0.0), max(high, 0.0)
+    if not axes.dataLim.height > 1e-12 * max(abs(low), abs(high)):
+        level = axes.dataLim.ymax if np.isfinite(axes.dataLim.ymax) else 0.0
+        room = max(0.5 * abs(level), 1e-3)
+        low, high = 0.0 if from_zero and level >= 0 else level - room, level + room
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else lambda value, _: f"{value:.6g}"))
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(**_LEGEND, loc="best")

@@ -1,0 +1,173 @@
+"""The live console: lines that stay in place on a terminal, plain lines in a log file or a notebook cell."""
+
+from __future__ import annotations
+
+import collections
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Self, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_INTERVAL_SECONDS = 2.0
+_RECENT_STEPS = 20
+_REFRESH_PER_SECOND = 2
+
+
+class Progress:
+    """Shows a run as it goes: step, reward, discrepancy against its tolerance, lambda, tokens/s, time left.
+
+    On a terminal two lines are redrawn in place, a third once there is an evaluation. Elsewhere each step is a line,
+    but at most one every two seconds; the first and the last step always have theirs. Time left is the mean duration of
+    the last 20 steps, without the first (it compiles), times the steps to go.
+
+    Args:
+        total_steps: the step count the run ends at.
+        start_step: finished steps at the start, above 0 for a resumed run.
+        stream: where to show it; standard error by default.
+        clock: seconds, monotonic.
+
+    Raises:
+        ValueError: unless 0 <= start_step <= total_steps.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= start_step <= total_steps:
+            raise ValueError(f"start_step is {start_step}; allowed: 0 to total_steps = {total_steps}")
+        self._total = total_steps
+        self._first = start_step + 1
+        self._step = start_step
+        self._values: dict[str, float] = {}
+        self._clock = clock
+        self._began = self._last_step_at = clock()
+        self._last_line_at = -math.inf
+        self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self._stream = sys.stderr if stream is None else stream
+        self._live = None
+        console = Console(file=self._stream)
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(get_renderable=self._render, console=console, refresh_per_second=_REFRESH_PER_SECOND)
+            self._live.start()
+
+    def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Take the host values of a finished step, or of an evaluation at the step already shown.
+
+        Args:
+            step: finished steps. Values that are missing, None or NaN show as "-".
+            metrics: by the names of `dcmdp_jax.observe.names`; an `eval/.../avg@K` stays on show until the next one.
+        """
+        now = self._clock()
+        if step > self._step:
+            self._values = {name: value for name, value in self._values.items() if name.startswith("eval/")}
+            if self._step >= self._first:
+                self._durations.extend([(now - self._last_step_at) / (step - self._step)] * (step - self._step))
+            self._step, self._last_step_at = step, now
+        self._values.update({name: math.nan if value is None else float(value) for name, value in metrics.items()})
+        if self._live is not None:
+            self._live.refresh()
+            return
+        due = now - self._last_line_at >= _PLAIN_INTERVAL_SECONDS or self._step == self._total
+        if "reward/mean" in metrics and (due or self._step == self._first):
+            self._print(f"step {self._step}/{self._total}  {'  '.join(text for text, _ in self._fields())}")
+            self._last_line_at = now
+        elif "reward/mean" not in metrics:
+            evaluation = self._evaluation()
+            if evaluation:
+                self._print(f"step {self._step}/{self._total}  {evaluation}")
+
+    def note(self, message: str) -> None:
+        """Show a line of text above the live lines, or as a line of its own."""
+        if self._live is not None:
+            self._live.console.print(Text(message))
+        else:
+            self._print(message)
+
+    def close(self) -> None:
+        """Leave the last state on show and give the terminal back. A second call does nothing."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def seconds_left(self) -> float:
+        """Estimated seconds to the last step; NaN before two steps have been seen, 0 at the end."""
+        if self._step >= self._total:
+            return 0.0
+        if not self._durations:
+            return math.nan
+        return sum(self._durations) / len(self._durations) * (self._total - self._step)
+
+    def _fields(self) -> list[tuple[str, str]]:
+        """(text, rich style) of every quantity, in order."""
+
+        def get(name: str) -> float:
+            return self._values.get(name, math.nan)
+
+        discrepancy, tolerance = get("discrepancy/mean"), get("dual/tolerance")
+        shown = f"discrepancy {_number(discrepancy, '.5f')}"
+        style = ""
+        if not math.isnan(tolerance):
+            shown += f" (c {_number(tolerance, '.5f')})"
+            style = "red" if discrepancy > tolerance else "green"
+        return [
+            (f"reward {_number(get('reward/mean'), '.3f')}", "bold"),
+            (shown, style),
+            (f"lambda {_number(get('dual/multiplier'), '.4f')}", ""),
+            (f"{_number(get('throughput/tokens_per_second'), ',.0f')} tokens/s", ""),
+            (f"left {_duration(self.seconds_left())}", ""),
+        ]
+
+    def _evaluation(self) -> str:
+        return "  ".join(
+            f"{name.removeprefix('eval/').replace('/', ' ')} {_number(100 * value, '.1f')}%"
+            for name, value in sorted(self._values.items())
+            if name.startswith("eval/") and "/avg@" in name
+        )
+
+    def _render(self) -> Group:
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            Text(f"step {self._step}/{self._total}"),
+            ProgressBar(total=max(self._total, 1), completed=self._step),
+            Text(f"elapsed {_duration(self._clock() - self._began)}", style="dim"),
+        )
+        line = Text("  ").join(Text(text, style=style) for text, style in self._fields())
+        evaluation = self._evaluation()
+        return Group(bar, line, Text(evaluation, style="cyan")) if evaluation else Group(bar, line)
+
+    def _print(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    """1:02:03 or 2:03, "-" where unknown."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

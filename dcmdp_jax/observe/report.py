@@ -1,0 +1,117 @@
+"""The report of one or several runs: plots as PNG and one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.observe import jsonl, page
+from dcmdp_jax.observe.metrics import SAMPLES_FILE, Series, read_metrics
+from dcmdp_jax.observe.plots import FIGURES
+
+CONFIG_FILE = "config.json"
+PLOTS_DIRECTORY = "plots"
+REPORT_FILE = "report.html"
+_DPI = 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run directory holds.
+
+    Attributes:
+        label: its name in the report, unique among the runs shown together.
+        series: its metrics.
+        config: dotted key to value; empty where the run saved none.
+        samples: records of sample completions, in the order written.
+    """
+
+    label: str
+    series: Series
+    config: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+def read_run(run_dir: str | Path, label: str | None = None) -> Run:
+    """Read a run directory; a last line torn by a kill is left out.
+
+    Args:
+        run_dir: the directory.
+        label: the run's name; the directory's by default.
+
+    Raises:
+        ValueError: if it is no run directory, has no metrics yet, or holds a file that can't be parsed.
+        OSError: if a file can't be read.
+    """
+    run_dir = Path(run_dir)
+    series = read_metrics(run_dir)
+    path = run_dir / CONFIG_FILE
+    config: dict[str, Any] = {}
+    if path.exists():
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); mend or delete it") from None
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{path} holds a {type(loaded).__name__}; allowed: one JSON object")
+        config = _flatten(loaded)
+    return Run(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
+
+
+def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
+    """Write `out_dir`/plots/*.png and `out_dir`/report.html; several runs overlay and are compared in a table.
+
+    Args:
+        run_dirs: one or more run directories, in the order to show them.
+        out_dir: made if absent; a report already in it is replaced.
+
+    Returns:
+        The path of report.html. The page embeds its images, runs no script and makes no request.
+
+    Raises:
+        ValueError: if no directory is given, one is given twice, or one can't be read as a run (see `read_run`).
+        OSError: if `out_dir` can't be written.
+    """
+    if not run_dirs:
+        raise ValueError("no run directory given; name at least one")
+    paths = [Path(run_dir).resolve() for run_dir in run_dirs]
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise ValueError(f"run directory {path} is given twice")
+    runs = [read_run(path, label) for path, label in zip(paths, _labels(paths), strict=True)]
+    plots = Path(out_dir) / PLOTS_DIRECTORY
+    plots.mkdir(parents=True, exist_ok=True)
+    images = []
+    for stem, (caption, draw) in FIGURES.items():
+        figure = draw({run.label: run.series for run in runs})
+        if figure is None:
+            continue
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=_DPI)
+        (plots / f"{stem}.png").write_bytes(buffer.getvalue())
+        images.append((caption, buffer.getvalue()))
+    report = Path(out_dir) / REPORT_FILE
+    report.write_text(page.render(runs, images), encoding="utf-8")
+    return report
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """The shortest tails of the paths that tell them apart."""
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,169 @@
+"""From logical axis names to shardings: one table for parameters, one for activations."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
+
+MeshAxes = str | tuple[str, ...] | None
+Axes = tuple[str | None, ...]
+
+PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
+    {
+        "layers": None,
+        "embed": "fsdp",
+        "vocab": "tensor",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+    }
+)
+"""Parameters. "embed" is split over fsdp whichever side of a matrix it is on; "layers" is what the scan runs over."""
+
+ACTIVATION_AXES: Mapping[str, MeshAxes] = MappingProxyType({"rows": ("data", "fsdp"), "length": None, "hidden": None})
+"""Activations. Rows are split over every device that holds other rows; the residual stream is whole on each."""
+
+
+def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
+    """The `PartitionSpec` of an array whose dimensions are named `axes`; None names a dimension that is never split.
+
+    Raises:
+        ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
+    """
+    if unknown := [name for name in axes if name is not None and name not in table]:
+        raise ValueError(f"logical axis {unknown[0]!r} is unknown, the table has {', '.join(table)}")
+    parts = [None if name is None else table[name] for name in axes]
+    taken: dict[str, str | None] = {}
+    for name, part in zip(axes, parts, strict=True):
+        for mesh_axis in _mesh_axes(part):
+            if mesh_axis in taken:
+                raise ValueError(f"logical axes {axes}: {taken[mesh_axis]!r} and {name!r} both land on {mesh_axis!r}")
+            taken[mesh_axis] = name
+    return P(*parts)
+
+
+def param_shardings(
+    logical_axes: Params, shapes: Params, mesh: Mesh, *, table: Mapping[str, MeshAxes] = PARAM_AXES
+) -> Params:
+    """The sharding of every parameter.
+
+    A dimension that its mesh axes don't divide (a vocabulary of odd size, fewer key-value channels than tensor
+    devices) is whole on each device, and a warning says which; what is computed stays the same, and only memory and
+    speed suffer.
+
+    Args:
+        logical_axes: tree of tuples of axis names, from `decoder.logical_axes`.
+        shapes: the same tree with `.shape`, from `decoder.param_shapes`.
+        mesh: from `make_mesh`.
+        table: logical name -> mesh axis.
+
+    Returns:
+        The tree with a `NamedSharding` for each leaf.
+
+    Raises:
+        ValueError: as `partition_spec`, or if a leaf has not as many dimensions as names.
+    """
+
+    def sharding(path: tuple[Any, ...], leaf: Any, axes: Axes) -> NamedSharding:
+        where = jax.tree_util.keystr(path, simple=True, separator=".")
+        if len(axes) != len(leaf.shape):
+            raise ValueError(f"{where}: axes {axes} do not name the dimensions of shape {tuple(leaf.shape)}")
+        parts = list(partition_spec(axes, table))
+        for place, (part, size) in enumerate(zip(parts, leaf.shape, strict=True)):
+            ways = _ways(part, mesh)
+            if size % ways:
+                logger.warning(
+                    "%s: dimension %d (%s) is %d, not a multiple of the %d devices along %s; each holds all of it",
+                    *(where, place, axes[place], size, ways, part),
+                )
+                parts[place] = None
+        return NamedSharding(mesh, P(*parts))
+
+    return jax.tree_util.tree_map_with_path(sharding, shapes, logical_axes)
+
+
+def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh) -> Any:
+    """Shardings of any tree that holds parameter-shaped trees, such as an optimizer's moments.
+
+    A leaf whose path ends with the path of a parameter, and which has that parameter's shape, is sharded as it is
+    (optax states keep the parameters' tree, also inside `chain`, `masked` and `multi_transform`); every other leaf,
+    counters and factored moments among them, is replicated.
+
+    Args:
+        state: tree of arrays or `jax.ShapeDtypeStruct`s.
+        shapes, logical_axes, mesh: as `param_shardings`.
+
+    Returns:
+        The tree of `state` with a `NamedSharding` for each leaf.
+    """
+    known = {
+        _keys(path): (tuple(leaf.shape), sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(shapes),
+            jax.tree.leaves(param_shardings(logical_axes, shapes, mesh)),
+            strict=True,
+        )
+    }
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        keys = _keys(path)
+        for start in range(len(keys)):
+            shape, found = known.get(keys[start:], (None, None))
+            if shape == tuple(leaf.shape):
+                return found
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
+    """A function that pins an activation, whose dimensions it is told by name, to the mesh under jit.
+
+    Raises (the returned function, while tracing):
+        ValueError: as `partition_spec`, or when a dimension is not a multiple of its devices.
+    """
+
+    def pin(x: jax.Array, axes: Axes) -> jax.Array:
+        spec = partition_spec(axes, ACTIVATION_AXES)
+        for name, part, size in zip(axes, spec, x.shape, strict=True):
+            if size % _ways(part, mesh):
+                product = " * ".join(_mesh_axes(part))
+                raise ValueError(
+                    f"{name}: got {size}, must be a multiple of {product} = {_ways(part, mesh)} of the mesh"
+                )
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return pin
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, P())
+
+
+def shard_rows(mesh: Mesh) -> NamedSharding:
+    """For packed rows [M, A, R, L]: R split over data and fsdp."""
+    return NamedSharding(mesh, P(None, None, *partition_spec(("rows", "length"), ACTIVATION_AXES)))
+
+
+def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else part
+
+
+def _ways(part: MeshAxes, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in _mesh_axes(part))
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)

@@ -1,0 +1,117 @@
+"""Choosing the next token: keys of (seed, step, row, token), and an inverse-CDF draw with its log-prob.
+
+Why not Gumbel noise: it needs V random numbers and two logarithms for each row, where the inverse of the cumulative
+distribution needs two words. On CPU, 128 rows: 0.6 against 0.1 ms at V = 64, 7.6 against 0.6 ms at 2,048, 690 against
+20 ms at 151,936.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+MODES = ("sample", "nucleus", "greedy")
+_BLOCK = 128
+
+
+def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
+    """Raw threefry keys, [R, 2] uint32, of fold_in(fold_in(key(seed), step), row).
+
+    Args:
+        seed, step: [] uint32.
+        rows: [R] uint32, `prompt * group_size + member` of the whole call, wherever the row is computed.
+    """
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, rows))
+
+
+def token_words(keys: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """Random words of the tokens first .. first + count - 1: [count, R, 2] uint32 from fold_in(row key, t)."""
+    wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
+
+    def words(t: jax.Array) -> jax.Array:
+        return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, t), (2,), jnp.uint32))(wrapped)
+
+    return jax.vmap(words)(first + jnp.arange(count, dtype=jnp.int32))
+
+
+def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Which tokens are in the nucleus: the fewest most likely ones whose mass reaches `top_p`.
+
+    Tokens as likely as the last one that is needed are all in, so the answer does not depend on an order of ties. Found
+    by bisection over the bits of the probabilities (non-negative floats order as their bits do): 31 sums, no sort.
+
+    Args:
+        scaled: [R, V] float32 logits over temperature.
+        top_p: [] float32 in (0, 1].
+
+    Returns:
+        [R, V] bool, at least one token in each row.
+    """
+    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    wanted = top_p * jnp.sum(weights, axis=-1)
+
+    def halve(i: int, threshold: jax.Array) -> jax.Array:
+        higher = threshold | (jnp.int32(1) << (30 - i))
+        mass = jnp.sum(jnp.where(bits >= higher[:, None], weights, 0.0), axis=-1)
+        return jnp.where(mass >= wanted, higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
+    # The most likely token weighs exp(0) = 1: it stays even where rounding leaves the sum below `wanted`.
+    return bits >= jnp.minimum(threshold, jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))[:, None]
+
+
+def choose_tokens(
+    logits: jax.Array, words: jax.Array, inverse_temperature: jax.Array, top_p: jax.Array, mode: str
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one token for each row and returns the log-prob it was drawn with.
+
+    The tokens lie in blocks of 128. One word picks a block by the cumulative sum of the blocks' masses, the other a token
+    within it. Each word makes a uniform of 24 bits, so a block's probability is off by at most 2^-24 and the rounding of a
+    float32 cumulative sum over V / 128 terms, a token's within its block likewise, relative to the block: rare tokens
+    keep their relative odds. Total variation from the reported distribution: about 1e-6 at V = 151,936 (see the tests).
+    A token of probability 0 is never drawn.
+
+    Args:
+        logits: [R, V] float32, before temperature.
+        words: [R, 2] uint32, random.
+        inverse_temperature: [] float32, 1 / temperature; not used by "greedy".
+        top_p: [] float32; used by "nucleus" only.
+        mode: "sample" (full support), "nucleus" (top-p, renormalised) or "greedy" (the most likely token, the first of
+            equals; its log-prob at temperature 1).
+
+    Returns:
+        tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or +inf.
+
+    Raises:
+        ValueError: for another mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}, allowed are {', '.join(MODES)}")
+    if mode == "greedy":
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+    scaled = logits * inverse_temperature
+    if mode == "nucleus":
+        scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
+    rows, vocab = logits.shape
+    top = jnp.max(scaled, axis=-1, keepdims=True)
+    blocks = -(-vocab // _BLOCK)
+    centered = jnp.pad(scaled - top, ((0, 0), (0, blocks * _BLOCK - vocab)), constant_values=-jnp.inf)
+    centered = centered.reshape(rows, blocks, _BLOCK)
+    masses = jnp.sum(jnp.exp(centered), axis=-1)
+    block = _invert(masses, words[:, 0])
+    within = jnp.take_along_axis(centered, block[:, None, None], axis=1)[:, 0]
+    place = _invert(jnp.exp(within), words[:, 1])
+    chosen = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
+    return block * _BLOCK + place, chosen - jnp.log(jnp.sum(masses, axis=-1))
+
+
+def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
+    """First index whose cumulative mass exceeds u * total, u = the word's upper 24 bits / 2^24 < 1."""
+    uniform = (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    # Where a mass is 0 rounding could still let the sum step; those entries are out.
+    cumulative = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0.0)
+    target = uniform * jnp.max(cumulative, axis=-1)
+    return jnp.argmax(cumulative > target[:, None], axis=-1).astype(jnp.int32)

@@ -1,0 +1,107 @@
+"""From the trainer's parameters to the engine's own copy, in the engine's precision, and proof of what arrived."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.models import quantize
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import param_shapes
+from dcmdp_jax.types import Params
+
+PRECISIONS = ("exact", "float32", "bfloat16", *quantize.PRECISIONS)
+
+
+def _cast(tree: Params, precision: str) -> Params:
+    if precision in quantize.PRECISIONS:
+        return quantize.quantize_matrices(tree, precision)
+    return jax.tree.map(lambda leaf: leaf if precision == "exact" else leaf.astype(precision), tree)
+
+
+@functools.partial(jax.jit, static_argnames=("precision",))
+def _layer(layers: Params, index: jax.Array, precision: str) -> Params:
+    return _cast(jax.tree.map(lambda leaf: leaf[index], layers), precision)
+
+
+def _without_layers(params: Params, precision: str) -> Params:
+    rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+    if precision in quantize.PRECISIONS:
+        return quantize.quantize_output(rest, precision)
+    return _cast(rest, precision)
+
+
+@functools.partial(jax.jit, static_argnames=("precision",))
+def _outside(params: Params, precision: str) -> Params:
+    return jax.tree.map(jnp.copy, _without_layers(params, precision))
+
+
+def convert(params: Params, config: ModelConfig, precision: str) -> Params:
+    """The engine's tree: `layers` a list with one dict per layer, matrices in `precision`.
+
+    Two small compiled programs, one of them run for each layer: compiling takes no longer for a deeper model.
+
+    Args:
+        params: as `decoder.init_params` makes.
+        config: the model.
+        precision: "exact" (the dtype they have), "float32", "bfloat16", "int8" or "fp8" (see `quantize.quantize`).
+
+    Returns:
+        New arrays: none aliases `params`, whose buffers may be donated afterwards.
+    """
+    layers = [_layer(params["layers"], np.int32(index), precision) for index in range(config.num_layers)]
+    return {**_outside(params, precision), "layers": layers}
+
+
+def _checksums(tree: Params) -> jax.Array:
+    def leaf(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
+        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+    return jnp.stack([leaf(x) for x in jax.tree.leaves(tree)])
+
+
+_tree_checksums = jax.jit(_checksums)
+
+
+def fingerprint(weights: Params) -> np.ndarray:
+    """A checksum of each leaf of the engine's tree, [leaves] uint32: sum_i bits_i (2 i + 1) mod 2^32.
+
+    The weight 2 i + 1 makes it see values that changed places. Layers come first, in order.
+    """
+    rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
+    sums = [_tree_checksums(tree) for tree in (*weights["layers"], rest)]
+    return np.concatenate(jax.device_get(sums))
+
+
+@functools.partial(jax.jit, static_argnames=("precision",))
+def _source_checksums(params: Params, precision: str) -> tuple[jax.Array, jax.Array]:
+    layers = jax.vmap(_checksums)(_cast(params["layers"], precision))
+    return layers.reshape(-1), _checksums(_without_layers(params, precision))
+
+
+def source_fingerprint(params: Params, precision: str) -> np.ndarray:
+    """`fingerprint` of what `convert` should make, computed from the stacked parameters of the trainer alone."""
+    return np.concatenate(jax.device_get(_source_checksums(params, precision)))
+
+
+def check_params(params: Params, config: ModelConfig) -> None:
+    """Refuses parameters that are not those of the model.
+
+    Raises:
+        ValueError: naming the first parameter that is missing, superfluous or of another shape.
+    """
+
+    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path, simple=True, separator="."): np.shape(leaf) for path, leaf in leaves}
+
+    expected, given = shapes(param_shapes(config)), shapes(params)
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise ValueError(
+                f"params: {name} has shape {given.get(name, 'missing')}, the model has {expected.get(name, 'no such')}"
+            )

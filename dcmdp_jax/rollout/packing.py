@@ -1,0 +1,195 @@
+"""Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes compile.
+
+A mini-batch's rows come in buckets of one length each. A bucket holds as many micro-batches as the worst case needs, and
+the step runs only those that hold a row: shapes stay, and padding costs memory on the host but no computation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dcmdp_jax.types import Batch, Rollout, Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingPlan:
+    """Static shapes of a batch.
+
+    Attributes:
+        row_lengths: length of the rows of each bucket, rising, in tokens; the last holds the longest sequence.
+        rows_per_micro_batch: R of each bucket.
+        micro_batches: A of each bucket, enough for the worst case.
+        mini_batches: M.
+        completions: N of one mini-batch.
+        segments_per_row: sequences in one row at most.
+    """
+
+    row_lengths: tuple[int, ...]
+    rows_per_micro_batch: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    mini_batches: int
+    completions: int
+    segments_per_row: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingReport:
+    """What packing cost.
+
+    Attributes:
+        tokens: prompt and completion tokens placed.
+        computed_tokens: tokens, padding included, of the micro-batches that will run.
+    """
+
+    tokens: int
+    computed_tokens: int
+
+
+def default_row_lengths(max_total_tokens: int, *, skips_segments: bool) -> tuple[int, ...]:
+    """Row lengths for a longest sequence.
+
+    Where the kernel skips other segments one long row length serves all. Where it does not, attention is quadratic in
+    the row, and buckets a factor of two apart keep padding under a half; three of them keep compilation short.
+    """
+    if skips_segments:
+        return (-(-max_total_tokens // 512) * 512,)
+    multiple = 8 if max_total_tokens < 512 else 128
+    lengths = {-(-max_total_tokens // (divisor * multiple)) * multiple for divisor in (1, 2, 4)}
+    return tuple(sorted(lengths))
+
+
+def make_plan(
+    *,
+    row_lengths: tuple[int, ...],
+    micro_batch_tokens: int,
+    mini_batches: int,
+    completions: int,
+    segments_per_row: int,
+    row_shards: int,
+) -> PackingPlan:
+    """The shapes for batches of `mini_batches` x `completions` sequences.
+
+    Args:
+        row_lengths: rising row lengths in tokens.
+        micro_batch_tokens: tokens, padding included, of one micro-batch, over all devices; at least one row a device.
+        mini_batches: M.
+        completions: N of a mini-batch.
+        segments_per_row: sequences in one row at most.
+        row_shards: devices that rows are split over; R is a multiple of it.
+    """
+    rows, counts = [], []
+    for length in row_lengths:
+        wanted = min(micro_batch_tokens // length, completions)
+        rows.append(max(1, wanted // row_shards) * row_shards)
+        counts.append(-(-completions // rows[-1]))
+    return PackingPlan(row_lengths, tuple(rows), tuple(counts), mini_batches, completions, segments_per_row)
+
+
+def pack(
+    rollout: Rollout, rewards: np.ndarray, plan: PackingPlan, *, mask_truncated: bool, dropped: np.ndarray | None = None
+) -> tuple[Batch, PackingReport]:
+    """Lays a rollout of M * N completions into a batch; completion i goes to mini-batch i // N.
+
+    Each sequence goes to the shortest bucket that holds it. With more than one segment a row, sequences are placed
+    longest first into the first row with room.
+
+    Args:
+        rollout: M * N completions, those of a prompt side by side.
+        rewards: [M * N] float32.
+        plan: shapes.
+        mask_truncated: leave completions that hit the length limit out of the loss.
+        dropped: [M * N] bool, completions that must not be used at all (their log-probs may be anything).
+
+    Returns:
+        The batch as numpy arrays, and what it cost.
+
+    Raises:
+        ValueError: if counts disagree, or a sequence is longer than the longest row, naming it.
+    """
+    total = plan.mini_batches * plan.completions
+    if len(rollout.completion_ids) != total or rewards.shape != (total,):
+        raise ValueError(
+            f"rollout: {len(rollout.completion_ids)} completions and rewards {rewards.shape}, the plan is for {total}"
+        )
+    dropped = np.zeros(total, bool) if dropped is None else dropped
+    lengths = np.array(
+        [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)], np.int64
+    )
+    if len(too_long := np.flatnonzero(lengths > plan.row_lengths[-1])):
+        i = too_long[0]
+        raise ValueError(f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {plan.row_lengths[-1]}")
+    completion_lengths = np.array([len(c) for c in rollout.completion_ids], np.int32)
+    truncated = np.array([reason == "length" for reason in rollout.finish_reasons], bool)
+    shape = (plan.mini_batches, plan.completions)
+    valid = ~dropped.reshape(shape)
+    loss_mask = valid & ~truncated.reshape(shape) if mask_truncated else valid
+
+    buckets = np.searchsorted(plan.row_lengths, lengths)
+    counts = np.zeros((plan.mini_batches, len(plan.row_lengths)), np.int32)
+    blocks, computed = [], 0
+    for b, (length, rows, micro) in enumerate(
+        zip(plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches, strict=True)
+    ):
+        block = _empty_rows(plan.mini_batches, micro * rows, length)
+        for m in range(plan.mini_batches):
+            first = m * plan.completions
+            members = first + np.flatnonzero(buckets[first : first + plan.completions] == b)
+            members = members[~dropped[members]]
+            placed = _place(lengths[members], length, plan.segments_per_row)
+            for i, (row, start, segment) in zip(members, placed, strict=True):
+                _write(block, (m, row), start, segment, i - first, rollout, i)
+            used = 1 + max((row for row, _, _ in placed), default=-1)
+            counts[m, b] = -(-used // rows)
+        computed += int(counts[:, b].sum()) * rows * length
+        blocks.append(Rows(*(x.reshape(plan.mini_batches, micro, rows, length) for x in block)))
+    groups = rollout.group_ids.reshape(shape)
+    batch = Batch(
+        rows=tuple(blocks),
+        micro_batches=counts,
+        rewards=np.where(valid, rewards.reshape(shape), 0.0).astype(np.float32),
+        group_ids=np.stack([np.unique(row, return_inverse=True)[1] for row in groups]).astype(np.int32),
+        completion_lengths=completion_lengths.reshape(shape),
+        loss_mask=loss_mask,
+        valid=valid,
+    )
+    return batch, PackingReport(tokens=int(lengths[~dropped].sum()), computed_tokens=computed)
+
+
+def _empty_rows(mini_batches: int, rows: int, length: int) -> Rows:
+    shape = (mini_batches, rows, length)
+    integer, logical, real = (np.zeros(shape, dtype) for dtype in (np.int32, bool, np.float32))
+    return Rows(integer, integer.copy(), integer.copy(), logical, integer.copy(), real)
+
+
+def _place(lengths: np.ndarray, row_length: int, segments_per_row: int) -> list[tuple[int, int, int]]:
+    """(row, start, segment id) of each sequence: first fit, longest first."""
+    if segments_per_row == 1:
+        return [(row, 0, 1) for row in range(len(lengths))]
+    used: list[list[int]] = []  # [tokens, segments] of each row
+    placed: list[tuple[int, int, int]] = [(0, 0, 0)] * len(lengths)
+    for i in np.argsort(-lengths, kind="stable"):
+        fits = (r for r, (n, s) in enumerate(used) if n + lengths[i] <= row_length and s < segments_per_row)
+        row = next(fits, None)
+        if row is None:
+            used.append([0, 0])
+            row = len(used) - 1
+        placed[i] = (row, used[row][0], used[row][1] + 1)
+        used[row][0] += int(lengths[i])
+        used[row][1] += 1
+    return placed
+
+
+def _write(
+    rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, rollout: Rollout, i: int
+) -> None:
+    prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]
+    middle, end = start + len(prompt), start + len(prompt) + len(completion)
+    rows.input_ids[row][start:middle] = prompt
+    rows.input_ids[row][middle:end] = completion
+    rows.position_ids[row][start:end] = np.arange(end - start)
+    rows.segment_ids[row][start:end] = segment
+    rows.completion_mask[row][middle:end] = True
+    rows.completion_index[row][middle:end] = index
+    rows.rollout_logprobs[row][middle:end] = rollout.rollout_logprobs[i]

@@ -1,0 +1,401 @@
+r"""Answers as text: taking one out of a completion, bringing it to one notation, reading it as a number.
+
+Only string work and exact rationals; nothing here imports an algebra system, so the trainer's process can use all of
+it. What these functions leave open (`compare_literals` returns None) is decided by `equivalence`, in a worker.
+
+The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that ends in
+`\tolerance{d}` is matched by every number at most d away from it.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_ANSWER_CHARACTERS = 2000
+"""A longer answer is no answer: it is not graded."""
+
+_MAX_LITERAL_DIGITS = 400
+_RELATIVE_TOLERANCE = Fraction(1, 10**6)
+
+_BOXED = re.compile(r"\\boxed\s*\{")
+_BRACE_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}:[\s*]{0,8}([^\n]*)", re.IGNORECASE)
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*\|>")
+_TOLERANCE = re.compile(r"\\tolerance\{([^{}]*)\}\s*$")
+_MATH_SEGMENT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
+_JOINERS = re.compile(r"(?:\s|,|;|\band\b|\bor\b)*")
+_WRAPPER = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm)\s*\{([^{}]*)\}")
+_UNIT_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
+_UNIT_TEXT = re.compile(
+    rf"(?<=[\w)}}\]])\s*\\(?:text|mbox|textnormal|textrm|textbf)\s*\{{\s*[^{{}}]*\}}{_UNIT_EXPONENT}\s*$"
+)
+_UNIT_ROMAN = re.compile(
+    rf"(?<=\d)(?:\s|\\,)*(?:\\(?:mathrm|rm)\s*\{{[^{{}}]*[a-zA-Z][^{{}}]*\}}{_UNIT_EXPONENT}\s*)+$"
+)
+_UNIT_SYMBOL = re.compile(
+    rf"(?<=[\d}}])\s+(?:sq\s+|square\s+)?(?:[cmk]m|kg|km/h|m/s|mi|ft|hrs?|min|sec|mph|mL)(?![a-zA-Z/]){_UNIT_EXPONENT}\s*$"
+)
+_UNIT_WORD = re.compile(r"(?<=[\d}])\s+(?!and\b|or\b|pi\b|sqrt\b|mod\b)[a-zA-Z]{3,}(?:\s+[a-zA-Z]{3,}){0,2}\s*$")
+_CONJUNCTION = re.compile(
+    r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}\s*,?|,?(?<![a-zA-Z\\])\s*(?:and|or)(?![a-zA-Z])\s*,?"
+)
+_INTEGER = re.compile(r"[+-]?\d+")
+_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+)((?:\.\d+)?)")
+_DECIMAL = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?(?:[eE]([+-]?\d+))?")
+_SCIENTIFIC = re.compile(
+    r"(?P<sign>[+-]?)(?:(?P<mantissa>\d+\.?\d*|\.\d+)\s*(?:\\times|\\cdot|\*|×)\s*)?"
+    r"10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[+-]?\s*\d+)\s*\}|\(\s*(?P<round>[+-]?\d+)\s*\)|(?P<bare>[+-]?\d+))"
+)
+_FRACTION = re.compile(r"([+-]?)\s*(\d+\s+|\d+)?\s*\\frac\s*\{\s*([+-]?\d+)\s*\}\s*\{\s*([+-]?\d+)\s*\}")
+_SLASH = re.compile(r"([+-]?)(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
+_BASED = re.compile(r"([+-]?\d+)_\{?(\d+)\}?")
+_PERCENT = re.compile(r"\s*(?:\\?%|\bpercent(?:age)?\b|\bpct\b)", re.IGNORECASE)
+_WORDS = re.compile(r"[A-Za-z][A-Za-z\s'\-]*")
+
+_REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"[−–]", "-"),
+        (r"×", r"\\times "),
+        (r"(?<!\\)\\n(?![a-zA-Z])", " "),
+        (r"(?<=\d)\s*(?:,\\!|\{,\})\s*(?=\d{3})", ","),
+        (r"(?<!\\)\\(?:\!|,)", ""),
+        (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?=\s*[\[\](){}|.\\])(?!\\[a-zA-Z])\s*(?:\.(?!\d))?", ""),
+        (r"\\(?:displaystyle|limits|hfill|boldsymbol)(?![a-zA-Z])", ""),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\(?:\$|£|€)|[€£¥]|\\(?:pounds|euro)(?![a-zA-Z])", ""),
+        (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|°)(?:\s*[CF]$)?", ""),
+        (r"(?<=\d)\s*\^\s*\{?\s*(?:\\prime\s*)+\}?\s*$", ""),
+        (r"(?<=\d)\.(?=\s*[/*])", ""),
+        (r"\b(?:np|math)\.(?=[a-z])", r"\\"),
+        (r"\\%", "%"),
+    )
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{...}` whose braces balance, without surrounding space; None when there is none.
+
+    A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take part in the balance.
+    """
+    first = _BOXED.search(text)
+    if first is None:
+        return None
+    # One pass with a stack: a looping completion may open ten thousand boxes and close none.
+    opened: list[int | None] = []
+    start, end = -1, -1
+    for token in _BRACE_TOKEN.finditer(text, first.start()):
+        if token[0] == "}":
+            box = opened.pop() if opened else None
+            if box is not None and box > start:
+                start, end = box, token.start()
+        elif token[0].endswith("{") and token[0] != r"\{":
+            opened.append(token.end() if token[0].startswith("\\") else None)
+    return text[start:end].strip() if start >= 0 else None
+
+
+def extract_answer(completion: str) -> str | None:
+    r"""The answer a completion commits to: its last `\boxed{...}`, else its last "Answer:" line.
+
+    The line may be written in any case and in bold, as in `**Answer:** 42`, and may put the answer on the line after.
+    Bare statements ("the answer is 42", a last number, an \fbox) are not answers.
+
+    Args:
+        completion: decoded text of one completion, of any length.
+
+    Returns:
+        The answer as written, stripped; None when there is none, when it is empty, has an unclosed box (a truncated
+        completion) or is longer than `MAX_ANSWER_CHARACTERS`.
+    """
+    answer = last_boxed(completion)
+    if answer is None:
+        lines = _ANSWER_LINE.findall(completion)
+        if not lines or "\\boxed" in lines[-1]:
+            return None
+        answer = _SPECIAL_TOKEN.sub("", lines[-1]).strip().strip("*").strip()
+    return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
+
+
+def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
+    r"""Splits `4.2\tolerance{1e-1}` into the answer and its tolerance, absolute; None when it states none.
+
+    Raises:
+        ValueError: if the tolerance is not a positive number.
+    """
+    match = _TOLERANCE.search(answer)
+    if match is None:
+        return answer, None
+    tolerance = parse_number(match.group(1))
+    if tolerance is None or tolerance <= 0:
+        raise ValueError(f"tolerance of answer {answer!r}: {match.group(1)!r} is not a positive number")
+    return answer[: match.start()], tolerance
+
+
+def normalize_answer(answer: str) -> str:
+    r"""One notation for the many ways an answer is written; idempotent for what models commonly write.
+
+    Takes the content of a box and of math delimiters ("the distance is $5$" gives `5`, "$1$ and $2$" gives `1, 2`),
+    drops spacing and sizing commands, currency signs, degree signs, digit-group commands and units set as text after a
+    value, rewrites `\dfrac` and its like, `\lt`, typographic minus, and "and"/"or" between values as commas.
+    """
+    text = _SPECIAL_TOKEN.sub("", answer)
+    boxed = last_boxed(text)
+    if boxed is not None:
+        text = boxed
+    text = _outside_delimiters(text)
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    text = text.replace("$", "").strip()
+    text = _strip_units(text)
+    if not _WORDS.fullmatch(unwrap_text(text)):
+        text = _CONJUNCTION.sub(", ", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"[\s,;.\\]+$", "", text)
+
+
+def unwrap_text(text: str) -> str:
+    r"""Replaces `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
+    text = _WRAPPER.sub(r"\1", text).strip()
+    while text.startswith("{") and _closing_brace(text, 1) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""Reads a literal number exactly; None for anything that is not one.
+
+    Integers with leading zeros or digit groups (`1,000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
+    `\frac{a}{b}` and mixed numbers. Never goes through a float: `105263157894736842` is itself. Literals of more than
+    400 digits or exponents beyond 400 are not read.
+    """
+    text = text.strip()
+    if not text or len(text) > _MAX_LITERAL_DIGITS:
+        return None
+    grouped = _GROUPED.fullmatch(text)
+    if grouped:
+        text = grouped[1] + grouped[2].replace(",", "") + grouped[3]
+    for reader in (_read_decimal, _read_scientific, _read_fraction):
+        value = reader(text)
+        if value is not None:
+            return value
+    return None
+
+
+def is_percentage(answer: str) -> bool:
+    r"""Whether an answer is given in percent (`28\%`, `28 percent`)."""
+    return _PERCENT.search(answer) is not None
+
+
+def strip_percent(text: str) -> str:
+    """The answer without its percent sign or word."""
+    return _PERCENT.sub("", text).strip()
+
+
+def same_number(prediction: Fraction, gold: Fraction) -> bool:
+    """Whether two literal numbers agree: exactly for an integer gold, to 1e-6 of the gold's size otherwise.
+
+    The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written digit do not agree
+    unless they agree to a millionth.
+    """
+    if prediction == gold:
+        return True
+    return gold.denominator != 1 and abs(prediction - gold) <= _RELATIVE_TOLERANCE * abs(gold)
+
+
+def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> list[str]:
+    """Splits at the separators outside every bracket, dropping empty parts.
+
+    Args:
+        text: a list of answers.
+        separator: one character.
+        digit_groups: whether `1,000` is one number (else two answers).
+    """
+    parts, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth <= 0 and not (digit_groups and _groups_digits(text, position)):
+            parts.append(text[start:position].strip())
+            start = position + 1
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
+
+
+def compare_literals(prediction: str, gold: str) -> bool | None:
+    r"""Compares two answers without algebra; None when only algebra can tell.
+
+    Decides equal strings, two literal numbers (integers as integers, whatever their size), percentages (25\% is
+    matched by 25 and by 0.25), words (`\text{east}`, `East`), choices (`(B)`, `B`), a numeral in a stated base given
+    without it, and a numeric gold with a tolerance.
+
+    Args:
+        prediction: an answer as `extract_answer` returns it.
+        gold: the reference answer, see the module's notation.
+
+    Returns:
+        True or False when decided, else None.
+    """
+    gold, tolerance = split_tolerance(gold)
+    if _INTEGER.fullmatch(prediction) and _INTEGER.fullmatch(gold):
+        difference = _canonical_integer(prediction) == _canonical_integer(gold)
+        if difference or tolerance is None:
+            return difference
+    left, right = normalize_answer(prediction), normalize_answer(gold)
+    if not left or not right:
+        return False
+    if left == right or left.replace(" ", "") == right.replace(" ", ""):
+        return True
+    left_value, right_value = parse_number(strip_percent(left)), parse_number(strip_percent(right))
+    if left_value is not None and right_value is not None:
+        if tolerance is not None:
+            return abs(left_value - right_value) <= tolerance
+        if same_number(left_value, right_value):
+            return True
+        if is_percentage(left) != is_percentage(right):
+            scale = Fraction(1, 100)
+            return same_number(
+                *((left_value * scale, right_value) if is_percentage(left) else (left_value, right_value * scale))
+            )
+        return False
+    if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right):
+        return _canonical_integer(left) == _canonical_integer(right)
+    based = _BASED.fullmatch(right)
+    if based and left_value is not None:
+        return left == based[1]
+    return _compare_words(left, right)
+
+
+def answer_defect(answer: str) -> str | None:
+    r"""Why no verifier could match anything against a reference answer, in a few words; None when nothing is wrong.
+
+    Structural: empty, nothing but punctuation, braces or environments that do not balance, an ill-written tolerance,
+    over `MAX_ANSWER_CHARACTERS`. Fast enough for a whole dataset at start-up.
+    """
+    if not answer.strip():
+        return "is empty"
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return f"has {len(answer)} characters, more than {MAX_ANSWER_CHARACTERS}"
+    try:
+        answer, _ = split_tolerance(answer)
+    except ValueError as error:
+        return str(error)
+    if not any(character.isalnum() for character in answer):
+        return "has no letter, digit or symbol to compare"
+    unescaped = re.sub(r"\\[{}]", "", answer)
+    depth = 0
+    for character in unescaped:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            break
+    if depth != 0:
+        return "has braces that do not balance"
+    begins, ends = re.findall(r"\\begin\{(\w+)\}", answer), re.findall(r"\\end\{(\w+)\}", answer)
+    if sorted(begins) != sorted(ends):
+        return r"has \begin and \end that do not match"
+    if re.search(r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])[\s$]*$|\\[dtc]?frac\s*\{[^{}]*\}\s*(?:\{\s*\}|$)", answer):
+        return "breaks off in the middle of an expression"
+    return None
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    position = start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 2
+            continue
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return position
+        position += 1
+    return None
+
+
+def _groups_digits(text: str, position: int) -> bool:
+    before = re.search(r"(?<![\d,])\d{1,3}(?:,\d{3})*$", text[:position])
+    return before is not None and re.match(r",\d{3}(?!\d)", text[position:]) is not None
+
+
+def _outside_delimiters(text: str) -> str:
+    masked = text.replace(r"\$", "\x00")
+    if masked.count("$") % 2 or re.search(r"(?<!\$)\$\s+\$(?!\$)", masked):
+        return text.replace("$", " ") if "\x00" not in masked else masked.replace("$", " ").replace("\x00", r"\$")
+    segments = [
+        next(group for group in match.groups() if group is not None) for match in _MATH_SEGMENT.finditer(masked)
+    ]
+    if segments:
+        between = [part for part in re.split(r"\x01", _MATH_SEGMENT.sub("\x01", masked)) if part.strip(" .\n")]
+        joined = len(segments) > 1 and all(_JOINERS.fullmatch(part.strip(" .\n")) for part in between)
+        text = ", ".join(segments) if joined else segments[-1] if between else "".join(segments)
+        text += " percent" if between and is_percentage(between[-1]) else ""
+    return text.replace("\x00", r"\$")
+
+
+def _strip_units(text: str) -> str:
+    for pattern in (_UNIT_TEXT, _UNIT_ROMAN):
+        if pattern.search(text) and not _CONJUNCTION.search(pattern.search(text)[0]):
+            text = pattern.sub("", text)
+    if not is_percentage(text):
+        text = _UNIT_SYMBOL.sub("", text)
+        text = _UNIT_WORD.sub("", text)
+    return text.strip()
+
+
+def _canonical_integer(text: str) -> str:
+    digits = text.lstrip("+-").lstrip("0") or "0"
+    return f"-{digits}" if text.startswith("-") and digits != "0" else digits
+
+
+def _sign(text: str) -> int:
+    return -1 if text == "-" else 1
+
+
+def _read_decimal(text: str) -> Fraction | None:
+    match = _DECIMAL.fullmatch(text)
+    if match is None or not (match[2] or match[3]):
+        return None
+    exponent = int(match[4] or 0)
+    if abs(exponent) > _MAX_LITERAL_DIGITS:
+        return None
+    digits = (match[2] or "") + (match[3] or "")
+    return _sign(match[1]) * Fraction(int(digits)) * Fraction(10) ** (exponent - len(match[3] or ""))
+
+
+def _read_scientific(text: str) -> Fraction | None:
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None:
+        return None
+    exponent = int((match["braced"] or match["round"] or match["bare"]).replace(" ", ""))
+    if abs(exponent) > _MAX_LITERAL_DIGITS:
+        return None
+    mantissa = _read_decimal(match["mantissa"]) if match["mantissa"] else Fraction(1)
+    return _sign(match["sign"]) * mantissa * Fraction(10) ** exponent
+
+
+def _read_fraction(text: str) -> Fraction | None:
+    match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
+    if match is None or int(match[4]) == 0:
+        return None
+    return _sign(match[1]) * (Fraction(int(match[2] or 0)) + Fraction(int(match[3]), int(match[4])))
+
+
+def _compare_words(left: str, right: str) -> bool | None:
+    left_words, right_words = unwrap_text(left), unwrap_text(right)
+    choice = re.fullmatch(r"\(?([A-Za-z])\)?", right_words)
+    if choice:
+        picked = re.fullmatch(r"\(?([A-Za-z])\)?\.?|\(([A-Z])\)\s*.+", left_words)
+        if picked:
+            found = picked[1] or picked[2]
+            wrapped = (left_words, right_words) != (left, right) or "(" in left_words + right_words
+            return found == choice[1] or (wrapped and found.lower() == choice[1].lower())
+        return None
+    if not (_WORDS.fullmatch(left_words) and _WORDS.fullmatch(right_words)):
+        return None
+    if re.sub(r"[^a-z]", "", left_words.lower()) == re.sub(r"[^a-z]", "", right_words.lower()):
+        return True
+    written_as_text = left_words != left or right_words != right or len(right_words) > 3
+    return False if written_as_text else None

@@ -1,0 +1,272 @@
+"""Problems: rows of a dataset, in whatever schema they come, as one frozen struct.
+
+A location is a local .jsonl or .parquet file, a built-in task (`arithmetic:...`), or a dataset name on the Hugging Face
+Hub. The schema is recognised row by row from the fields, so one file may mix several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dcmdp_jax.tasks.answers import answer_defect, last_boxed, parse_number, split_elements
+
+_LOG = logging.getLogger(__name__)
+_FILE_SUFFIXES = (".jsonl", ".parquet")
+_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w.-]+)?")
+_PROMPT_FIELDS = ("prompt", "problem", "question")
+_ANSWER_FIELDS = ("reward_model", "label", "final_answer", "expected_answer", "ground_truth", "answer", "solution")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    r"""One task: what the model is asked and what a right answer equals.
+
+    Attributes:
+        prompt: text of the last user message, before any prompt suffix.
+        answer: reference answer in the verifier's notation (see `answers`).
+        source: where it comes from: the row's `data_source`, else the file's name without suffix.
+        index: 0-based row number in its source.
+        context: (role, content) of the messages before the prompt, a system message say.
+        solution: a worked solution where the row has one, else empty; supervised warm-up learns from it.
+    """
+
+    prompt: str
+    answer: str
+    source: str
+    index: int
+    context: tuple[tuple[str, str], ...] = ()
+    solution: str = ""
+
+
+def load_problems(
+    location: str,
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+) -> list[Problem]:
+    r"""Reads every problem of a dataset, in file order.
+
+    Schemas: DAPO-Math-17K (`prompt` as messages or text, `reward_model.ground_truth`) and its `label` variant; the six
+    benchmarks as published (AIME, AMC, MATH-500; Minerva, whose answer is the box in `solution`; OlympiadBench with
+    `final_answer`, `is_multiple_answer` and `error`); GSM8K (`#### N`); `expected_answer`; `question` and `answer`. A
+    whole float is its integer (27.0 is "27"); the prompt is never searched for an answer.
+
+    Args:
+        location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see `arithmetic.ArithmeticSpec`), or a
+            Hub name `owner/name`, with a configuration as `owner/name@config`.
+        split: split of a Hub dataset; a local file is one split, and the built-in task names its own.
+        limit: read only the first so many rows; None for all.
+        on_bad_row: what a row does that is malformed or has an empty prompt or an answer nothing could match: stop with
+            an error, or be left out, counted and logged.
+
+    Raises:
+        ValueError: if the location is nothing readable, holds no problem, or has a bad row; the message begins with
+            `path:line:` (1-based) for .jsonl and `path: row n:` (0-based) for the rest.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit = {limit}: at least 1 row must be read, or None for all")
+    if on_bad_row not in ("error", "skip"):
+        raise ValueError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
+    if location.partition(":")[0] == "arithmetic":
+        from dcmdp_jax.tasks.arithmetic import arithmetic_problems, parse_spec
+
+        return arithmetic_problems(parse_spec(location))[:limit]
+    problems: list[Problem] = []
+    skipped = 0
+    source = Path(location).stem
+    for index, (place, row) in enumerate(_rows(location, split)):
+        if limit is not None and index >= limit:
+            break
+        try:
+            problems.append(problem_from_row(row, source=source, index=index))
+        except ValueError as error:
+            if on_bad_row == "error":
+                raise ValueError(f"{place}: {error}") from None
+            skipped += 1
+            _LOG.debug("skipped %s: %s", place, error)
+    if skipped:
+        _LOG.warning("%s: %d of %d rows are unusable and left out", location, skipped, skipped + len(problems))
+    if not problems:
+        raise ValueError(f"{location}: no usable row" if skipped else f"{location}: the file is empty")
+    return problems
+
+
+def problem_from_row(row: Mapping[str, Any] | str | bytes, *, source: str, index: int) -> Problem:
+    """Makes a problem of one row.
+
+    Args:
+        row: the row's fields, or its JSON text.
+        source: name to use where the row has no `data_source`.
+        index: 0-based row number.
+
+    Raises:
+        ValueError: if the row is no JSON object, its fields are of no known schema, its prompt is empty or its answer
+            is one that nothing could match.
+    """
+    if not isinstance(row, Mapping):
+        row = _parse_json(row)
+    context, prompt = _prompt(row)
+    answer, solution = _answer(row)
+    defect = answer_defect(answer)
+    if defect is not None:
+        raise ValueError(f"the answer {defect}: {answer!r}" if answer else f"the answer {defect}")
+    if row.get("context"):
+        prompt = f"{row['context']}\n\n{prompt}"
+    data_source = row.get("data_source")
+    return Problem(
+        prompt=prompt,
+        answer=answer,
+        source=data_source if isinstance(data_source, str) and data_source else source,
+        index=index,
+        context=context,
+        solution=solution,
+    )
+
+
+def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+    path = Path(location).expanduser()
+    if path.suffix in _FILE_SUFFIXES or path.exists():
+        if path.suffix not in _FILE_SUFFIXES or path.is_dir():
+            raise ValueError(f"data {location}: not a .jsonl or .parquet file")
+        if not path.is_file():
+            raise ValueError(f"data {location}: no such file")
+        return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    if _HUB_NAME.fullmatch(location) and not location.startswith("."):
+        return _hub_rows(location, split)
+    raise ValueError(
+        f"data {location!r}: not a .jsonl or .parquet file here, not arithmetic:..., not a Hub name owner/name"
+    )
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield f"{path}:{number}", line
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+    for index, row in enumerate(table.to_pylist()):
+        yield f"{path}: row {index}", row
+
+
+def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"data {location!r}: no such file, and reading it from the Hub needs the `datasets` library: "
+            "pip install 'dcmdp-jax[hub]'"
+        ) from None
+    name, _, config = location.partition("@")
+    try:
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:  # the library raises many kinds, of network, of names and of formats
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"data {location!r}, split {split!r}: not loaded from the Hub ({reason})") from error
+    for index, row in enumerate(rows):
+        yield f"{location}: row {index}", row
+
+
+def _parse_json(text: str | bytes) -> Mapping[str, Any]:
+    if not text.strip():
+        raise ValueError("the row is empty")
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeDecodeError:
+        raise ValueError("not valid UTF-8") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"the row is a JSON {type(row).__name__}, not an object")
+    return row
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], str]:
+    field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
+    if field is None:
+        raise ValueError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}")
+    value = row[field]
+    context: tuple[tuple[str, str], ...] = ()
+    if isinstance(value, list):
+        messages = []
+        for message in value:
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
+                raise ValueError(f"field {field!r}: every message needs a role and a content that are text")
+            messages.append((message["role"], message["content"]))
+        if not messages or messages[-1][0] != "user":
+            raise ValueError(f"field {field!r}: the last message must be the user's")
+        context, value = tuple(messages[:-1]), messages[-1][1]
+    if not isinstance(value, str):
+        raise ValueError(f"field {field!r} is {type(value).__name__}, not text or a list of messages")
+    if not value.strip():
+        raise ValueError("the prompt is empty")
+    return context, value
+
+
+def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The reference answer and, where the row has one, a worked solution."""
+    field = next((name for name in _ANSWER_FIELDS if row.get(name) is not None), None)
+    if field is None:
+        raise ValueError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}")
+    value, solution = row[field], _solution(row)
+    if field == "reward_model":
+        if not isinstance(value, Mapping) or value.get("ground_truth") is None:
+            raise ValueError("field 'reward_model' has no ground_truth")
+        value = value["ground_truth"]
+    elif field == "final_answer":
+        value = _olympiad_answer(row)
+    elif field == "solution":
+        value = last_boxed(solution)
+        if value is None:
+            raise ValueError(r"no answer field, and no \boxed{} in the solution")
+    elif field == "answer" and isinstance(value, str) and "####" in value:
+        solution, _, value = value.rpartition("####")
+    return _answer_text(value, field), solution.strip()
+
+
+def _solution(row: Mapping[str, Any]) -> str:
+    value = row.get("solution") or row.get("reference_solution") or ""
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
+
+
+def _answer_text(value: Any, field: str) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError(f"field {field!r}: an answer must be text or a finite number, not {value!r}")
+
+
+def _olympiad_answer(row: Mapping[str, Any]) -> Any:
+    answers = row["final_answer"]
+    if not isinstance(answers, list) or len(answers) != 1 or not isinstance(answers[0], str):
+        raise ValueError(f"field 'final_answer' must be a list of one text, not {answers!r}")
+    answer = answers[0].strip()
+    if row.get("is_multiple_answer"):
+        # ", " keeps 2500,750 from reading as a number of digit groups
+        answer = ", ".join(split_elements(answer.replace("$", ""), ",", digit_groups=False))
+    if row.get("error"):
+        if parse_number(str(row["error"])) is None:
+            raise ValueError(f"field 'error' is {row['error']!r}, not a number")
+        answer += rf"\tolerance{{{row['error']}}}"
+    return answer

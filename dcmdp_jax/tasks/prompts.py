@@ -1,0 +1,169 @@
+"""Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit; and the tokens that end a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcmdp_jax.tasks.problems import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompts:
+    """The problems whose prompts fit, and their prompts.
+
+    Attributes:
+        problems: the problems kept, in order.
+        token_ids: for each, [P_i] int32, from the template's first token to the start of the assistant's turn.
+        dropped: how many problems were left out for prompts over the limit.
+    """
+
+    problems: list[Problem]
+    token_ids: list[np.ndarray]
+    dropped: int
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer that prompts can be made with; never runs code that comes with it.
+
+    Args:
+        path: a directory in Hugging Face format, or a Hub name.
+
+    Raises:
+        ValueError: if there is no tokenizer there, or it has no chat template or no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    directory = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not directory.is_dir():
+        raise ValueError(f"tokenizer {path}: no such directory")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory) if directory.is_dir() else path, trust_remote_code=False, local_files_only=directory.is_dir()
+        )
+    except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ValueError(f"tokenizer {path}: not loadable ({reason})") from error
+    check_tokenizer(tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer that prompts can't be made with.
+
+    Raises:
+        ValueError: if it has no chat template or no end-of-sequence token.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside tokenizer_config.json, "
+            "or use the tokenizer of its instruction-tuned version"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {name}: no end-of-sequence token, so no completion would end; set eos_token in "
+            "tokenizer_config.json"
+        )
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_suffix: str = "",
+    max_prompt_tokens: int,
+    enable_thinking: bool | None = None,
+) -> EncodedPrompts:
+    r"""Turns problems into prompts; those over the length limit are left out, counted and logged.
+
+    The ids are those of the rendered template, whose special tokens are in its text: the tokenizer adds none of its
+    own on top.
+
+    Args:
+        problems: what to ask.
+        tokenizer: with a chat template and an end-of-sequence token.
+        prompt_suffix: appended to the user's message as it is, a line break included where one is wanted.
+        max_prompt_tokens: longest prompt kept, template included, at least 1.
+        enable_thinking: passed to the template (Qwen3's switch) unless None.
+
+    Raises:
+        ValueError: if the tokenizer is refused (`check_tokenizer`), the template can't render a problem's messages, the
+            limit is below 1, or it drops every problem.
+    """
+    if max_prompt_tokens < 1:
+        raise ValueError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
+    check_tokenizer(tokenizer)
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    texts = []
+    for problem in problems:
+        messages = [{"role": role, "content": content} for role, content in problem.context]
+        messages.append({"role": "user", "content": problem.prompt + prompt_suffix})
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:  # jinja2's own errors, and whatever a template raises
+            raise ValueError(
+                f"the chat template can't render problem {problem.index} of {problem.source}: {error}"
+            ) from error
+        texts.append(text)
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    fits = [len(ids) <= max_prompt_tokens for ids in encoded]
+    dropped = fits.count(False)
+    if dropped:
+        longest = max(map(len, encoded))
+        _LOG.warning(
+            "%d of %d prompts are over max_prompt_tokens = %d (the longest has %d) and left out",
+            *(dropped, len(fits), max_prompt_tokens, longest),
+        )
+        if dropped == len(fits):
+            raise ValueError(
+                f"max_prompt_tokens = {max_prompt_tokens} leaves no prompt: the shortest has {min(map(len, encoded))}"
+            )
+    return EncodedPrompts(
+        problems=[problem for problem, fit in zip(problems, fits, strict=True) if fit],
+        token_ids=[np.asarray(ids, dtype=np.int32) for ids, fit in zip(encoded, fits, strict=True) if fit],
+        dropped=dropped,
+    )
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | None = None) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's own and those a model's directory names.
+
+    Chat models end a turn with another token than a text; their generation_config.json lists both.
+
+    Args:
+        tokenizer: its `eos_token_id` counts where it has one.
+        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; files that are
+            not there are passed over.
+
+    Returns:
+        The ids, ascending, without repeats.
+
+    Raises:
+        ValueError: if one of the files is malformed, or nothing names an end token.
+    """
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    for name in ("generation_config.json", "config.json") if model_dir is not None else ():
+        path = Path(model_dir).expanduser() / name
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids |= {int(item) for item in (value if isinstance(value, list) else [value]) if item is not None}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: eos_token_id is not readable ({error})") from error
+    if not ids:
+        raise ValueError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
+    return tuple(sorted(ids))

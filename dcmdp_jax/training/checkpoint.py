@@ -1,0 +1,228 @@
+"""Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best kept.
+
+A checkpoint holds everything a run continues from. Data position and random state are functions of (seed, step), so the
+step number is all there is to keep of them. A digest of every array is stored beside it: a file that was cut off or
+changed is found out when it is read, and the checkpoint before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.types import Params, TrainState
+
+logger = logging.getLogger(__name__)
+
+_ITEMS = ("params", "learner", "meta")
+
+
+class CheckpointError(ValueError):
+    """No usable checkpoint where one was asked for."""
+
+
+@jax.jit
+def _digests(tree: Any) -> Any:
+    """uint32 per leaf: sum over elements of bits * (2 index + 1) modulo 2^32; sees changes, swaps and missing parts."""
+
+    def digest(leaf: jax.Array) -> jax.Array:
+        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32).reshape(-1)
+        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(digest, tree)
+
+
+def digests(tree: Any) -> dict[str, int]:
+    """Digest of every array of a tree, by its path. Equal trees have equal digests on every device layout."""
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_digests(tree)))
+    return {jax.tree_util.keystr(path): int(value) for path, value in leaves}
+
+
+def _learner(state: TrainState) -> dict[str, Any]:
+    return {name: value for name, value in state._asdict().items() if name != "params"}
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, run_dir: str | Path, *, keep_last: int, keep_best: int) -> None:
+        """Opens `run_dir`/checkpoints, making it if needed and clearing what a killed save left half written.
+
+        Args:
+            run_dir: the run directory.
+            keep_last: how many of the newest to keep.
+            keep_best: how many of those with the highest score to keep beside them.
+        """
+        self._directory = Path(run_dir).resolve() / "checkpoints"
+        best = preservation_policy.BestN(
+            get_metric_fn=lambda metrics: metrics["score"], n=keep_best, keep_checkpoints_without_metrics=False
+        )
+        keep = [preservation_policy.LatestN(keep_last), *([best] if keep_best else [])]
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            item_names=_ITEMS,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
+                cleanup_tmp_directories=True,
+                enable_async_checkpointing=True,
+            ),
+        )
+
+    def save(self, step: int, state: TrainState, *, model: ModelConfig, score: float | None) -> None:
+        """Starts writing the state after `step` steps; returns when the arrays may be donated.
+
+        Args:
+            step: finished training steps; nothing happens if that step is saved already.
+            state: the state.
+            model: the model's shape, so that the parameters can be loaded alone.
+            score: what the best are chosen by, higher is better; None: not a candidate.
+        """
+        if self._manager.latest_step() == step:
+            return
+        if jax.default_backend() == "cpu":
+            # On CPU a host view shares memory with the array, which the next step's donation would overwrite.
+            state = jax.tree.map(jnp.copy, state)
+        learner = _learner(state)
+        meta = {
+            "step": step,
+            "model": dataclasses.asdict(model),
+            "digests": {"params": digests(state.params), "learner": digests(learner)},
+        }
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                learner=ocp.args.StandardSave(learner),
+                meta=ocp.args.JsonSave(meta),
+            ),
+            metrics=None if score is None else {"score": float(score)},
+        )
+
+    def restore(self, abstract: TrainState) -> TrainState | None:
+        """The newest state that reads back whole, or None if the run has no checkpoint.
+
+        A damaged checkpoint is named in the log, moved aside to `damaged/` and the one before it is tried.
+
+        Args:
+            abstract: the state's shapes, dtypes and shardings.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none can be read.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                return self._read(step, abstract)
+            except Exception as error:  # Orbax raises whatever the storage layer met
+                reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+                logger.warning("checkpoint %d of %s is damaged (%s); trying the one before", step, self._directory, reason)
+                self._move_aside(step)
+        if steps:
+            raise CheckpointError(
+                f"{self._directory}: none of the checkpoints {steps[::-1]} can be read; they were moved to "
+                f"{self._directory / 'damaged'}: start in a new run_dir, or delete this one"
+            )
+        return None
+
+    def _read(self, step: int, abstract: TrainState) -> TrainState:
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract.params),
+                learner=ocp.args.StandardRestore(_learner(abstract)),
+                meta=ocp.args.JsonRestore(),
+            ),
+        )
+        for item in ("params", "learner"):
+            _check_digests(restored[item], restored["meta"]["digests"][item])
+        return TrainState(params=restored["params"], **restored["learner"])
+
+    def _move_aside(self, step: int) -> None:
+        self._manager.wait_until_finished()
+        target = self._directory / "damaged" / str(step)
+        target.parent.mkdir(exist_ok=True)
+        suffix = 1
+        while target.exists():
+            target = target.with_name(f"{step}-{suffix}")
+            suffix += 1
+        (self._directory / str(step)).rename(target)
+        self._manager.reload()
+
+    def wait(self) -> None:
+        """Returns when everything saved is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for pending saves and releases the directory."""
+        self._manager.close()
+
+
+def _check_digests(tree: Any, expected: Mapping[str, int]) -> None:
+    found = digests(tree)
+    if changed := [path for path, value in expected.items() if found.get(path) != value]:
+        raise ValueError(f"digest of {changed[0]} does not match what was saved")
+
+
+def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
+    """Directory that holds the step directories, and the newest finished step.
+
+    Args:
+        run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    path = Path(run_dir).resolve()
+    if path.name.isdigit() and (path / "params").is_dir():
+        return path.parent, int(path.name)
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = [int(p.name) for p in directory.glob("*") if p.name.isdigit() and (p / "params").is_dir()]
+    if not steps:
+        raise CheckpointError(f"{run_dir}: no checkpoint there; give a run directory or one of its checkpoints")
+    return directory, max(steps)
+
+
+def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, int, Path]:
+    """Parameters of a checkpoint without the optimizer, for evaluation and export.
+
+    Args:
+        run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
+        step: which checkpoint; None is the newest.
+
+    Returns:
+        (parameters on the default device, model, step, tokenizer directory).
+
+    Raises:
+        CheckpointError: if it is not there or does not read back whole.
+    """
+    directory, newest = latest_checkpoint(run_dir)
+    step = newest if step is None else step
+    path = directory / str(step)
+    if not (path / "params").is_dir():
+        raise CheckpointError(f"{directory}: no checkpoint of step {step}")
+    try:
+        meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "meta")
+        fields = dict(meta["model"])
+        model = ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])})
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        saved = ocp.StandardCheckpointer().metadata(path / "params").item_metadata.tree
+        dtype = jax.tree.leaves(saved)[0].dtype
+        shapes = decoder.param_shapes(model, str(jnp.dtype(dtype)))
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
+        params = ocp.StandardCheckpointer().restore(path / "params", abstract)
+        _check_digests(params, meta["digests"]["params"])
+    except Exception as error:  # Orbax raises whatever the storage layer met
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise CheckpointError(f"{path}: damaged ({reason}); choose another step") from error
+    return params, model, step, directory.parent / "tokenizer"

@@ -1,0 +1,398 @@
+"""The training loop: push weights, generate, verify, pack, step, record."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.models import decoder, hf_weights
+from dcmdp_jax.observe.metrics import MetricsWriter
+from dcmdp_jax.observe.progress import Progress
+from dcmdp_jax.rollout.checks import unusable_completions
+from dcmdp_jax.rollout.engine import Engine
+from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.tasks.verifier import Grades, Verifier
+from dcmdp_jax.training.checkpoint import Checkpoints
+from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.run_directory import claimed
+from dcmdp_jax.training.setup import Plan, initial_params, load_worked_solutions, make_engine
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
+from dcmdp_jax.training.warmup import warm_up
+from dcmdp_jax.types import Batch, Params, Rollout, TrainState
+
+logger = logging.getLogger(__name__)
+
+# Held-out sampling must not repeat the draws of training.
+_EVALUATION_SEED_OFFSET = 1_000_003
+_REFERENCE_DIRECTORY = "reference"
+
+
+class TrainingStopped(RuntimeError):
+    """Training gave up: too many updates in a row had no finite gradient."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; everything done so far is saved."""
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
+        self.signal_number = signal_number
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT, so that the loop ends between two steps. A second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopSignal]:
+        """Installs the handlers for the block."""
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def check(self, step: int) -> None:
+        """Raises `Interrupted` if a signal came."""
+        if self.received is not None:
+            raise Interrupted(self.received, step)
+
+
+class PhaseTimer:
+    """Seconds of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a block."""
+        began = time.monotonic()
+        yield
+        self.seconds[f"time/{name}"] = time.monotonic() - began
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """The phases, the total, and tokens per second."""
+        total = time.monotonic() - self._began
+        sampled = sum(len(ids) for ids in rollout.completion_ids)
+        tokens = sampled + sum(len(ids) for ids in rollout.prompt_ids)
+        return self.seconds | {
+            "time/total": total,
+            "throughput/tokens_per_second": tokens / total,
+            "throughput/sampled_tokens_per_second": sampled / self.seconds["time/generate"],
+        }
+
+
+def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
+    """Which problems the positions first .. first + count - 1 of the endless shuffled stream hold.
+
+    Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
+    """
+    chosen = []
+    for position in range(first, first + count):
+        epoch, place = divmod(position, problems)
+        if not chosen or place == 0:
+            order = np.random.default_rng([seed, epoch]).permutation(problems)
+        chosen.append(order[place])
+    return np.array(chosen)
+
+
+class Trainer:
+    """A run with its engine, verifier, checkpoints and record. `run` is the loop."""
+
+    def __init__(self, plan: Plan, stack: contextlib.ExitStack, stop: StopSignal, show: Callable[[str], None]) -> None:
+        """Makes the parts; nothing is compiled or loaded yet.
+
+        Args:
+            plan: the checked run.
+            stack: closes engine, verifier and checkpoints.
+            stop: says when to leave.
+            show: prints a line for people before the live display starts.
+        """
+        config = plan.config
+        self.plan, self.config, self.stop, self.show = plan, config, stop, show
+        self.engine: Engine = make_engine(plan)
+        stack.callback(self.engine.close)
+        self.verifier = stack.enter_context(
+            Verifier(num_workers=config.task.verifier_workers, timeout_s=config.task.verifier_timeout)
+        )
+        self.checkpoints = Checkpoints(
+            config.run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        )
+        stack.callback(self.checkpoints.close)
+        schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
+        self.optimizer = make_optimizer(config.optimizer, schedule)
+        self.dual = initial_dual(config.algorithm)
+        self.row_logprobs = make_row_logprobs(
+            plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh
+        )
+        self.shardings = train_state_shardings(
+            plan.model, self.optimizer, self.dual, config.model.param_dtype, plan.mesh
+        )
+        self.batch_shardings = batch_shardings(plan.mesh, buckets=len(plan.packing.row_lengths))
+        self.train_step = make_train_step(
+            row_logprobs=self.row_logprobs,
+            settings=config.algorithm,
+            max_completion_tokens=config.rollout.max_completion_tokens,
+            optimizer=self.optimizer,
+            schedule=schedule,
+            always_recompute=config.rollout.precision == "exact",
+            shardings=self.shardings,
+        )
+        self.rescore = make_rescore(self.row_logprobs) if config.rollout.precision == "exact" else None
+
+    def start(self) -> tuple[TrainState, bool]:
+        """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed."""
+        create = jax.jit(lambda params: new_state(params, self.optimizer, self.dual), out_shardings=self.shardings)
+        shapes = jax.eval_shape(create, decoder.param_shapes(self.plan.model, self.config.model.param_dtype))
+        abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self.shardings,
+        )
+        if (state := self.checkpoints.restore(abstract)) is not None:
+            self.show(f"resuming {self.config.run_dir} after step {int(state.step)}")
+            return state, True
+        params = initial_params(self.plan)
+        if self.config.warmup.steps:
+            params = self._warm_up(params)
+        if self.config.algorithm.kl_coefficient:
+            hf_weights.save_params(
+                params, self.plan.model, self._reference, dtype=self.config.model.param_dtype, overwrite=True
+            )
+        return create(params), False
+
+    def _warm_up(self, params: Params) -> Params:
+        self.show(f"warm-up: {self.config.warmup.steps} supervised steps on {self.config.warmup.task}")
+        prompts, solutions = load_worked_solutions(self.plan)
+        began = time.monotonic()
+
+        def on_step(done: int, loss: float) -> None:
+            self.stop.check(0)
+            if done % 500 == 0 or done == self.config.warmup.steps:
+                self.show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
+
+        return warm_up(
+            params, prompts, solutions, self.row_logprobs, self.config.warmup, seed=self.config.training.seed,
+            on_step=on_step,
+        )  # fmt: skip
+
+    @property
+    def _reference(self) -> Path:
+        return Path(self.config.run_dir) / _REFERENCE_DIRECTORY
+
+    def _reference_params(self) -> Params | None:
+        """The frozen policy of the KL term, as it was before the first step; None when the term is off."""
+        if not self.config.algorithm.kl_coefficient:
+            return None
+        return hf_weights.load_params(
+            self._reference, self.plan.model, dtype=self.config.model.param_dtype, shardings=self.shardings.params
+        )
+
+    def run(self, state: TrainState, writer: MetricsWriter, *, resumed: bool) -> None:
+        """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end."""
+        config, step, score = self.config, int(state.step), None
+        reference = self._reference_params()
+        if not resumed:
+            score = self._evaluate(state, step, writer)
+            self._save(state, step, score, writer)
+        while step < config.training.steps:
+            timer = PhaseTimer()
+            with timer.phase("push"):
+                self.engine.push_weights(state.params, step)
+            chosen = self._choose(step)
+            with timer.phase("generate"):
+                rollout = self.engine.generate(
+                    [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling, seed=config.training.seed,
+                    step=step,
+                )  # fmt: skip
+            with timer.phase("verify"):
+                texts, answers, grades = self._verify(rollout, chosen)
+            with timer.phase("pack"):
+                batch, packed = self._pack(rollout, grades, state)
+            with timer.phase("step"):
+                state, metrics = self.train_step(state, batch, reference)
+                jax.block_until_ready(metrics)
+            step += 1
+            completions = metrics.pop("completions/discrepancy")
+            writer.write(step, metrics | packed | _rollout_metrics(rollout, grades) | timer.metrics(rollout))
+            self._write_samples(step, writer, rollout, chosen, texts, answers, grades, completions)
+            self._check_skipped(metrics)
+            last = step == config.training.steps
+            if config.evaluation.every_steps and (last or step % config.evaluation.every_steps == 0):
+                score = self._evaluate(state, step, writer)
+            elif not config.evaluation.every_steps:
+                score = float(metrics["reward/mean"])
+            else:
+                score = None
+            if last or step % config.checkpoint.every_steps == 0 or self.stop.received is not None:
+                self._save(state, step, score, writer)
+            self.stop.check(step)
+
+    def _choose(self, step: int) -> np.ndarray:
+        count = self.config.training.prompts_per_step
+        return prompt_order(
+            len(self.plan.train.problems), seed=self.config.training.seed, first=step * count, count=count
+        )
+
+    def _verify(self, rollout: Rollout, chosen: np.ndarray) -> tuple[list[str], list[str], Grades]:
+        texts = self.plan.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+        answers = [self.plan.train.problems[chosen[group]].answer for group in rollout.group_ids]
+        return texts, answers, self.verifier.grade(texts, answers)
+
+    def _pack(self, rollout: Rollout, grades: Grades, state: TrainState) -> tuple[Batch, dict[str, Any]]:
+        dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
+        batch, report = pack(
+            rollout,
+            grades.rewards,
+            self.plan.packing,
+            mask_truncated=self.config.algorithm.mask_truncated,
+            dropped=dropped,
+        )
+        batch = jax.device_put(batch, self.batch_shardings)
+        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum())}
+        metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
+        if self.rescore is not None:
+            batch, metrics["mismatch/sampler"] = self.rescore(state.params, batch)
+        return batch, metrics
+
+    def _check_skipped(self, metrics: Mapping[str, jax.Array]) -> None:
+        limit = self.config.training.max_skipped_in_row
+        if int(metrics["optimizer/skipped_in_row"]) >= limit:
+            raise TrainingStopped(
+                f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row); lower "
+                "optimizer.learning_rate, or continue from a checkpoint with another setting"
+            )
+
+    def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> float | None:
+        """avg@K of the inference engine's policy on the held-out problems; None without evaluation."""
+        settings, held_out = self.config.evaluation, self.plan.held_out
+        if held_out is None:
+            return None
+        self.engine.push_weights(state.params, step)
+        sampling = dataclasses.replace(
+            self.plan.sampling, group_size=settings.samples, temperature=settings.temperature
+        )
+        result = evaluate(
+            self.engine,
+            self.verifier,
+            self.plan.tokenizer,
+            held_out.token_ids,
+            [problem.answer for problem in held_out.problems],
+            sampling,
+            task=held_out.problems[0].source,
+            seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
+        )
+        name = f"eval/{result.task}"
+        writer.write(step, {
+            f"{name}/avg@{result.samples}": result.average,
+            f"{name}/pass@{result.samples}": result.pass_at_k,
+        })  # fmt: skip
+        return result.average
+
+    def _save(self, state: TrainState, step: int, score: float | None, writer: MetricsWriter) -> None:
+        # The record first: a kill between the two costs a line that the resumed run writes again.
+        writer.flush()
+        self.checkpoints.save(step, state, model=self.plan.model, score=score)
+
+    def _write_samples(
+        self,
+        step: int,
+        writer: MetricsWriter,
+        rollout: Rollout,
+        chosen: np.ndarray,
+        texts: list[str],
+        answers: list[str],
+        grades: Grades,
+        discrepancy: jax.Array,
+    ) -> None:
+        settings = self.config.observe
+        if not settings.samples or (step - 1) % settings.samples_every_steps:
+            return
+        means = np.asarray(discrepancy).reshape(-1)
+        # One completion of each of the first prompts says more than many of one prompt.
+        picked = [group * self.plan.sampling.group_size for group in range(min(settings.samples, len(chosen)))]
+        writer.write_samples(step, [
+            {
+                "prompt": self.plan.train.problems[chosen[rollout.group_ids[i]]].prompt,
+                "completion": texts[i],
+                "answer": answers[i],
+                "reward": float(grades.rewards[i]),
+                "discrepancy_mean": float(means[i]),
+            }
+            for i in picked
+        ])  # fmt: skip
+
+
+def _rollout_metrics(rollout: Rollout, grades: Grades) -> dict[str, float]:
+    lengths = [len(ids) for ids in rollout.completion_ids]
+    return {
+        "completion/length_mean": float(np.mean(lengths)),
+        "completion/length_min": min(lengths),
+        "completion/length_max": max(lengths),
+        "completion/truncated_fraction": float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
+        "reward/verifier_timeouts": grades.timeouts,
+        "reward/verifier_errors": grades.errors,
+        "reward/no_answer_fraction": grades.unparsed / len(lengths),
+    }
+
+
+def train(plan: Plan, *, show: Callable[[str], None]) -> None:
+    """Runs a plan to its end, from its newest checkpoint if the run directory has one.
+
+    Args:
+        plan: from `make_plan_of_run`.
+        show: prints a line for people.
+
+    Raises:
+        Interrupted: after SIGTERM or SIGINT, once everything is saved.
+        TrainingStopped: when the gradients stay broken.
+        ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
+    """
+    config = plan.config
+    stop = StopSignal()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claimed(config))
+        stack.enter_context(stop.listening())
+        plan.tokenizer.save_pretrained(str(Path(config.run_dir) / "tokenizer"))
+        trainer = Trainer(plan, stack, stop, show)
+        state, resumed = trainer.start()
+        step = int(state.step)
+        if step > config.training.steps:
+            raise ValueError(
+                f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
+                f"{step}; raise it or choose another run_dir"
+            )
+        progress = stack.enter_context(Progress(config.training.steps, step))
+        writer = stack.enter_context(
+            MetricsWriter(
+                config.run_dir,
+                wandb_project=config.observe.wandb_project or None,
+                resume_step=step if resumed else None,
+                listener=progress.update,
+            )
+        )
+        trainer.run(state, writer, resumed=resumed)
+        trainer.checkpoints.wait()

@@ -1,0 +1,223 @@
+"""From a config to everything a run needs, cheapest checks first: bad input is refused before expensive work."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.config import Config
+from dcmdp_jax.models import decoder, hf_weights
+from dcmdp_jax.models.attention import choose_kernel
+from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.tasks.problems import load_problems
+from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.training.run_directory import check_run_directory
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A checked run, nothing allocated yet.
+
+    Attributes:
+        config: the settings.
+        model: shape of the model.
+        compute: how the training stack computes.
+        mesh: devices.
+        tokenizer: with a chat template and an end token.
+        train, held_out: encoded problems; `held_out` is None without evaluation.
+        packing: shapes of a batch.
+        sampling: the distribution training samples from.
+    """
+
+    config: Config
+    model: ModelConfig
+    compute: Compute
+    mesh: Mesh
+    tokenizer: PreTrainedTokenizerBase
+    train: EncodedPrompts
+    held_out: EncodedPrompts | None
+    packing: PackingPlan
+    sampling: SamplingParams
+
+
+def make_plan_of_run(config: Config) -> Plan:
+    """Checks everything that can be checked without touching weights or compiling.
+
+    Raises:
+        ValueError: one line naming setting or file, value and remedy.
+        OSError: for directories and files that can't be read or written.
+    """
+    check_run_directory(config)
+    mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    tokenizer = _tokenizer(config)
+    model = _model(config, tokenizer)
+    stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
+    train = load_prompts(config, tokenizer, config.task.train, split="train")
+    held_out = None
+    if config.evaluation.every_steps:
+        held_out = load_prompts(
+            config, tokenizer, config.evaluation.task, split="test", limit=config.evaluation.max_problems
+        )
+    compute, packing = _layout(config, mesh)
+    sampling = SamplingParams(
+        group_size=config.rollout.group_size,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=stop,
+    )
+    return Plan(config, model, compute, mesh, tokenizer, train, held_out, packing, sampling)
+
+
+def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    path = config.model.tokenizer or config.model.path
+    return load_tokenizer(path) if path else build_tokenizer()
+
+
+def _model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    if config.model.path:
+        model = read_config(config.model.path)
+        hf_weights.check_manifest(config.model.path, model)
+    else:
+        model = ModelConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=config.max_total_tokens,
+            **dataclasses.asdict(config.model.architecture),
+        )
+    if len(tokenizer) > model.vocab_size:
+        raise ValueError(
+            f"config.model.tokenizer: {len(tokenizer)} tokens, but the model has {model.vocab_size}; "
+            "use the model's own tokenizer"
+        )
+    if config.max_total_tokens > model.max_position_embeddings:
+        raise ValueError(
+            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="
+            f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+    return model
+
+
+def load_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, location: str, *, split: str, limit: int = 0
+) -> EncodedPrompts:
+    """Problems of a location as token ids under the config's template, suffix and length limit.
+
+    Raises:
+        ValueError: as `load_problems` and `encode_prompts`.
+    """
+    problems = load_problems(location, split=split, limit=limit or None, on_bad_row=config.task.on_bad_row)
+    return encode_prompts(
+        problems, tokenizer, prompt_suffix=config.task.prompt_suffix, max_prompt_tokens=config.task.max_prompt_tokens
+    )
+
+
+def load_worked_solutions(plan: Plan) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution.
+
+    Raises:
+        ValueError: if a problem has no worked solution, or as `load_prompts`.
+    """
+    location = plan.config.warmup.task
+    encoded = load_prompts(plan.config, plan.tokenizer, location, split="train")
+    if bare := [problem.index for problem in encoded.problems if not problem.solution]:
+        raise ValueError(f"config.warmup.task: row {bare[0]} of {location} has no worked solution")
+    texts = [problem.solution for problem in encoded.problems]
+    solutions = plan.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    end = plan.tokenizer.eos_token_id
+    return encoded.token_ids, [np.array([*ids, end], np.int32) for ids in solutions]
+
+
+def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
+    platform = mesh.devices.flat[0].platform
+    kernel = choose_kernel(config.model.attention, np.dtype(jax.numpy.dtype(config.model.compute_dtype)), platform)
+    skips = kernel == "splash"
+    segments = config.training.segments_per_row or (2**31 - 1 if skips else 1)
+    row_lengths = config.training.row_lengths or default_row_lengths(config.max_total_tokens, skips_segments=skips)
+    packing = make_plan(
+        row_lengths=row_lengths,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        mini_batches=config.mini_batches,
+        completions=config.completions_per_mini_batch,
+        segments_per_row=segments,
+        row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
+    )
+    compute = Compute(
+        dtype=config.model.compute_dtype,
+        remat=config.model.remat,
+        attention=config.model.attention,
+        logprob_chunk=config.model.logprob_chunk,
+        one_segment=segments == 1,
+    )
+    return compute, packing
+
+
+def initial_params(plan: Plan) -> Params:
+    """The starting parameters on the mesh: from `model.path`, or fresh from the seed."""
+    settings = plan.config.model
+    shapes = decoder.param_shapes(plan.model, settings.param_dtype)
+    shardings = param_shardings(decoder.logical_axes(plan.model), shapes, plan.mesh)
+    if settings.path:
+        return hf_weights.load_params(settings.path, plan.model, dtype=settings.param_dtype, shardings=shardings)
+    key = jax.random.key(plan.config.training.seed)
+    return jax.jit(lambda: decoder.init_params(plan.model, key, settings.param_dtype), out_shardings=shardings)()
+
+
+def make_engine(plan: Plan) -> Engine:
+    """The inference engine of `rollout.engine`."""
+    rollout = plan.config.rollout
+    return LocalEngine(
+        plan.model,
+        precision=rollout.precision,
+        compute_dtype=rollout.compute_dtype,
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        max_rows=rollout.max_rows,
+    )
+
+
+def describe(plan: Plan) -> str:
+    """What a run will do, for people: sizes, shapes, memory by arithmetic."""
+    config, model, packing = plan.config, plan.model, plan.packing
+    size = np.dtype(jax.numpy.dtype(config.model.param_dtype)).itemsize
+    gib = model.num_params / 2**30
+    completions = packing.mini_batches * packing.completions
+    rows = ", ".join(
+        f"{r} x {length}" for r, length in zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    )
+    shards = plan.mesh.shape["fsdp"] * plan.mesh.shape["tensor"]
+    state = gib * (3 * size + 4) / shards
+    resumes = (Path(config.run_dir) / "checkpoints").is_dir()
+    mesh = ", ".join(f"{name} {count}" for name, count in plan.mesh.shape.items())
+    lines = [
+        f"run          {config.run_dir}, {config.training.steps} steps{', resumes if it has a checkpoint' * resumes}",
+        f"model        {model.model_type}, {model.num_params:,} parameters in {config.model.param_dtype}, "
+        f"{config.model.path or 'fresh'}",
+        f"devices      {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} ({mesh})",
+        f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}, "
+        f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}",
+        f"engine       {config.rollout.engine}, {config.rollout.precision}",
+        f"problems     {len(plan.train.problems):,} to train on ({plan.train.dropped} dropped: prompt too long)"
+        + (f", {len(plan.held_out.problems):,} held out" if plan.held_out else ""),
+        f"step         {config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} "
+        f"completions of at most {config.rollout.max_completion_tokens} tokens, {packing.mini_batches} update(s)",
+        f"rows         micro-batches of {rows} tokens",
+        f"memory       {state:.3f} GiB a device for parameters, Adam's moments and gradients; "
+        f"{gib * (2 if config.rollout.precision == 'bfloat16' else 4):.3f} GiB at most for the engine's weights",
+        f"warm-up      {config.warmup.steps} supervised steps" if config.warmup.steps else "warm-up      none",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,349 @@
+"""The compiled training step: (TrainState, Batch) -> (TrainState, metrics), Algorithm 1 of the paper.
+
+Recompute p^Train -> discrepancy -> advantages -> penalised advantages with the old multiplier -> one optimizer update for
+each mini-batch -> one projected dual-ascent step -> metrics. With a single mini-batch the recompute pass is the forward
+pass of the update itself, so the method costs no more than GRPO.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+
+from dcmdp_jax.algorithm import losses, masked
+from dcmdp_jax.algorithm.advantages import group_advantages, penalized_advantages
+from dcmdp_jax.algorithm.discrepancy import (
+    completions_over_tolerance,
+    discrepancy,
+    mismatch_statistics,
+    token_discrepancy,
+)
+from dcmdp_jax.algorithm.dual import dual_update
+from dcmdp_jax.config import AlgorithmSettings
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.parallel.sharding import constrain
+from dcmdp_jax.types import Batch, Params, Rows, TrainState, WeightedSum
+
+Metrics = dict[str, jax.Array]
+RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
+"""(params, rows [R, L]) -> log-probs and entropy of the completion tokens, [R, L]."""
+
+
+class _Totals(NamedTuple):
+    """What a step adds up over its updates."""
+
+    loss: WeightedSum
+    entropy: WeightedSum
+    clip: losses.ClipStatistics
+    grad_norm: WeightedSum
+    skipped: jax.Array
+
+
+def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: float, mesh: Mesh | None) -> RowLogprobs:
+    """The training stack's forward pass on rows. Every log-prob of training comes from here.
+
+    Args:
+        model: the model.
+        compute: dtype, rematerialisation, kernel and chunk.
+        temperature: the one that completions are sampled at.
+        mesh: None or one device: padding and prompts are left out of the output layer.
+    """
+    several = mesh is not None and mesh.size > 1
+    pin = {"constrain": constrain(mesh), "mesh": mesh} if several else {}
+
+    def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        hidden = decoder.hidden_states(
+            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, **pin
+        )
+        return token_logprobs(
+            hidden,
+            decoder.output_kernel(params),
+            rows.input_ids,
+            rows.completion_mask,
+            temperature=temperature,
+            chunk=compute.logprob_chunk,
+            compact=not several,
+        )
+
+    return row_logprobs
+
+
+def _over_micro_batches(rows: tuple[Rows, ...], counts: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
+    """carry = body(carry, bucket, index, rows [R, L]) for every micro-batch of one mini-batch that holds a row."""
+    for bucket, stacked in enumerate(rows):
+
+        def one(index: jax.Array, carry: Any, bucket: int = bucket, stacked: Rows = stacked) -> Any:
+            micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+            return body(carry, bucket, index, micro)
+
+        carry = lax.fori_loop(0, counts[bucket], one, carry)
+    return carry
+
+
+def _empty_logprobs(rows: tuple[Rows, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(bucket.input_ids.shape, jnp.float32) for bucket in rows)
+
+
+def _put(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
+    return (*buffers[:bucket], buffers[bucket].at[index].set(value), *buffers[bucket + 1 :])
+
+
+def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs) -> tuple[jax.Array, ...]:
+    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
+
+    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
+        rows, counts = xs
+
+        def body(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[jax.Array, ...]:
+            return _put(buffers, bucket, index, row_logprobs(params, micro)[0])
+
+        return None, _over_micro_batches(rows, counts, body, _empty_logprobs(rows))
+
+    return lax.scan(mini_batch, None, (batch.rows, batch.micro_batches))[1]
+
+
+def make_rescore(row_logprobs: RowLogprobs) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
+    """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own, on the step's own rows.
+
+    This is precision "exact": the step computes the same numbers again, so the discrepancy is 0 to the last bit. The
+    second result is a diagnostic: the mean |p_train - p_sampler| of the log-probs that were replaced.
+    """
+
+    @jax.jit
+    def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
+        logprobs = batch_logprobs(params, batch, row_logprobs)
+        differences = WeightedSum(jnp.float32(0), jnp.float32(0))
+        for bucket, train in zip(batch.rows, logprobs, strict=True):
+            delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
+            differences = masked.add(differences, masked.masked_sum(delta, bucket.completion_mask))
+        rows = tuple(b._replace(rollout_logprobs=p) for b, p in zip(batch.rows, logprobs, strict=True))
+        return batch._replace(rows=rows), masked.mean(differences)
+
+    return rescore
+
+
+def make_train_step(
+    *,
+    row_logprobs: RowLogprobs,
+    settings: AlgorithmSettings,
+    max_completion_tokens: int,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    always_recompute: bool = False,
+    shardings: TrainState | None = None,
+) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
+    """Compiles one training step; the state is donated.
+
+    An update whose gradient norm is not finite leaves parameters and optimizer as they were and is counted in
+    `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The dual update of that step still happens, unless the
+    mean discrepancy is itself not finite.
+
+    Args:
+        row_logprobs: from `make_row_logprobs`.
+        settings: the method and its constants.
+        max_completion_tokens: sampling limit, for the fixed-length normaliser.
+        optimizer, schedule: from `optimizer.py`; the schedule only for the record.
+        always_recompute: take p^Train from a pass of its own with a single mini-batch too, as several mini-batches do.
+            A differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
+        shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
+
+    Returns:
+        step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
+        float32, named as in observe/names.py, and `completions/discrepancy` [M * N], each completion's own mean.
+    """
+    step = functools.partial(
+        _train_step,
+        row_logprobs=row_logprobs,
+        settings=settings,
+        max_completion_tokens=max_completion_tokens,
+        optimizer=optimizer,
+        schedule=schedule,
+        always_recompute=always_recompute,
+    )
+    out = {} if shardings is None else {"out_shardings": (shardings, None)}
+    return jax.jit(step, donate_argnums=0, **out)
+
+
+def _train_step(
+    state: TrainState,
+    batch: Batch,
+    ref_params: Params | None,
+    *,
+    row_logprobs: RowLogprobs,
+    settings: AlgorithmSettings,
+    max_completion_tokens: int,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    always_recompute: bool,
+) -> tuple[TrainState, Metrics]:
+    on_policy = batch.rewards.shape[0] == 1 and not always_recompute
+    completions = batch.rewards.shape[1]
+    multiplier = state.dual.multiplier
+    recomputed = None if on_policy else batch_logprobs(state.params, batch, row_logprobs)
+
+    def micro_loss(
+        params: Params, micro: Rows, old: jax.Array | None, advantages: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        train, entropy = row_logprobs(params, micro)
+        old = lax.stop_gradient(train) if old is None else old
+        mask, index = micro.completion_mask, micro.completion_index
+        measured = {"measure": settings.measure, "sided": settings.sided, "level": settings.level}
+        delta = discrepancy(old, micro.rollout_logprobs, mask, index, completions, **measured)
+        token_advantages = masked.gather_to_tokens(advantages, index)
+        penalized = penalized_advantages(
+            token_advantages, delta, multiplier, settings.tolerance, method=settings.method
+        )
+        token_weights = masked.gather_to_tokens(weights, index)
+        loss, clip = losses.clipped_surrogate(
+            train, old, penalized, mask, token_weights, clip_low=settings.clip_low, clip_high=settings.clip_high
+        )
+        total = loss.total
+        if settings.kl_coefficient:
+            reference = lax.stop_gradient(row_logprobs(ref_params, micro)[0])
+            kl = losses.reference_kl(train, reference, estimator=settings.kl_estimator, completion_mask=mask)
+            total += settings.kl_coefficient * masked.weighted_sum(kl, jnp.where(mask, token_weights, 0.0)).total
+        return total, (old, clip, masked.masked_sum(lax.stop_gradient(entropy), mask))
+
+    def update(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
+        params, opt_state, skipped_in_row, totals = carry
+        part, old_logprobs = xs
+        advantages = group_advantages(
+            part.rewards,
+            part.group_ids,
+            part.valid,
+            ddof=settings.std_ddof,
+            epsilon=settings.std_epsilon,
+            normalize_std=settings.normalize_std,
+        )
+        weights, total_weight = losses.aggregation_weights(
+            part.completion_lengths,
+            part.loss_mask,
+            mode=settings.aggregation,
+            max_completion_tokens=max_completion_tokens,
+        )
+        # Divided here once: the total is known before the pass, and micro-batches only add.
+        weights = weights / jnp.maximum(total_weight, 1.0)
+
+        def body(carry: tuple[Any, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[Any, ...]:
+            grads, loss, entropy, clip, buffers = carry
+            old = None if on_policy else old_logprobs[bucket][index]
+            gradient = jax.value_and_grad(micro_loss, has_aux=True)
+            (value, (old, clipped, entropies)), new = gradient(params, micro, old, advantages, weights)
+            return (
+                jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new),
+                loss + value,
+                masked.add(entropy, entropies),
+                losses.add_clip_statistics(clip, clipped),
+                _put(buffers, bucket, index, old) if on_policy else buffers,
+            )
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            zero,
+            WeightedSum(zero, zero),
+            losses.empty_clip_statistics(),
+            _empty_logprobs(part.rows) if on_policy else (),
+        )
+        grads, loss, entropy, clip, buffers = _over_micro_batches(part.rows, part.micro_batches, body, start)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(grad_norm)
+
+        def apply(params: Params, opt_state: Any) -> tuple[Params, Any]:
+            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            updates, new_state = optimizer.update(cast, opt_state, params)
+            return optax.apply_updates(params, updates), new_state
+
+        params, opt_state = lax.cond(finite, apply, lambda params, opt_state: (params, opt_state), params, opt_state)
+        totals = _Totals(
+            loss=masked.add(totals.loss, WeightedSum(loss, jnp.float32(1))),
+            entropy=masked.add(totals.entropy, entropy),
+            clip=losses.add_clip_statistics(totals.clip, clip),
+            grad_norm=masked.add(totals.grad_norm, masked.masked_sum(grad_norm, finite)),
+            skipped=totals.skipped + ~finite,
+        )
+        return (params, opt_state, jnp.where(finite, 0, skipped_in_row + 1), totals), buffers
+
+    zero = jnp.zeros((), jnp.float32)
+    nothing = WeightedSum(zero, zero)
+    totals = _Totals(nothing, nothing, losses.empty_clip_statistics(), nothing, jnp.zeros((), jnp.int32))
+    start = (state.params, state.opt_state, state.skipped_in_row, totals)
+    (params, opt_state, skipped_in_row, totals), buffers = lax.scan(update, start, (batch, recomputed))
+
+    old_logprobs = buffers if on_policy else recomputed
+    metrics, mean_discrepancy = _measure(batch, old_logprobs, settings)
+    dual = state.dual
+    if settings.method == "dc_grpo":
+        dual = dual_update(
+            dual,
+            mean_discrepancy,
+            tolerance=settings.tolerance,
+            learning_rate=settings.dual_learning_rate,
+            minimum=settings.multiplier_min,
+            maximum=settings.multiplier_max,
+        )
+    metrics |= {f"policy/{name}": value for name, value in losses.clip_metrics(totals.clip).items()}
+    metrics |= {
+        "policy/loss": masked.mean(totals.loss),
+        "policy/entropy": masked.mean(totals.entropy),
+        "optimizer/grad_norm": masked.mean(totals.grad_norm),
+        "optimizer/learning_rate": jnp.asarray(schedule((state.step + 1) * batch.rewards.shape[0] - 1), jnp.float32),
+        "optimizer/skipped_updates": totals.skipped,
+        "optimizer/skipped_in_row": skipped_in_row,
+        "dual/multiplier": multiplier,
+    }
+    return TrainState(state.step + 1, params, opt_state, dual, skipped_in_row), metrics
+
+
+def _measure(
+    batch: Batch, old_logprobs: tuple[jax.Array, ...], settings: AlgorithmSettings
+) -> tuple[Metrics, jax.Array]:
+    """What the batch says of engine mismatch and rewards, and the mean discrepancy that moves the multiplier."""
+    mini_batches, completions = batch.rewards.shape
+
+    def flat(field: Callable[[Rows], jax.Array]) -> jax.Array:
+        return jnp.concatenate([field(bucket).reshape(mini_batches, -1) for bucket in batch.rows], axis=1)
+
+    mask, rollout = flat(lambda b: b.completion_mask), flat(lambda b: b.rollout_logprobs)
+    train = jnp.concatenate([p.reshape(mini_batches, -1) for p in old_logprobs], axis=1)
+    offsets = jnp.arange(mini_batches)[:, None] * completions
+    index = flat(lambda b: b.completion_index) + offsets
+    total = mini_batches * completions
+    measured = {"measure": settings.measure, "sided": settings.sided, "level": "token"}
+    delta = discrepancy(train, rollout, mask, index, total, **measured)
+    mean_discrepancy = masked.masked_mean(delta, mask)
+    over = completions_over_tolerance(delta, mask, index, total, tolerance=settings.tolerance)
+    mismatch = mismatch_statistics(train, rollout, mask)
+
+    rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
+    group_ids = (batch.group_ids + offsets).reshape(-1)
+    groups = masked.group_statistics(rewards, group_ids, valid, ddof=settings.std_ddof)
+    mean_reward = masked.masked_mean(rewards, valid)
+    metrics = {
+        "reward/mean": mean_reward,
+        "reward/std": jnp.sqrt(masked.masked_mean((rewards - mean_reward) ** 2, valid)),
+        "reward/all_equal_groups": masked.mean(masked.all_equal_groups(groups)),
+        "discrepancy/mean": mean_discrepancy,
+        "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
+        "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
+        "discrepancy/max": masked.masked_max(delta, mask),
+        "discrepancy/completions_over_tolerance": masked.mean(over),
+        "mismatch/k1": mismatch["kl_k1"],
+        "mismatch/k3": mismatch["kl_k3"],
+        "mismatch/pearson": mismatch["pearson"],
+        "mismatch/effective_sample_size": mismatch["effective_sample_size"],
+        "dual/violation": mean_discrepancy - settings.tolerance,
+        "dual/tolerance": jnp.float32(settings.tolerance),
+        "completions/discrepancy": masked.completion_means(delta, mask, index, total),
+    }
+    return metrics, mean_discrepancy

@@ -1,0 +1,262 @@
+"""Clipped surrogate by hand and at its edges, the three normalisations, and the reference divergence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm import losses
+from dcmdp_jax.algorithm.masked import mean
+from dcmdp_jax.types import WeightedSum
+
+surrogate = functools.partial(losses.clipped_surrogate, clip_low=0.2, clip_high=0.24)
+LOG = np.log
+
+
+@jax.jit
+def _value_and_grad(train, old, advantages, mask, weights):
+    def total(train):
+        loss, statistics = surrogate(train, old, advantages, mask, weights)
+        return loss.total, (loss, statistics)
+
+    return jax.value_and_grad(total, has_aux=True)(train)
+
+
+def loss_and_gradient(train, old, advantages, mask=None, weights=None):
+    """Everything is an argument of the compiled function: XLA on CPU folds a NaN it knows at compile time wrongly."""
+    train, old, advantages = (jnp.asarray(x, jnp.float32) for x in (train, old, advantages))
+    mask = np.ones(train.shape, bool) if mask is None else mask
+    weights = np.ones(train.shape, np.float32) if weights is None else np.asarray(weights, np.float32)
+    (_, (loss, statistics)), gradient = _value_and_grad(train, old, advantages, mask, weights)
+    return loss, statistics, np.asarray(gradient)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.1, 2.0, -2.2, -2.2),  # inside: -r A, gradient -r A
+        (1.5, 2.0, -2.48, 0.0),  # above 1.24 with A > 0: clipped; a symmetric 1.2 would give -2.4
+        (1.5, -2.0, 3.0, 3.0),  # above with A < 0: min() keeps r A; a plain clip would give 2.48 and no gradient
+        (0.5, 2.0, -1.0, -1.0),  # below with A > 0: kept; a plain clip would give -1.6
+        (0.5, -2.0, 1.6, 0.0),  # below 0.8 with A < 0: clipped
+        (1.0, -3.0, 3.0, 3.0),  # on policy, where both arguments of min() tie: the whole gradient, not half
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_one_token_by_hand(ratio, advantage, loss, slope):
+    value, _, gradient = loss_and_gradient([[LOG(0.3 * ratio)]], [[LOG(0.3)]], [[advantage]])
+    assert float(value.total) == pytest.approx(loss, rel=1e-6, abs=0)
+    assert float(gradient[0, 0]) == pytest.approx(slope, rel=1e-6, abs=0)
+
+
+def test_sum_is_weighted_and_statistics_count_what_bites():
+    # l = (-2.2, -2.48, 3.0, 1.6) with weights (0.5, 0.25, 1, 2): -1.1 - 0.62 + 3 + 3.2 = 4.48, weight 3.75.
+    ratios = np.array([[1.1, 1.5, 1.5, 0.5]])
+    advantages, weights = np.array([[2.0, 2.0, -2.0, -2.0]]), np.array([[0.5, 0.25, 1.0, 2.0]])
+    loss, statistics, gradient = loss_and_gradient(LOG(ratios / 10), LOG([[0.1] * 4]), advantages, weights=weights)
+    assert float(loss.total) == pytest.approx(4.48, rel=1e-6)
+    assert float(loss.weight) == 3.75
+    np.testing.assert_allclose(gradient, [[-1.1, 0, 3.0, 0]], rtol=1e-6, atol=0)
+    metrics = losses.clip_metrics(statistics)
+    assert float(metrics["clip_high_fraction"]) == 0.25  # two ratios are above 1.24: counting them all would say 0.5
+    assert float(metrics["clip_low_fraction"]) == 0.25
+    assert float(metrics["ratio_mean"]) == pytest.approx(1.15, rel=1e-6)  # 4.6 / 4, not weighted
+    assert float(metrics["ratio_max"]) == pytest.approx(1.5, rel=1e-6)
+    assert float(metrics["ratio_min"]) == pytest.approx(0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("train", "old", "advantage", "loss"),
+    [
+        (-0.5, -np.inf, 1.0, -1.24),  # infinite ratio, A > 0: clipped
+        (-0.5, -200.0, 0.0, 0.0),  # inf * 0 would be NaN
+        (-0.5, -200.0, -1.0, float(np.exp(np.float64(20)))),  # the cap, finite
+        (-np.inf, -0.5, 1.0, -float(np.exp(np.float64(-20)))),
+        (-np.inf, -0.5, -1.0, 0.8),
+        (-np.inf, -np.inf, 1.0, -1.0),  # -inf - -inf would be NaN
+    ],
+)
+def test_overflowing_ratio_is_finite_and_without_gradient(train, old, advantage, loss):
+    value, statistics, gradient = loss_and_gradient([[train]], [[old]], [[advantage]])
+    assert float(value.total) == pytest.approx(loss, rel=1e-5, abs=0)
+    assert float(gradient[0, 0]) == 0.0
+    assert all(np.isfinite(float(x)) for x in losses.clip_metrics(statistics).values())
+
+
+def test_large_ratio_inside_the_clamp_keeps_its_gradient():
+    # r = e^19 and A = -1: loss e^19, gradient e^19.
+    value, _, gradient = loss_and_gradient([[-1.0]], [[-20.0]], [[-1.0]])
+    assert float(value.total) == pytest.approx(np.exp(19), rel=1e-5)
+    assert float(gradient[0, 0]) == pytest.approx(np.exp(19), rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["mask", "weight"])
+def test_nan_outside_the_mask_or_without_weight_does_not_leak(where):
+    broken = np.array([[-1.0, np.nan, -np.inf]])
+    keep = np.array([[True, False, False]])
+    mask = keep if where == "mask" else np.ones((1, 3), bool)
+    weights = keep.astype(float) if where == "weight" else np.ones((1, 3))
+    loss, statistics, gradient = loss_and_gradient(broken, broken, np.array([[2.0, np.nan, 1.0]]), mask, weights)
+    assert [float(x) for x in loss] == [-2.0, 1.0]
+    np.testing.assert_array_equal(gradient, [[-2.0, 0.0, 0.0]])
+    assert float(statistics.ratio.weight) == float(statistics.ratio.total) == 1.0
+
+
+@pytest.mark.parametrize("width", [1, 33])
+@pytest.mark.parametrize("broken", [0, 1, 2], ids=["train", "old", "advantage"])
+def test_nan_on_a_token_that_takes_part_is_not_hidden(broken, width):
+    arrays = [np.full((1, width), value) for value in (-1.0, -1.0, 1.0)]
+    arrays[broken][0, -1] = np.nan
+    loss, _, gradient = loss_and_gradient(*arrays)
+    assert np.isnan(float(loss.total))
+    assert np.isnan(gradient[0, -1])
+
+
+def test_empty_mask():
+    loss, statistics, gradient = loss_and_gradient(
+        [[np.nan, -1.0]], [[-1.0, -1.0]], [[1.0, 1.0]], np.zeros((1, 2), bool)
+    )
+    assert float(mean(loss)) == 0.0
+    np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
+    assert {float(x) for x in losses.clip_metrics(statistics).values()} == {0.0}
+
+
+def test_gradient_reaches_train_logprobs_alone():
+    arrays = [jnp.full((1, 2), v) for v in (-1.0, -1.1, 0.5, 2.0)]
+    mask = np.ones((1, 2), bool)
+
+    def total(train, old, advantages, weights):
+        return surrogate(train, old, advantages, mask, weights)[0].total
+
+    train, *others = jax.grad(total, argnums=(0, 1, 2, 3))(*arrays)
+    assert np.all(np.asarray(train) != 0)
+    for gradient in others:
+        np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
+
+
+def test_clip_statistics_add():
+    rng = np.random.default_rng(2)
+    train, old = -rng.exponential(size=(4, 6)), -rng.exponential(size=(4, 6))
+    advantages, mask = rng.normal(size=(4, 6)), rng.random((4, 6)) < 0.7
+    arguments = (train, old, advantages, mask, np.ones((4, 6)))
+    _, whole = surrogate(*arguments)
+    parts = losses.empty_clip_statistics()
+    for rows in (slice(0, 1), slice(1, 4)):
+        parts = losses.add_clip_statistics(parts, surrogate(*(x[rows] for x in arguments))[1])
+    ratio = np.exp(train - old)[mask]
+    expected = {
+        "clip_low_fraction": np.mean((ratio < 0.8) & (advantages[mask] < 0)),
+        "clip_high_fraction": np.mean((ratio > 1.24) & (advantages[mask] > 0)),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "ratio_min": ratio.min(),
+    }
+    for name, value in losses.clip_metrics(parts).items():
+        assert float(value) == pytest.approx(expected[name], rel=1e-5), name
+        assert float(value) == pytest.approx(float(losses.clip_metrics(whole)[name]), rel=1e-6), name
+
+
+LENGTHS = np.array([4, 1, 0, 5, 2])
+IN_LOSS = np.array([True, True, True, False, True])
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "total"),
+    [
+        ("seq_mean_token_mean", [1 / 4, 1, 0, 0, 1 / 2], 3),  # the empty one is not counted: total 3, not 4 or 5
+        ("token_mean", [1, 1, 0, 0, 1], 7),
+        ("fixed_length", [1 / 8, 1 / 8, 0, 0, 1 / 8], 3),
+    ],
+)
+def test_aggregation_weights_by_hand(mode, weights, total):
+    per_completion, weight = losses.aggregation_weights(LENGTHS, IN_LOSS, mode=mode, max_completion_tokens=8)
+    np.testing.assert_array_equal(per_completion, np.array(weights, np.float32))
+    assert float(weight) == total
+    # l = 1 at the first token of each completion, else 0: sum_i w_i / total
+    expected = {"seq_mean_token_mean": 1.75 / 3, "token_mean": 3 / 7, "fixed_length": 1 / 8}[mode]
+    assert float(mean(WeightedSum(per_completion.sum(), weight))) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["seq_mean_token_mean", "token_mean", "fixed_length"])
+def test_nothing_in_the_loss(mode):
+    weights, total = losses.aggregation_weights(LENGTHS, np.zeros(5, bool), mode=mode, max_completion_tokens=8)
+    np.testing.assert_array_equal(weights, np.zeros(5))
+    assert float(total) == 0.0
+    assert float(mean(WeightedSum(weights.sum(), total))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        # pi = 0.5, ref = 0.25: x = log(1/2); d/dlog pi is minus d/dx
+        ("k1", LOG(2), 1.0),
+        ("k2", LOG(2) ** 2 / 2, LOG(2)),
+        ("k3", 0.5 - 1 + LOG(2), 0.5),  # 1 - ref / pi; taken as pi / ref, 2 - 1 - log 2 = 0.307 and slope 1
+    ],
+)
+def test_reference_kl_by_hand(estimator, value, slope):
+    function = functools.partial(losses.reference_kl, estimator=estimator)
+    train, ref = jnp.float32(LOG(0.5)), jnp.float32(LOG(0.25))
+    assert float(function(train, ref)) == pytest.approx(value, rel=1e-6)
+    assert float(jax.grad(function)(train, ref)) == pytest.approx(slope, rel=1e-6)
+    assert float(jax.grad(function, argnums=1)(train, ref)) == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_reference_kl_expectations(estimator):
+    """Exact expectations over a distribution of five tokens, against KLs computed and differentiated separately."""
+    logits = jnp.array([0.3, -0.7, 1.1, 0.0, -1.5])
+    ref = jax.nn.log_softmax(jnp.array([-0.2, 0.4, 0.5, -1.0, 0.3]))
+    reverse = lambda logits: jnp.sum(jax.nn.softmax(logits) * (jax.nn.log_softmax(logits) - ref))  # noqa: E731
+    forward = lambda logits: jnp.sum(jnp.exp(ref) * (ref - jax.nn.log_softmax(logits)))  # noqa: E731
+    sampled_from = jax.lax.stop_gradient(jax.nn.softmax(logits))
+
+    def expected_loss(logits):
+        return jnp.sum(sampled_from * losses.reference_kl(jax.nn.log_softmax(logits), ref, estimator=estimator))
+
+    if estimator != "k2":  # unbiased as estimates
+        assert float(expected_loss(logits)) == pytest.approx(float(reverse(logits)), rel=1e-5)
+    gradient_of = {"k1": lambda logits: 0.0 * logits.sum(), "k2": reverse, "k3": forward}[estimator]
+    np.testing.assert_allclose(jax.grad(expected_loss)(logits), jax.grad(gradient_of)(logits), atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_reference_kl_overflow_and_mask(estimator):
+    train = jnp.array([-np.inf, -0.5, -np.inf, np.nan], jnp.float32)
+    ref = jnp.array([-0.5, -np.inf, -np.inf, np.nan], jnp.float32)
+    mask = np.array([True, True, True, False])
+    function = functools.partial(losses.reference_kl, estimator=estimator, completion_mask=mask)
+    expected = {
+        "k1": [-20, 20, 0, 0],
+        "k2": [200, 200, 0, 0],
+        "k3": [np.exp(20) - 21, np.exp(-20) + 19, 0, 0],
+    }[estimator]
+    np.testing.assert_allclose(function(train, ref), expected, rtol=1e-6)
+    gradient = jax.grad(lambda train: function(train, ref).sum())(train)
+    np.testing.assert_array_equal(gradient, np.zeros(4))
+    unmasked = losses.reference_kl(train, ref, estimator=estimator)
+    assert np.isnan(float(unmasked[3]))
+
+
+def test_bad_arguments_are_refused():
+    row = np.zeros((1, 2))
+    with pytest.raises(ValueError, match=r"token_weights \(1,\)"):
+        jax.jit(surrogate)(row, row, row, row, np.zeros(1))
+    with pytest.raises(ValueError, match=r"clip_low=1.0; must be a finite number in \[0, 1\)"):
+        losses.clipped_surrogate(row, row, row, row, row, clip_low=1.0, clip_high=0.2)
+    with pytest.raises(ValueError, match=r"clip_high=-0.2"):
+        losses.clipped_surrogate(row, row, row, row, row, clip_low=0.2, clip_high=-0.2)
+    with pytest.raises(ValueError, match=r"mode='mean'; must be one of 'seq_mean_token_mean'"):
+        losses.aggregation_weights(LENGTHS, IN_LOSS, mode="mean")
+    with pytest.raises(ValueError, match=r"max_completion_tokens=None"):
+        losses.aggregation_weights(LENGTHS, IN_LOSS, mode="fixed_length")
+    with pytest.raises(ValueError, match=r"max_completion_tokens=0"):
+        losses.aggregation_weights(LENGTHS, IN_LOSS, mode="token_mean", max_completion_tokens=0)
+    with pytest.raises(ValueError, match=r"loss_mask \(4,\)"):
+        losses.aggregation_weights(LENGTHS, IN_LOSS[:4], mode="token_mean")
+    with pytest.raises(ValueError, match=r"estimator='k4'"):
+        losses.reference_kl(row, row, estimator="k4")
+    with pytest.raises(ValueError, match=r"ref_logprobs \(2,\)"):
+        losses.reference_kl(row, row[0], estimator="k1")

@@ -1,0 +1,82 @@
+"""The guard every command runs under: one line, the right exit code, a traceback only on demand."""
+
+import errno
+import sys
+
+import pytest
+
+from bin.cli import run_main
+
+
+def _run(main, argv, capsys, **options):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, argv, **options)
+    return left.value.code, capsys.readouterr().err
+
+
+def _raiser(error):
+    def main(_):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("group size is 1;\n   allowed: 2 or more"), 2, "error: group size is 1; allowed: 2 or more\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/a/b"), 2, "error: No such file: /a/b\n"),
+        (OSError("run directory can't be written"), 2, "error: run directory can't be written\n"),
+        (ValueError(), 2, "error: ValueError\n"),
+        (
+            KeyError("x"),
+            1,
+            "error: KeyError: 'x' (unexpected; run again with --debug for the traceback)\n",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_a_failure_is_one_line_and_its_code(error, code, line, capsys):
+    assert _run(_raiser(error), ["p"], capsys) == (code, line)
+
+
+@pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 2), (KeyError("bad"), 1)])
+def test_debug_adds_the_traceback_before_the_line(error, code, capsys):
+    got, text = _run(_raiser(error), ["p", "--debug"], capsys)
+    assert got == code and text.startswith("Traceback (most recent call last)")
+    assert text.splitlines()[-1].startswith("error: ") and "run again" not in text
+
+
+def test_further_expected_errors_count_as_the_users(capsys):
+    assert _run(_raiser(KeyError("flag")), ["p"], capsys, expected=(KeyError,)) == (2, "error: 'flag'\n")
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
+def test_a_result_is_the_exit_code(result, code, capsys):
+    assert _run(lambda _: result, ["p"], capsys) == (code, "")
+
+
+def test_system_exit_passes(capsys):
+    assert _run(_raiser(SystemExit(7)), ["p"], capsys) == (7, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [
+        (["p", "a", "--debug", "b"], ["p", "a", "b"]),
+        (["p", "--", "--debug"], ["p", "--", "--debug"]),
+        (["--debug", "a"], ["--debug", "a"]),
+        (["p", "--debugger"], ["p", "--debugger"]),
+    ],
+)
+def test_debug_is_taken_from_the_arguments_before_a_bare_dash_dash(argv, seen, capsys):
+    got = []
+    assert _run(got.extend, argv, capsys) == (0, "")
+    assert got == seen
+
+
+def test_the_arguments_are_the_processes_by_default(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["p", "x", "--debug"])
+    got = []
+    assert _run(got.extend, None, capsys) == (0, "")
+    assert got == ["p", "x"]

@@ -1,0 +1,94 @@
+"""Attention over packed rows against a float64 loop, and the kernels against each other."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.parallel.mesh import make_mesh
+
+
+def _inputs(rows: int, length: int, heads: int, kv_heads: int, size: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(rows, length, count, size) for count in (heads, kv_heads, kv_heads)]
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+
+def _reference(query: np.ndarray, key: np.ndarray, value: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    rows, length, heads, size = query.shape
+    out = np.zeros_like(query)
+    for r in range(rows):
+        for t in range(length):
+            seen = [s for s in range(t + 1) if segment_ids[r, s] == segment_ids[r, t]]
+            for h in range(heads):
+                k = h // (heads // key.shape[2])
+                scores = key[r, seen, k] @ query[r, t, h] / np.sqrt(size)
+                weights = np.exp(scores - scores.max())
+                out[r, t, h] = weights / weights.sum() @ value[r, seen, k]
+    return out
+
+
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]], np.int32)
+
+
+def test_packed_rows_against_a_loop() -> None:
+    query, key, value = _inputs(2, 10, 6, 2, 8)
+    ours = row_attention(query, key, value, jnp.asarray(SEGMENTS), kernel="xla", one_segment=False)
+    np.testing.assert_allclose(ours, _reference(query, key, value, SEGMENTS), atol=2e-6)
+
+
+def test_one_segment_is_causal_and_right_on_real_tokens() -> None:
+    query, key, value = _inputs(2, 10, 6, 2, 8)
+    segments = np.array([[1] * 7 + [0] * 3, [1] * 10], np.int32)
+    ours = row_attention(query, key, value, jnp.asarray(segments), kernel="xla", one_segment=True)
+    real = segments > 0
+    np.testing.assert_allclose(np.asarray(ours)[real], _reference(query, key, value, segments)[real], atol=2e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four devices."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+    query, key, value = _inputs(2, 128, 4, 2, 128)
+    segment_ids = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 0]], [40, 1, 60, 27], axis=1), jnp.int32)
+    weights = jnp.where(segment_ids > 0, 1.0, 0.0)[..., None, None] * jnp.arange(128)
+    mesh = make_mesh(1, 2, 4, devices=jax.devices()[:8]) if devices == 8 else None
+
+    def loss(kernel: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        attended = row_attention(query, key, value, segment_ids, kernel=kernel, one_segment=False, mesh=mesh)
+        return jnp.sum(attended**2 * weights) / 1e4
+
+    want, want_grads = jax.value_and_grad(functools.partial(loss, "xla"), argnums=(0, 1, 2))(query, key, value)
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, "splash"), argnums=(0, 1, 2)))
+    have, have_grads = step(query, key, value)
+    assert have == pytest.approx(float(want), rel=1e-6)
+    for mine, theirs in zip(have_grads, want_grads, strict=True):
+        # Sums over 128 keys in another order: rounding relative to the largest entry.
+        np.testing.assert_allclose(mine, theirs, atol=5e-6 * float(jnp.abs(theirs).max()))
+
+
+def test_splash_says_what_it_cannot_split() -> None:
+    with pytest.raises(ValueError, match="row length: got 100, splash attention needs a multiple of 128"):
+        row_attention(*_inputs(1, 100, 2, 2, 8), jnp.ones((1, 100), int), kernel="splash", one_segment=False)
+    mesh = make_mesh(1, 1, 8, devices=jax.devices()[:8])
+    with pytest.raises(ValueError, match="mesh tensor: got 8, splash attention needs a divisor of the 6 heads"):
+        row_attention(*_inputs(1, 128, 6, 2, 8), jnp.ones((1, 128), int), kernel="splash", one_segment=False, mesh=mesh)
+
+
+def test_choose_kernel() -> None:
+    assert choose_kernel("auto", jnp.dtype("bfloat16"), "tpu") == "splash"
+    assert choose_kernel("auto", jnp.dtype("bfloat16"), "gpu") == "cudnn"
+    assert choose_kernel("auto", jnp.dtype("float32"), "gpu") == "xla"  # cudnn has no float32
+    assert choose_kernel("auto", jnp.dtype("bfloat16"), "cpu") == "xla"
+    assert choose_kernel("xla", jnp.dtype("bfloat16"), "tpu") == "xla"
+    with pytest.raises(ValueError, match="attention: got 'flash', allowed are auto, xla, cudnn, splash"):
+        choose_kernel("flash", jnp.dtype("bfloat16"), "tpu")

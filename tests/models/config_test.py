@@ -1,0 +1,180 @@
+"""config.json in and out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcmdp_jax.models.config import ModelConfig, RopeScaling, from_hf, read_config, to_hf, yarn_attention_factor
+
+# The fields that the public config.json files hold.
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+R1_DISTILL_QWEN_1P5B = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 21,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN25_1P5B = R1_DISTILL_QWEN_1P5B | {"tie_word_embeddings": True, "rope_theta": 1000000.0}
+SMALL = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16)
+
+
+def test_qwen3_8b_as_published() -> None:
+    config = from_hf(QWEN3_8B)
+    assert config == ModelConfig(
+        "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960
+    )
+    # 36 * (q, o 2*4096*4096 + k, v 2*4096*1024 + MLP 3*4096*12288 + norms 2*4096 + 2*128) + 2*151936*4096 + 4096
+    assert config.num_params == 36 * (33554432 + 8388608 + 150994944 + 8448) + 1244659712 + 4096 == 8_190_735_360
+
+
+def test_r1_distill_qwen_1p5b_as_published() -> None:
+    config = from_hf(R1_DISTILL_QWEN_1P5B)
+    assert (config.head_dim, config.attention_bias, config.rope_theta) == (128, True, 1e4)
+    assert config.num_params == 1_777_088_000
+
+
+def test_tied_embeddings_count_once() -> None:
+    # 151936 * 1536 = 233,373,696 fewer than the untied model of the same shape
+    assert from_hf(QWEN25_1P5B).num_params == 1_777_088_000 - 233_373_696 == 1_543_714_304
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "yarn_all_fields", "llama3"])
+def test_export_of_an_import_is_the_identity(hf_config: Callable[..., Any], family: str, rope: str) -> None:
+    config = from_hf(hf_config(family, rope=rope, tied=True).to_dict())
+    assert config.rope_scaling.kind == rope.removesuffix("_all_fields")
+    assert from_hf(json.loads(json.dumps(to_hf(config, dtype="bfloat16")))) == config
+
+
+@pytest.mark.parametrize("rope", ["linear", "yarn", "yarn_all_fields", "llama3"])
+def test_transformers_reads_the_same_rope_from_an_export(hf_config: Callable[..., Any], rope: str) -> None:
+    source = hf_config("qwen3", rope=rope)
+    again = type(source)(**to_hf(from_hf(source.to_dict()), dtype="float32"))
+    # Written out or left to transformers' default, a field means the same; all given ones must survive.
+    assert {name: again.rope_parameters.get(name) for name in source.rope_parameters} == source.rope_parameters
+    assert (again.head_dim, again.num_key_value_heads, str(again.dtype)) == (16, 2, "torch.float32")
+
+
+def test_older_rope_spelling() -> None:
+    fields = QWEN3_8B | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32768)
+    config = from_hf(fields)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, scaling)
+
+
+def test_fields_that_transformers_fills_in() -> None:
+    absent = {name: value for name, value in QWEN3_8B.items() if name not in ("head_dim", "rope_theta")}
+    config = from_hf(absent | {"num_attention_heads": 16})
+    assert config.head_dim == 128  # not 4096 / 16
+    assert config.rope_theta == 1e4
+    assert from_hf(QWEN3_8B | {"num_key_value_heads": None}).num_kv_heads == 32
+    # yarn without the field: the unscaled context is max_position_embeddings
+    yarn = from_hf(QWEN3_8B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": None}})
+    assert yarn.rope_scaling.original_max_position_embeddings == 40960
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "config.json: model_type is 'llama', supported are qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', only 'silu' is supported"),
+        ({"use_sliding_window": True}, "config.json: use_sliding_window is true, only full attention is supported"),
+        ({"vocab_size": None}, "config.json: field 'vocab_size' is missing"),
+        ({"hidden_size": "4096"}, "config.json: hidden_size is '4096', expected int"),
+        ({"num_hidden_layers": 2.5}, "config.json: num_hidden_layers is 2.5, expected int"),
+        ({"num_hidden_layers": 0}, "num_layers: got 0, must be at least 1"),
+        ({"num_key_value_heads": 5}, "num_heads: got 32, must be a multiple of num_kv_heads=5"),
+        ({"head_dim": 7}, "head_dim: got 7, must be even (rotary embedding pairs dimensions)"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_type: got 'longrope', supported are default, linear, yarn, llama3",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, "rope_parameters: 'yarn' needs the field 'factor'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "rope_parameters: 'llama3' needs the field 'high_freq_factor'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "stretch": 3}},
+            "rope_parameters: unknown field 'stretch' for 'linear'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "4"}},
+            "rope_parameters: factor is '4', expected a number",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+            "rope_parameters: factor is 0.5, must be at least 1",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "rope_parameters: partial_rotary_factor other than 1 is not used by these families",
+        ),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        from_hf(QWEN3_8B | change)
+    assert str(caught.value) == message
+
+
+def test_read_config_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no config.json, not a Hugging Face model directory"):
+        read_config(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"^{path}: not valid JSON"):
+        read_config(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=f"^{path}: must hold a JSON object, got list"):
+        read_config(tmp_path)
+    path.write_text(json.dumps(to_hf(SMALL, dtype="float32")))
+    assert read_config(tmp_path) == SMALL
+
+
+def test_yarn_attention_factor() -> None:
+    assert yarn_attention_factor(RopeScaling("yarn", factor=4.0)) == pytest.approx(0.1 * math.log(4) + 1)
+    # transformers divides the two scales: (0.07 log 4 + 1) / (0.03 log 4 + 1)
+    both = RopeScaling("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.3)
+    assert yarn_attention_factor(both) == pytest.approx(1.0532376815143234, rel=1e-12)
+    assert yarn_attention_factor(RopeScaling("yarn", factor=4.0, attention_factor=1.3)) == 1.3
+    assert yarn_attention_factor(RopeScaling("yarn", factor=1.0)) == 1.0

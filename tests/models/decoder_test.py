@@ -1,0 +1,326 @@
+"""The decoder against transformers in float32, and what must not change its values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_config
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_weights import hf_names, load_params
+from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.logprobs import token_logprobs
+
+TEMPERATURE = 0.7
+Directory = Callable[..., tuple[Any, Path]]
+Pack = Callable[..., dict[str, jax.Array]]
+
+
+def _logprob_sum(
+    params: Any, config: ModelConfig, rows: dict[str, jax.Array], compute: Compute, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted sum of the log-probs and, beside, the log-probs; weights differ so that no token's error hides."""
+    hidden = decoder.hidden_states(
+        params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], compute
+    )
+    logprobs, _ = token_logprobs(
+        hidden,
+        decoder.output_kernel(params),
+        rows["input_ids"],
+        rows["mask"],
+        temperature=TEMPERATURE,
+        chunk=compute.logprob_chunk,
+        compact=True,
+    )
+    return jnp.sum(logprobs * weights), logprobs
+
+
+_value_and_grad = jax.jit(jax.value_and_grad(_logprob_sum, has_aux=True), static_argnames=("config", "compute"))
+
+
+def _assert_trees_close(have: Any, want: Any, *, relative: float) -> None:
+    """Every leaf, against its own largest entry."""
+    for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(have), jax.tree.leaves(want), strict=True):
+        error = float(jnp.abs(mine - theirs).max() / jnp.abs(theirs).max())
+        assert error < relative, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "yarn_all_fields", "llama3"])
+@pytest.mark.parametrize(
+    ("family", "tied", "bias"),
+    [("qwen2", True, True), ("qwen2", False, True), ("qwen3", True, True), ("qwen3", False, False)],
+)
+def test_forward_equals_transformers(
+    hf_directory: Directory, pack: Pack, family: str, tied: bool, bias: bool, rope: str
+) -> None:
+    """Hidden states, logits and log-probs in float32; measured at 4e-6 to 8e-6 on logits of deviation 1."""
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    model, directory = hf_directory(family, tied=tied, rope=rope, bias=bias)
+    config = read_config(directory)
+    params = load_params(directory, config, dtype="float32")
+    ids = np.random.default_rng(0).integers(0, 97, (2, 100))
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids), output_hidden_states=True)
+        reference = torch.log_softmax(theirs.logits / TEMPERATURE, -1)
+        reference = reference[:, :-1].gather(2, torch.tensor(ids)[:, 1:, None])[..., 0].numpy()
+    rows = pack([[ids[0]], [ids[1]]], 100)
+    hidden = decoder.hidden_states(
+        params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], Compute()
+    )
+    np.testing.assert_allclose(hidden, theirs.hidden_states[-1].numpy(), atol=3e-5)
+    np.testing.assert_allclose(hidden @ decoder.output_kernel(params), theirs.logits.numpy(), atol=3e-5)
+    _, logprobs = _logprob_sum(params, config, rows, Compute(logprob_chunk=16), jnp.ones((2, 100)))
+    assert theirs.logits.std() > 0.5  # far from the uniform distribution, where anything agrees
+    np.testing.assert_allclose(logprobs[:, 1:], reference, atol=3e-5)
+    assert not np.any(logprobs[:, 0])
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True)])
+def test_gradients_equal_torch(hf_directory: Directory, pack: Pack, family: str, tied: bool) -> None:
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    model, directory = hf_directory(family, tied=tied, bias=True)
+    config = read_config(directory)
+    params = load_params(directory, config, dtype="float32")
+    rng = np.random.default_rng(1)
+    ids, weights = rng.integers(0, 97, (2, 32)), rng.normal(size=(2, 32)).astype(np.float32)
+    logprobs = torch.log_softmax(model(torch.tensor(ids)).logits / TEMPERATURE, -1)
+    chosen = logprobs[:, :-1].gather(2, torch.tensor(ids)[:, 1:, None])[..., 0]
+    (chosen * torch.tensor(weights[:, 1:])).sum().backward()
+    rows = pack([[ids[0]], [ids[1]]], 32)
+    (_, _), grads = _value_and_grad(params, config, rows, Compute(logprob_chunk=16), jnp.asarray(weights))
+    theirs = dict(model.named_parameters())
+    for name, place in hf_names(config).items():
+        mine: Any = grads
+        for key in place.path:
+            mine = mine[key]
+        mine = mine if place.layer is None else mine[place.layer]
+        want = theirs[name].grad.numpy()
+        # softmax does not see a shift of all scores: the gradient of the key bias is 0 up to rounding without rotary
+        # embedding, and small with it, so the scale is that of the whole gradient where the leaf's own is smaller.
+        scale = max(np.abs(want).max(), 1e-2)
+        np.testing.assert_allclose(mine.T if place.transposed else mine, want, atol=2e-5 * scale, err_msg=name)
+
+
+def test_positions_far_out_equal_transformers(hf_directory: Directory, pack: Pack) -> None:
+    """At position 30,000 frequencies that are off by one unit in the last place give 1e-3, not 1e-5."""
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    model, directory = hf_directory("qwen3")
+    config = read_config(directory)
+    params = load_params(directory, config, dtype="float32")
+    ids = np.random.default_rng(0).integers(0, 97, (1, 40))
+    # Gaps make distances large too: what counts is the difference of positions.
+    positions = np.cumsum(np.random.default_rng(1).integers(1, 1500, (1, 40)), axis=1)
+    with torch.no_grad():
+        want = model(torch.tensor(ids), position_ids=torch.tensor(positions)).logits.numpy()
+    rows = pack([[ids[0]]], 40)
+    hidden = decoder.hidden_states(
+        params, config, rows["input_ids"], jnp.asarray(positions, jnp.int32), rows["segment_ids"], Compute()
+    )
+    assert positions.max() > 25_000
+    np.testing.assert_allclose(hidden @ decoder.output_kernel(params), want, atol=1e-4)
+
+
+def _segments() -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 97, length) for length in (7, 12, 5)]
+
+
+def test_packed_equals_one_to_a_row(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    """Three segments in one row against three rows: same log-probs, same gradients."""
+    config, params = tiny_model
+    segments = _segments()
+    packed, apart = pack([segments], 24), pack([[segment] for segment in segments], 12)
+    weights = jax.random.normal(jax.random.key(5), (24,))
+    spread = np.zeros((3, 12), np.float32)
+    bounds = [(0, 7), (7, 19), (19, 24)]
+    for row, (start, stop) in enumerate(bounds):
+        spread[row, : stop - start] = weights[start:stop]
+    (value, logprobs), grads = _value_and_grad(params, config, packed, Compute(), weights[None])
+    (other, expected), expected_grads = _value_and_grad(params, config, apart, Compute(), jnp.asarray(spread))
+    assert float(value) == pytest.approx(float(other), rel=2e-6)
+    for row, (start, stop) in enumerate(bounds):
+        np.testing.assert_allclose(logprobs[0, start:stop], expected[row, : stop - start], atol=5e-6)
+    _assert_trees_close(grads, expected_grads, relative=2e-5)
+
+
+def test_packed_segments_do_not_see_each_other(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    config, params = tiny_model
+    segments = _segments()
+    changed = [segments[0], (segments[1] + 1) % 97, segments[2]]
+    first, second = (
+        _logprob_sum(params, config, pack([rows], 24), Compute(), jnp.ones((1, 24)))[1] for rows in (segments, changed)
+    )
+    np.testing.assert_array_equal(first[0, :7], second[0, :7])
+    np.testing.assert_array_equal(first[0, 19:], second[0, 19:])
+    assert np.all(first[0, 8:19] != second[0, 8:19])
+
+
+def test_padding_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    """Longer rows, more rows, and any token ids under the padding."""
+    config, params = tiny_model
+    segments = _segments()
+    plain, padded = pack([segments[:2]], 19), pack([segments[:2], []], 32)
+    padded["input_ids"] = jnp.where(padded["segment_ids"] == 0, 96, padded["input_ids"])
+    weights = jax.random.normal(jax.random.key(5), (1, 19))
+    wide = jnp.pad(weights, ((0, 1), (0, 13)), constant_values=7.0)
+    (value, logprobs), grads = _value_and_grad(params, config, plain, Compute(), weights)
+    (other, more), other_grads = _value_and_grad(params, config, padded, Compute(), wide)
+    assert float(value) == pytest.approx(float(other), rel=2e-6)
+    np.testing.assert_allclose(more[:1, :19], logprobs, atol=5e-6)
+    assert not np.any(more[1]) and not np.any(more[0, 19:])
+    _assert_trees_close(other_grads, grads, relative=2e-5)
+
+
+def test_one_segment_setting_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    config, params = tiny_model
+    rows = pack([[segment] for segment in _segments()], 16)
+    weights = jax.random.normal(jax.random.key(5), (3, 16))
+    (_, logprobs), grads = _value_and_grad(params, config, rows, Compute(), weights)
+    (_, other), other_grads = _value_and_grad(params, config, rows, Compute(one_segment=True), weights)
+    np.testing.assert_allclose(other, logprobs, atol=5e-6)
+    _assert_trees_close(other_grads, grads, relative=2e-5)
+
+
+def test_rematerialisation_changes_memory_only(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    config, params = tiny_model
+    config = dataclasses.replace(config, num_layers=12)
+    params = params | {
+        "layers": jax.tree.map(lambda leaf: jnp.tile(leaf, (4,) + (1,) * (leaf.ndim - 1)), params["layers"])
+    }
+    rows = pack([[np.arange(64)]] * 8, 64)
+    weights = jnp.ones((8, 64))
+    memory = {}
+    for remat in ("none", "dots", "full"):
+        compute = Compute(remat=remat)
+        lowered = _value_and_grad.lower(params, config, rows, compute, weights)
+        memory[remat] = lowered.compile().memory_analysis().temp_size_in_bytes
+        (_, logprobs), grads = _value_and_grad(params, config, rows, compute, weights)
+        if remat == "none":
+            first, first_grads = logprobs, grads
+        np.testing.assert_allclose(logprobs, first, atol=5e-6)
+        _assert_trees_close(grads, first_grads, relative=2e-5)
+    assert memory["full"] < memory["dots"] < memory["none"]
+    assert memory["full"] < 0.5 * memory["none"]
+
+
+def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    """`apply_block` over `unstack_layers` and `final_norm`, which engines use, against the scanned forward."""
+    config, params = tiny_model
+    rows = pack([[np.arange(20)]], 20)
+    x = params["embedding"][rows["input_ids"]]
+    rotary = rotary_tables(config, rows["position_ids"])
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True), key
+
+    layers = decoder.unstack_layers(params, config)
+    assert len(layers) == 3
+    for layer in layers:
+        x, key = decoder.apply_block(layer, config, x, rotary, attend)
+        assert key.shape == (1, 20, 2, 16)
+    hidden = decoder.hidden_states(
+        params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], Compute()
+    )
+    np.testing.assert_allclose(decoder.final_norm(params, config, x), hidden, atol=5e-6)
+
+
+def test_bfloat16_compute_stays_near_float32(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+    config, params = tiny_model
+    rows = pack([_segments()], 24)
+    _, exact = _logprob_sum(params, config, rows, Compute(), jnp.ones((1, 24)))
+    _, rounded = _logprob_sum(params, config, rows, Compute(dtype="bfloat16"), jnp.ones((1, 24)))
+    assert rounded.dtype == jnp.float32
+    error = np.abs(np.asarray(exact - rounded))[np.asarray(rows["mask"])]
+    # 8 bits of mantissa over three layers: a few hundredths of a nat, not zero (it did run) and not more.
+    assert 1e-3 < error.mean() < 0.1
+
+
+def test_init_params_is_seeded_and_scaled() -> None:
+    config = ModelConfig("qwen2", 500, 64, 128, 2, 4, 2, 16, attention_bias=True, initializer_range=0.05)
+    params = decoder.init_params(config, jax.random.key(0))
+    assert float(params["embedding"].std()) == pytest.approx(0.05, rel=0.02)  # 32,000 draws: 0.4% expected
+    for name in ("gate", "up", "down"):
+        assert float(params["layers"]["mlp"][name]["kernel"].std()) == pytest.approx(0.05, rel=0.03)
+    assert not np.any(params["layers"]["attention"]["q"]["bias"])
+    assert np.all(params["norm"]["scale"] == 1) and np.all(params["layers"]["mlp_norm"]["scale"] == 1)
+    first, second = params["layers"]["mlp"]["up"]["kernel"]
+    assert np.any(first != second)
+    again, other = (decoder.init_params(config, jax.random.key(seed)) for seed in (0, 1))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), params, again)))
+    assert np.any(other["embedding"] != params["embedding"])
+    half = decoder.init_params(config, jax.random.key(0), "bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
+
+
+PUBLISHED = {
+    # Fields of the public config.json files, and the parameter counts of the published checkpoints.
+    "Qwen3-8B": (
+        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False},
+        8_190_735_360,
+    ),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+         "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        1_777_088_000,
+    ),
+    "Qwen2.5-1.5B": (
+        {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+         "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        1_543_714_304,
+    ),
+    "Qwen3-0.6B": (
+        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        596_049_920,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_by_shape(name: str) -> None:
+    fields, count = PUBLISHED[name]
+    config = from_hf(fields)
+    shapes = decoder.param_shapes(config, "bfloat16")
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params == count
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("bfloat16")}
+
+
+def test_logical_axes_name_every_dimension() -> None:
+    for config in (
+        ModelConfig("qwen2", 97, 48, 80, 3, 6, 2, 16, attention_bias=True),
+        ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, attention_bias=True, tie_word_embeddings=True),
+    ):
+        sizes = {"vocab": 97, "embed": 48, "mlp": 80, "layers": 3, "heads": 96, "kv_heads": 32}
+
+        def check(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], sizes: dict[str, int] = sizes) -> None:
+            assert len(axes) == leaf.ndim
+            for size, name in zip(leaf.shape, axes, strict=True):
+                assert name is None or sizes[name] == size
+
+        jax.tree.map(check, decoder.param_shapes(config), decoder.logical_axes(config))
+    axes = decoder.logical_axes(config)["layers"]["attention"]
+    assert axes["o"] == {"kernel": ("layers", "heads", "embed"), "bias": ("layers", "embed")}
+    assert axes["k"] == {"kernel": ("layers", "embed", "kv_heads"), "bias": ("layers", "kv_heads")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float16"}, "dtype: got 'float16', allowed are float32, bfloat16"),
+        ({"remat": "some"}, "remat: got 'some', allowed are none, dots, full"),
+        ({"logprob_chunk": 0}, "logprob_chunk: got 0, must be at least 1"),
+    ],
+)
+def test_compute_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Compute(**settings)
+    assert str(caught.value) == message

@@ -1,0 +1,110 @@
+"""Norm, rotary embedding, linear layer and MLP against hand values and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dcmdp_jax.models.config import ModelConfig, from_hf
+from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
+
+CONFIG = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, rope_theta=1e4)
+
+
+def test_linear_by_hand() -> None:
+    layer = Linear(2, 3, bias=True, std=0.02, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    layer.kernel[...] = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    layer.bias[...] = jnp.array([10.0, 20.0, 30.0])
+    # [1, -1] W + b = [1-4, 2-5, 3-6] + b
+    np.testing.assert_array_equal(layer(jnp.array([1.0, -1.0])), [7.0, 17.0, 27.0])
+
+
+def test_fresh_linear_has_the_given_standard_deviation() -> None:
+    layer = Linear(400, 500, bias=True, std=0.02, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    kernel = np.asarray(layer.kernel[...])
+    # 200,000 draws: the estimate has relative error 1 / sqrt(400,000) = 0.0016; 5 of those
+    assert kernel.std() == pytest.approx(0.02, rel=0.008)
+    assert not np.any(layer.bias[...])
+
+
+def test_rms_norm_by_hand() -> None:
+    norm = RMSNorm(2, 0.5, dtype=jnp.float32)
+    norm.scale[...] = jnp.array([2.0, -1.0])
+    # mean square of [3, 4] = 12.5; + 0.5 = 13; no mean is subtracted
+    np.testing.assert_allclose(norm(jnp.array([3.0, 4.0])), np.array([6.0, -4.0]) / np.sqrt(13.0), rtol=1e-6)
+
+
+def test_rms_norm_takes_the_mean_in_float32() -> None:
+    norm = RMSNorm(4096, 1e-6, dtype=jnp.float32)
+    x = jnp.full((4096,), 3.0, jnp.bfloat16)
+    # The mean square summed in bfloat16 would stop growing at 9 * 256 / 4096; each normed value is 1.
+    np.testing.assert_array_equal(norm(x).astype(np.float32), np.ones(4096))
+    assert norm(x).dtype == jnp.bfloat16
+
+
+def test_mlp_is_silu_gated() -> None:
+    mlp = MLP(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4, initializer_range=1.0), rngs=nnx.Rngs(3), dtype=jnp.float32)
+    x = np.linspace(-1, 1, 4)
+    gate, up, down = (np.asarray(layer.kernel[...], np.float64) for layer in (mlp.gate, mlp.up, mlp.down))
+    hidden = x @ gate
+    expected = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5)
+
+
+def test_rotary_by_hand() -> None:
+    # head_dim 4, theta 1e4: frequencies 1 and 0.01; pairs are (x0, x2) and (x1, x3), not neighbours
+    config = ModelConfig("qwen3", 8, 4, 4, 1, 1, 1, 4, rope_theta=1e4)
+    np.testing.assert_allclose(rotary_frequencies(config)[0], [1.0, 0.01], rtol=1e-7)
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    turned = apply_rotary(x, rotary_tables(config, jnp.array([[2]])))[0, 0, 0]
+    c0, s0, c1, s1 = np.cos(2.0), np.sin(2.0), np.cos(0.02), np.sin(0.02)
+    np.testing.assert_allclose(turned, [1 * c0 - 3 * s0, 2 * c1 - 4 * s1, 3 * c0 + 1 * s0, 4 * c1 + 2 * s1], rtol=1e-6)
+
+
+def test_rotary_products_depend_on_distance_only() -> None:
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 2, 1, 16))
+
+    def product(first: int, second: int) -> jax.Array:
+        tables = rotary_tables(CONFIG, jnp.array([[first, second]]))
+        return jnp.sum(apply_rotary(query, tables)[:, 0] * apply_rotary(key, tables)[:, 1])
+
+    np.testing.assert_allclose(product(3, 8), product(90, 95), rtol=2e-5)
+    assert abs(product(3, 8) - product(3, 9)) > 1e-2
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "yarn_all_fields", "llama3"])
+def test_rotary_tables_are_those_of_transformers(hf_config: Callable[..., Any], rope: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    source = hf_config("qwen3", rope=rope)
+    source.head_dim = 128
+    embedding = Qwen3RotaryEmbedding(source)
+    config = from_hf(source.to_dict())
+    frequencies, factor = rotary_frequencies(config)
+    # The same bits but for torch's pow, which is now and then off by one: 1e-3 radians at position 30,000 otherwise.
+    np.testing.assert_array_max_ulp(frequencies, embedding.inv_freq.numpy(), maxulp=1)
+    assert np.sum(frequencies != embedding.inv_freq.numpy()) <= 2
+    assert factor == pytest.approx(embedding.attention_scaling, rel=1e-12)
+    positions = np.array([[0, 1, 2, 63, 64, 255, 1000, 32767]])
+    cos, sin = embedding(torch.zeros(1), torch.tensor(positions))
+    ours = rotary_tables(config, jnp.asarray(positions, jnp.int32))
+    for mine, theirs in zip(ours, (cos, sin), strict=True):
+        np.testing.assert_allclose(mine, theirs.numpy()[..., :64], atol=3e-6)
+
+
+def test_scaled_frequencies_lie_between_plain_and_stretched(hf_config: Callable[..., Any]) -> None:
+    plain = rotary_frequencies(from_hf(hf_config("qwen3").to_dict()))[0]
+    for rope in ("yarn_all_fields", "llama3"):
+        config = from_hf(hf_config("qwen3", rope=rope).to_dict())
+        ratio = plain / rotary_frequencies(config)[0]
+        # The fastest is kept, the slowest divided by the factor, and it never falls in between.
+        assert ratio[0] == 1.0
+        assert ratio[-1] == pytest.approx(config.rope_scaling.factor, rel=1e-6)
+        assert np.all(np.diff(ratio) >= 0)

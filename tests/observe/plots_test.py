@@ -1,0 +1,167 @@
+"""What the figures show: the curves' own numbers, read back from the axes."""
+
+import io
+import math
+import warnings
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from dcmdp_jax.observe.plots import (
+    FIGURES,
+    draw_discrepancy,
+    draw_evaluation,
+    draw_lengths,
+    draw_multiplier,
+    draw_optimization,
+    draw_reward,
+    draw_time,
+    smooth,
+)
+
+
+def _series(values, first=1):
+    values = np.array(values, np.float64)
+    return np.arange(first, first + len(values)), values
+
+
+def _curves(axes):
+    return {
+        line.get_label(): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
+        for line in axes.get_lines()
+    }
+
+
+def test_smooth_by_hand():
+    values = np.array([1.0, 2.0, np.nan, 6.0, 11.0])
+    # Window 3: (1+2)/2, (1+2)/2, (2+6)/2, (6+11)/2, (6+11)/2.
+    np.testing.assert_array_equal(smooth(values, 3), [1.5, 1.5, 4.0, 8.5, 8.5])
+    np.testing.assert_array_equal(smooth(values, 1), values)
+    assert np.isnan(smooth(np.array([np.nan, np.nan, np.nan, 1.0]), 3)[0])
+
+
+def test_forty_steps_are_drawn_raw_and_forty_one_smoothed():
+    values = np.arange(60.0) ** 2
+    (axes,) = draw_reward({"r": {"reward/mean": _series(values[:40])}}).axes
+    assert [line.get_ydata().tolist() for line in axes.get_lines()] == [values[:40].tolist()]
+    (axes,) = draw_reward({"r": {"reward/mean": _series(values)}}).axes
+    raw, mean = axes.get_lines()
+    assert raw.get_ydata().tolist() == values.tolist() and raw.get_alpha() == 0.3
+    # 60 steps: window 3. (9 + 16 + 25) / 3 at the fifth.
+    assert mean.get_ydata()[4] == pytest.approx(50 / 3, rel=1e-12)
+
+
+def test_reward_carries_the_held_out_points_on_its_scale():
+    runs = {"r": {"reward/mean": _series([0.25, 0.5]), "eval/math/avg@8": _series([0.125, 0.75], 0)}}
+    curves = _curves(draw_reward(runs).axes[0])
+    assert curves["training reward"] == ([1, 2], [0.25, 0.5])
+    assert curves["held-out math avg@8"] == ([0, 1], [0.125, 0.75])
+
+
+def test_more_than_two_tasks_show_as_their_mean_where_all_were_evaluated():
+    run = {
+        "reward/mean": _series([0.5]),
+        "eval/a/avg@4": _series([0.25, 0.5], 0),
+        "eval/b/avg@4": _series([0.5, 0.75], 0),
+        "eval/c/avg@4": _series([0.75], 0),
+        "eval/c/pass@4": _series([1.0], 0),
+    }
+    curves = _curves(draw_reward({"r": run}).axes[0])
+    assert curves["held-out avg, mean of 3 tasks"] == ([0], [0.5])
+    assert [axes.get_title(loc="left") for axes in draw_evaluation({"r": run}).axes] == [
+        *("a avg@4", "b avg@4", "c avg@4", "c pass@4"),
+    ]
+
+
+def test_tolerance_is_one_dashed_line_when_runs_share_it_and_one_each_when_not():
+    def run(tolerance):
+        return {"discrepancy/mean": _series([0.005, 0.003]), "dual/tolerance": _series([tolerance] * 2)}
+
+    axes = draw_discrepancy({"a": run(0.0037), "b": run(0.0037)}).axes[0]
+    dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [("tolerance c = 0.0037", [0.0037] * 2)]
+    axes = draw_discrepancy({"a": run(0.0037), "b": run(0.005)}).axes[0]
+    dashed = {
+        line.get_ydata()[0]: to_hex(line.get_color()) for line in axes.get_lines() if line.get_linestyle() == "--"
+    }
+    solid = {line.get_label(): to_hex(line.get_color()) for line in axes.get_lines() if line.get_linestyle() == "-"}
+    assert dashed == {0.0037: solid["a"], 0.005: solid["b"]}
+    assert axes.get_ylim()[0] == 0.0
+
+
+def test_runs_of_other_lengths_share_a_tolerance():
+    runs = {
+        "a": {"discrepancy/mean": _series([0.005] * 3), "dual/tolerance": _series([0.0037] * 3)},
+        "b": {"discrepancy/mean": _series([0.005] * 2), "dual/tolerance": _series([0.0037] * 2)},
+    }
+    dashed = [line for line in draw_discrepancy(runs).axes[0].get_lines() if line.get_linestyle() == "--"]
+    assert len(dashed) == 1
+
+
+def test_a_run_without_any_discrepancy_keeps_the_scale_of_its_budget():
+    runs = {"exact": {"discrepancy/mean": _series([0.0] * 5), "dual/tolerance": _series([0.0037] * 5)}}
+    low, high = draw_discrepancy(runs).axes[0].get_ylim()
+    assert low == 0.0 and 0.0037 < high < 0.005
+    del runs["exact"]["dual/tolerance"]
+    assert draw_discrepancy(runs).axes[0].get_ylim() == (0.0, 0.001)
+
+
+def test_a_constant_multiplier_is_not_blown_up():
+    low, high = draw_multiplier({"r": {"dual/multiplier": _series([0.1] * 4)}}).axes[0].get_ylim()
+    assert (low, high) == (pytest.approx(0.05), pytest.approx(0.15))
+
+
+def test_violation_bars_show_what_moves_lambda_up_and_down():
+    run = {"dual/multiplier": _series([0.1, 0.3, 0.2]), "dual/violation": _series([0.2, -0.1, math.nan])}
+    up, down = draw_multiplier({"r": run}).axes[1].containers
+    assert [bar.get_height() for bar in up] == [0.2, 0.0, 0.0]
+    assert [bar.get_height() for bar in down] == [0.0, -0.1, 0.0]
+
+
+def test_lengths_of_a_single_run_show_their_range():
+    run = {
+        "completion/length_mean": _series([10.0, 20.0]),
+        "completion/length_min": _series([5.0, 6.0]),
+        "completion/length_max": _series([30.0, 40.0]),
+    }
+    (band,) = draw_lengths({"r": run}).axes[0].collections
+    vertices = band.get_paths()[0].vertices
+    assert {(1.0, 5.0), (2.0, 6.0), (1.0, 30.0), (2.0, 40.0)} <= {tuple(point) for point in vertices}
+    assert not draw_lengths({"r": run, "s": run}).axes[0].collections
+
+
+def test_time_is_the_median_step_so_compilation_does_not_show():
+    run = {"time/generate": _series([50.0, 2.0, 2.0]), "time/step": _series([90.0, 3.0, 3.5])}
+    (axes,) = draw_time({"r": run}).axes
+    assert [(bar.get_x(), bar.get_width()) for (bar,) in axes.containers] == [(0.0, 2.0), (2.0, 3.5)]
+    assert axes.get_legend_handles_labels()[1] == ["generate", "step"]
+
+
+def test_curves_of_one_run_differ_in_colour_and_of_several_in_colour_by_run():
+    run = {"policy/clip_low_fraction": _series([0.1, 0.2]), "policy/clip_high_fraction": _series([0.3, 0.4])}
+    one = draw_optimization({"a": run}).axes[0].get_lines()
+    assert one[0].get_color() != one[1].get_color()
+    two = {line.get_label(): line for line in draw_optimization({"a": run, "b": run}).axes[0].get_lines()}
+    assert two["a: clip low fraction"].get_color() == two["a: clip high fraction"].get_color()
+    assert two["a: clip low fraction"].get_color() != two["b: clip low fraction"].get_color()
+    assert two["a: clip low fraction"].get_linestyle() != two["a: clip high fraction"].get_linestyle()
+
+
+@pytest.mark.parametrize("values", [[math.nan] * 3, [math.inf, 0.5, -math.inf], [-1e-9] * 50])
+def test_every_figure_stands_odd_values(values):
+    names = [
+        *("reward/mean", "discrepancy/mean", "dual/tolerance", "dual/multiplier", "dual/violation", "mismatch/k3"),
+        *("completion/length_mean", "completion/truncated_fraction", "policy/entropy", "time/step", "eval/a/avg@8"),
+    ]
+    runs = {"r": {name: _series(values) for name in names}, "empty": {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _, draw in FIGURES.values():
+            figure = draw(runs)
+            figure.savefig(io.BytesIO(), format="png", dpi=20)
+            assert all(np.isfinite(axes.get_ylim()).all() for axes in figure.axes)
+
+
+def test_nothing_recorded_is_no_figure():
+    assert [draw({"r": {"other": _series([1.0])}}) for _, draw in FIGURES.values()] == [None] * len(FIGURES)

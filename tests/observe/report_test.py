@@ -1,0 +1,158 @@
+"""The report as a reader's browser sees it: complete, self-contained, escaped."""
+
+import base64
+import html.parser
+import json
+
+import pytest
+
+from dcmdp_jax.observe.metrics import MetricsWriter
+from dcmdp_jax.observe.report import read_run, write_report
+
+_HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'
+
+
+def _make_run(run_dir, *, steps, rewards, config):
+    with MetricsWriter(run_dir) as writer:
+        writer.write(0, {"eval/math/avg@8": 0.25})
+        for step in range(1, steps + 1):
+            writer.write(
+                step, {"reward/mean": rewards[step - 1], "dual/multiplier": 0.125, "reward/verifier_timeouts": 1}
+            )
+            sample = {"prompt": f"prompt of step {step}", "completion": _HOSTILE, "answer": "42", "reward": 1.0}
+            writer.write_samples(step, [{**sample, "discrepancy_mean": float("nan")}] * 7)
+        writer.write(steps, {"eval/math/avg@8": 0.5625})
+    (run_dir / "config.json").write_text(json.dumps(config))
+
+
+class _Page(html.parser.HTMLParser):
+    """Collects tags, attributes and the text of cells."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.in_cell = False
+        self.tags, self.images, self.addresses, self.rows, self.texts = [], [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        attributes = dict(attributes)
+        if tag == "img":
+            self.images.append(attributes["src"])
+        self.addresses += [attributes[name] for name in ("href", "src", "action", "data") if name in attributes]
+        if tag == "tr":
+            self.rows.append([])
+        self.in_cell = tag in ("td", "th")
+        if self.in_cell:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self.in_cell = False
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        if self.in_cell:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    config = {"algorithm": {"tolerance": 0.0037, "name": _HOSTILE}, "seed": 1, "tags": []}
+    _make_run(folder / "a" / "run", steps=3, rewards=[0.25, 0.5, 0.75], config=config)
+    other = {"algorithm": {"tolerance": 0.005, "name": _HOSTILE}, "seed": 1, "extra": True}
+    _make_run(folder / "b" / "run", steps=2, rewards=[0.5, 0.125], config=other)
+    write_report([folder / "a" / "run"], folder / "one")
+    write_report([folder / "a" / "run", folder / "b" / "run"], folder / "two")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return _Page((folder / "one" / "report.html").read_text())
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return _Page((folder / "two" / "report.html").read_text())
+
+
+def test_the_page_embeds_the_very_plots_it_wrote_and_nothing_else(folder, one):
+    written = {path.name: path.read_bytes() for path in (folder / "one" / "plots").iterdir()}
+    assert set(written) == {"reward.png", "multiplier.png", "evaluation.png"}
+    assert all(data.startswith(b"\x89PNG") for data in written.values())
+    head = "data:image/png;base64,"
+    embedded = [base64.b64decode(source.removeprefix(head)) for source in one.images]
+    assert sorted(embedded) == sorted(written.values())
+    assert one.addresses == one.images
+    assert not {"script", "link", "iframe", "object"} & set(one.tags)
+
+
+def test_text_of_a_run_is_escaped_and_whole(folder, one):
+    assert _HOSTILE in one.texts
+    assert "http://example.org/a.png>" not in (folder / "one" / "report.html").read_text()
+
+
+def test_headline(one):
+    text = "\n".join(one.texts)
+    # Three steps: the window is one step. 56.25 % - 25 % are 31.2 points (half to even in binary).
+    assert "0.250 → 0.750" in text and "25.0% → 56.2%" in text
+    assert "+31.2 points from step 0 to 3; best 56.2% at step 3" in text
+    assert "The verifier ran out of time on 3 answers" in text
+
+
+def test_metric_table_has_first_last_range_unit_and_meaning(one):
+    assert ["reward/mean", "0.25", "0.75", "0.25", "0.75", "reward"] in [row[:6] for row in one.rows]
+    row = next(row for row in one.rows if row[0] == "eval/math/avg@8")
+    assert row[1:3] == ["0.25", "0.5625"] and row[-1] == "held-out math: mean reward over 8 samples a problem"
+
+
+def test_samples_of_the_first_and_last_step_six_each(one):
+    prompts = [text for text in one.texts if text.startswith("prompt of step")]
+    # Each shows twice: as the summary line and whole.
+    assert prompts == ["prompt of step 1"] * 12 + ["prompt of step 3"] * 12
+    assert one.texts.count("reward 1") == 12
+
+
+def test_configuration_is_flat_and_shows_empty_values(one):
+    assert ["algorithm.tolerance", "0.0037"] in one.rows and ["tags", "[]"] in one.rows
+
+
+def test_several_runs_are_told_apart_and_compared(two):
+    assert ["", "a/run", "b/run"] in two.rows
+    assert ["training steps", "3", "2"] in two.rows
+    assert ["reward, last steps", "0.75", "0.125"] in two.rows
+    assert ["held-out math/avg@8, last", "56.2% (+31.2 points)", "56.2% (+31.2 points)"] in two.rows
+    keys = [row for row in two.rows if row[0] in ("algorithm.tolerance", "tags", "extra", "seed")]
+    # What differs comes first; what one run lacks is a dash.
+    assert keys == [
+        ["algorithm.tolerance", "0.0037", "0.005"],
+        ["tags", "[]", "-"],
+        ["extra", "-", "true"],
+        ["seed", "1", "1"],
+    ]
+    assert "a/run: The verifier ran out of time on 3 answers; they got reward 0." in two.texts
+
+
+def test_a_run_killed_while_writing_can_be_read(folder, tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_bytes((folder / "a" / "run" / name).read_bytes()[:-9])
+    run = read_run(tmp_path)
+    assert run.label == tmp_path.name and run.config == {}
+    assert run.series["reward/mean"][1].tolist() == [0.25, 0.5, 0.75]
+    assert run.series["eval/math/avg@8"][0].tolist() == [0] and len(run.samples) == 20
+
+
+def test_what_cannot_be_a_report_is_said(folder, tmp_path):
+    with pytest.raises(ValueError, match="no run directory given"):
+        write_report([], tmp_path)
+    run = folder / "a" / "run"
+    with pytest.raises(ValueError, match="run is given twice"):
+        write_report([run, run / ".." / "run"], tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n')
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON \(.*\); mend or delete it"):
+        read_run(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json holds a list; allowed: one JSON object"):
+        read_run(tmp_path)
