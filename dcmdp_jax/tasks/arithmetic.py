@@ -36,8 +36,8 @@ class _Level:
 
 LEVELS: dict[int, _Level] = {
     1: _Level(operations=2, largest_operand=9, operators="+-", largest_value=27, precedence=False),
-    2: _Level(operations=3, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
-    3: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
+    2: _Level(operations=3, largest_operand=9, operators="+-", largest_value=36, precedence=False),
+    3: _Level(operations=3, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
     4: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=True),
     5: _Level(operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True),
 }
@@ -49,8 +49,8 @@ class ArithmeticSpec:
     """Which problems to make.
 
     Attributes:
-        difficulty: key of `LEVELS`: 1 is two sums of single digits, 2 and 3 are three and four operations with a
-            product in front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999.
+        difficulty: key of `LEVELS`: 1 and 2 are two and three sums or differences of digits, 3 may have a product in
+            front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999. Level 1 has few problems.
         count: how many distinct problems.
         seed: of the draw; problems of a smaller count begin a larger one's.
         split: "train" or "heldout".

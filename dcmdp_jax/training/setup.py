@@ -186,7 +186,9 @@ def make_engine(plan: Plan) -> Engine:
         precision=rollout.precision,
         compute_dtype=rollout.compute_dtype,
         kv_cache_dtype=rollout.kv_cache_dtype,
+        max_total_tokens=plan.config.max_total_tokens,
         max_rows=rollout.max_rows,
+        mesh=plan.mesh,
     )
 
 

@@ -97,21 +97,22 @@ def choose_tokens(
         scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
     rows, vocab = logits.shape
     top = jnp.max(scaled, axis=-1, keepdims=True)
-    blocks = -(-vocab // _BLOCK)
-    centered = jnp.pad(scaled - top, ((0, 0), (0, blocks * _BLOCK - vocab)), constant_values=-jnp.inf)
-    centered = centered.reshape(rows, blocks, _BLOCK)
+    width = min(_BLOCK, vocab)
+    blocks = -(-vocab // width)
+    centered = jnp.pad(scaled - top, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf)
+    centered = centered.reshape(rows, blocks, width)
     masses = jnp.sum(jnp.exp(centered), axis=-1)
     block = _invert(masses, words[:, 0])
     within = jnp.take_along_axis(centered, block[:, None, None], axis=1)[:, 0]
     place = _invert(jnp.exp(within), words[:, 1])
     chosen = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
-    return block * _BLOCK + place, chosen - jnp.log(jnp.sum(masses, axis=-1))
+    return block * width + place, chosen - jnp.log(jnp.sum(masses, axis=-1))
 
 
 def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
     """First index whose cumulative mass exceeds u * total, u = the word's upper 24 bits / 2^24 < 1."""
     uniform = (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-    # Where a mass is 0 rounding could still let the sum step; those entries are out.
-    cumulative = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0.0)
+    # Where a mass is 0 rounding could still let the sum step; those entries are out. (jnp.cumsum is quadratic on CPU.)
+    cumulative = jnp.where(masses > 0, jax.lax.associative_scan(jnp.add, masses, axis=-1), 0.0)
     target = uniform * jnp.max(cumulative, axis=-1)
     return jnp.argmax(cumulative > target[:, None], axis=-1).astype(jnp.int32)

@@ -1,0 +1,21 @@
+"""GRPO and DC-GRPO on DeepSeek-R1-Distill-Qwen-1.5B: the paper's case study (section 3 and its figure 2).
+
+    python -m bin.train --config=configs/r1_distill_qwen_1p5b.py:grpo --config.rollout.temperature=0.7
+
+The study trains GRPO at sampling temperatures 0.3, 0.7 and 1.0, and compares penalties (`algorithm.method` dual_grpo,
+threshold_grpo). `models/DeepSeek-R1-Distill-Qwen-1.5B` is the model's Hugging Face directory. The paper gives curves for
+this model, no final numbers. `:debug` runs the same code at toy size on a CPU.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    config = base.get_config()
+    config.run_dir = "runs/r1_distill_qwen_1p5b"
+    config.model.path = "models/DeepSeek-R1-Distill-Qwen-1.5B"
+    config.task.train = "BytedTsinghua-SIA/DAPO-Math-17k"
+    config.rollout.max_completion_tokens = 8192
+    return base.with_options(config, arg)
