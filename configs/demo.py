@@ -8,25 +8,34 @@ from configs import base
 def get_config(arg: str = "") -> ConfigDict:
     config = base.get_config()
     config.run_dir = "runs/demo"
+    config.model.architecture.hidden_size = 96
+    config.model.architecture.intermediate_size = 256
+    config.model.architecture.num_layers = 3
+    config.model.architecture.num_heads = 3
+    config.model.architecture.num_kv_heads = 1
     config.model.compute_dtype = "float32"
     config.model.remat = "none"
-    config.task.train = "arithmetic:difficulty=3,count=8192,seed=0"
+    config.model.scan_unroll = 3
+    config.model.logprob_chunk = 8192
+    config.task.train = "arithmetic:difficulty=2,count=8192,seed=0"
     config.task.prompt_suffix = ""
-    config.task.max_prompt_tokens = 32
+    config.task.max_prompt_tokens = 24
     config.rollout.precision = "fp8"
     config.rollout.compute_dtype = "float32"
-    config.rollout.max_completion_tokens = 64
+    config.rollout.max_completion_tokens = 40
     config.rollout.max_rows = 512
-    config.algorithm.tolerance = 0.01
-    config.training.steps = 60
-    config.training.prompts_per_step = 64
-    config.training.prompts_per_mini_batch = 16
+    config.algorithm.tolerance = 0.005
+    config.algorithm.dual_learning_rate = 10.0
+    config.training.steps = 40
+    config.training.prompts_per_step = 48
+    config.training.prompts_per_mini_batch = 24
     config.training.micro_batch_tokens = 16384
-    config.training.row_lengths = (96,)
-    config.optimizer.learning_rate = 5e-4
-    config.warmup.task = "arithmetic:difficulty=3,count=16384,seed=1,error_rate=0.3"
-    config.warmup.steps = 1000
-    config.warmup.batch_size = 128
-    config.evaluation.task = "arithmetic:difficulty=3,count=64,split=heldout"
-    config.evaluation.every_steps = 20
+    config.training.row_lengths = (64,)
+    config.optimizer.learning_rate = 1e-3
+    config.warmup.task = "arithmetic:difficulty=2,count=16384,seed=1,error_rate=0.4"
+    config.warmup.steps = 800
+    config.warmup.batch_size = 64
+    config.evaluation.task = "arithmetic:difficulty=2,count=64,split=heldout"
+    config.evaluation.every_steps = 10
+    config.evaluation.temperature = 1.0
     return base.with_options(config, arg)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,7 @@ class ModelSettings:
     param_dtype: str
     compute_dtype: str
     remat: str
+    scan_unroll: int
     attention: str
     logprob_chunk: int
 
@@ -228,6 +230,7 @@ CHOICES = {
 
 # name: (lowest, highest), both allowed; None is no bound.
 RANGES: dict[str, tuple[float | None, float | None]] = {
+    "model.scan_unroll": (1, None),
     "model.logprob_chunk": (1, None),
     "task.max_prompt_tokens": (1, None),
     "task.verifier_workers": (1, None),
@@ -305,8 +308,8 @@ def unknown_setting(name: str) -> ValueError:
     names = setting_names()
     sections = [field.name for field in dataclasses.fields(Config)]
     tail = name.rpartition(".")[2]
-    near = difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
-    near = near or [other for other in names if other.rpartition(".")[2] == tail][:1]
+    near = [other for other in names if other.rpartition(".")[2] == tail][:1]
+    near = near or difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"sections are {', '.join(sections)}"
     return ValueError(f"config.{name}: no such setting; {hint}")
 
@@ -336,6 +339,8 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         if isinstance(value, list | tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             return tuple(value)
         raise ValueError(f"config.{dotted}: got {value!r}, must be a tuple of int")
+    if hint is float and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"config.{dotted}: got {value!r}, must be a finite number")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ValueError(f"config.{dotted}: got {value!r} ({type(value).__name__}), must be {hint.__name__}")
@@ -356,7 +361,7 @@ def _validate(config: Config) -> None:
             raise ValueError(f"config.{name}: got {value!r}, allowed are {', '.join(allowed)}{hint}")
     for name, (low, high) in RANGES.items():
         value = _get(config, name)
-        if not (value == value and (low is None or value >= low) and (high is None or value <= high)):
+        if not ((low is None or value >= low) and (high is None or value <= high)):
             bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
             reason = " (one completion has no group to be compared with)" if name == "rollout.group_size" else ""
             raise ValueError(f"config.{name}: got {value}, must be {bounds}{reason}")

@@ -56,10 +56,31 @@ def row_attention(
     scale = 1.0 / math.sqrt(query.shape[-1])
     if kernel == "splash":
         return _splash(query * jnp.asarray(scale, query.dtype), key, value, segment_ids, mesh)
-    mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, scale=scale, implementation=kernel
-    )
+    if kernel == "cudnn":
+        mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
+        )
+    return _xla(query, key, value, None if one_segment else segment_ids, scale)
+
+
+def _xla(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, scale: float
+) -> jax.Array:
+    """The heads of a group stand in the query axis, [R, K, (H / K) L, h]: both products are plain batched matrix
+    products, and forward and backward take half the time of `jax.nn.dot_product_attention` on CPU."""
+    rows, length, heads, width = query.shape
+    group = heads // key.shape[2]
+    query = query.reshape(rows, length, -1, group, width).transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
+    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) * scale
+    visible = jnp.tril(jnp.ones((length, length), bool))[None]
+    if segment_ids is not None:
+        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    visible = jnp.tile(visible, (1, group, 1))[:, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(value.dtype)
+    attended = jnp.einsum("rkqs,rksh->rkqh", weights, value)
+    return attended.reshape(rows, -1, group, length, width).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
 
 
 def _splash(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -27,7 +27,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
-        y = quantized_matmul(x, kernel) if isinstance(kernel, QuantizedKernel) else x @ kernel.astype(x.dtype)
+        # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that contracts two.
+        tokens = x.reshape(-1, x.shape[-1])
+        quantized = isinstance(kernel, QuantizedKernel)
+        y = quantized_matmul(tokens, kernel) if quantized else tokens @ kernel.astype(x.dtype)
+        y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
 

@@ -40,8 +40,9 @@ _UNIT_WORD = re.compile(r"(?<=[\d}])\s+(?!and\b|or\b|pi\b|sqrt\b|mod\b)[a-zA-Z]{
 _CONJUNCTION = re.compile(
     r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}\s*,?|,?(?<![a-zA-Z\\])\s*(?:and|or)(?![a-zA-Z])\s*,?"
 )
+_IDLE_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _INTEGER = re.compile(r"[+-]?\d+")
-_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+)((?:\.\d+)?)")
+_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+))((?:\.\d+)?)")
 _DECIMAL = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?(?:[eE]([+-]?\d+))?")
 _SCIENTIFIC = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<mantissa>\d+\.?\d*|\.\d+)\s*(?:\\times|\\cdot|\*|×)\s*)?"
@@ -157,6 +158,11 @@ def normalize_answer(answer: str) -> str:
     return re.sub(r"[\s,;.\\]+$", "", text)
 
 
+def without_spaces(text: str) -> str:
+    """Removes every space but those between digits, where they tell `2 1/2` from `21/2`."""
+    return _IDLE_SPACE.sub("", text)
+
+
 def unwrap_text(text: str) -> str:
     r"""Replaces `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
     text = _WRAPPER.sub(r"\1", text).strip()
@@ -168,7 +174,7 @@ def unwrap_text(text: str) -> str:
 def parse_number(text: str) -> Fraction | None:
     r"""Reads a literal number exactly; None for anything that is not one.
 
-    Integers with leading zeros or digit groups (`1,000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
+    Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
     `\frac{a}{b}` and mixed numbers. Never goes through a float: `105263157894736842` is itself. Literals of more than
     400 digits or exponents beyond 400 are not read.
     """
@@ -177,7 +183,7 @@ def parse_number(text: str) -> Fraction | None:
         return None
     grouped = _GROUPED.fullmatch(text)
     if grouped:
-        text = grouped[1] + grouped[2].replace(",", "") + grouped[3]
+        text = grouped[1] + re.sub("[, ]", "", grouped[2]) + grouped[3]
     for reader in (_read_decimal, _read_scientific, _read_fraction):
         value = reader(text)
         if value is not None:
@@ -237,29 +243,27 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
 
     Returns:
         True or False when decided, else None.
+
+    Raises:
+        ValueError: if the reference answer states an ill-written tolerance.
     """
     gold, tolerance = split_tolerance(gold)
     if _INTEGER.fullmatch(prediction) and _INTEGER.fullmatch(gold):
-        difference = _canonical_integer(prediction) == _canonical_integer(gold)
-        if difference or tolerance is None:
-            return difference
+        equal = _canonical_integer(prediction) == _canonical_integer(gold)
+        if equal or tolerance is None:
+            return equal
     left, right = normalize_answer(prediction), normalize_answer(gold)
     if not left or not right:
         return False
-    if left == right or left.replace(" ", "") == right.replace(" ", ""):
+    if without_spaces(left) == without_spaces(right):
         return True
     left_value, right_value = parse_number(strip_percent(left)), parse_number(strip_percent(right))
     if left_value is not None and right_value is not None:
         if tolerance is not None:
             return abs(left_value - right_value) <= tolerance
-        if same_number(left_value, right_value):
-            return True
-        if is_percentage(left) != is_percentage(right):
-            scale = Fraction(1, 100)
-            return same_number(
-                *((left_value * scale, right_value) if is_percentage(left) else (left_value, right_value * scale))
-            )
-        return False
+        left_scale, right_scale = (Fraction(1, 100 if is_percentage(text) else 1) for text in (left, right))
+        same_written = same_number(left_value, right_value)
+        return same_written or same_number(left_value * left_scale, right_value * right_scale)
     if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right):
         return _canonical_integer(left) == _canonical_integer(right)
     based = _BASED.fullmatch(right)

@@ -20,6 +20,7 @@ from dcmdp_jax.tasks.answers import (
     split_elements,
     split_tolerance,
     strip_percent,
+    without_spaces,
 )
 
 _OPEN, _CLOSE = "([{", ")]}"
@@ -67,7 +68,7 @@ def equivalent(prediction: str, gold: str) -> bool:
 
 
 def _same(left: str, right: str) -> bool:
-    if left.replace(" ", "") == right.replace(" ", ""):
+    if without_spaces(left) == without_spaces(right):
         return True
     left_items, right_items = _elements(left), _elements(right)
     if len(left_items) > 1 or len(right_items) > 1:

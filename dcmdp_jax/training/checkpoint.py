@@ -7,9 +7,10 @@ changed is found out when it is read, and the checkpoint before it is used.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,10 @@ class Checkpoints:
             try:
                 return self._read(step, abstract)
             except Exception as error:  # Orbax raises whatever the storage layer met
-                reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-                logger.warning("checkpoint %d of %s is damaged (%s); trying the one before", step, self._directory, reason)
+                reason = _first_line(error)
+                logger.warning(
+                    "checkpoint %d of %s is damaged (%s); trying the one before", step, self._directory, reason
+                )
                 self._move_aside(step)
         if steps:
             raise CheckpointError(
@@ -193,6 +196,25 @@ def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
     return directory, max(steps)
 
 
+def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[ModelConfig, int, Path]:
+    """What a checkpoint says of its model, no array read.
+
+    Args:
+        run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
+        step: which checkpoint; None is the newest.
+
+    Returns:
+        (model, step, tokenizer directory).
+
+    Raises:
+        CheckpointError: if it is not there or its record can't be read.
+    """
+    path, step = _find(run_dir, step)
+    with _naming_damage(path):
+        model, _ = _read_meta(path)
+    return model, step, path.parent.parent / "tokenizer"
+
+
 def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, int, Path]:
     """Parameters of a checkpoint without the optimizer, for evaluation and export.
 
@@ -206,23 +228,42 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
     Raises:
         CheckpointError: if it is not there or does not read back whole.
     """
-    directory, newest = latest_checkpoint(run_dir)
-    step = newest if step is None else step
-    path = directory / str(step)
-    if not (path / "params").is_dir():
-        raise CheckpointError(f"{directory}: no checkpoint of step {step}")
-    try:
-        meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "meta")
-        fields = dict(meta["model"])
-        model = ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])})
+    path, step = _find(run_dir, step)
+    with _naming_damage(path):
+        model, expected = _read_meta(path)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         saved = ocp.StandardCheckpointer().metadata(path / "params").item_metadata.tree
         dtype = jax.tree.leaves(saved)[0].dtype
         shapes = decoder.param_shapes(model, str(jnp.dtype(dtype)))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
         params = ocp.StandardCheckpointer().restore(path / "params", abstract)
-        _check_digests(params, meta["digests"]["params"])
+        _check_digests(params, expected["params"])
+    return params, model, step, path.parent.parent / "tokenizer"
+
+
+def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:
+    """One checkpoint's directory and its step."""
+    directory, newest = latest_checkpoint(run_dir)
+    step = newest if step is None else step
+    if not (directory / str(step) / "params").is_dir():
+        raise CheckpointError(f"{directory}: no checkpoint of step {step}")
+    return directory / str(step), step
+
+
+def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, dict[str, int]]]:
+    """The model, and the digests of each item."""
+    meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "meta")
+    fields = dict(meta["model"])
+    return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}), meta["digests"]
+
+
+@contextlib.contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # Orbax raises whatever the storage layer met
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise CheckpointError(f"{path}: damaged ({reason}); choose another step") from error
-    return params, model, step, directory.parent / "tokenizer"
+        raise CheckpointError(f"{path}: damaged ({_first_line(error)}); choose another step") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -249,7 +249,8 @@ class Trainer:
                 score = None
             if last or step % config.checkpoint.every_steps == 0 or self.stop.received is not None:
                 self._save(state, step, score, writer)
-            self.stop.check(step)
+            if not last:
+                self.stop.check(step)
 
     def _choose(self, step: int) -> np.ndarray:
         count = self.config.training.prompts_per_step

@@ -160,6 +160,7 @@ def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
     compute = Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
+        scan_unroll=config.model.scan_unroll,
         attention=config.model.attention,
         logprob_chunk=config.model.logprob_chunk,
         one_segment=segments == 1,

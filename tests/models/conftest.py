@@ -114,7 +114,7 @@ def tiny_model() -> tuple[ModelConfig, dict[str, Any]]:
 
 @pytest.fixture
 def pack() -> Callable[..., dict[str, jax.Array]]:
-    """Rows of segments: pack([[a, b], [c]], length) -> input_ids, position_ids, segment_ids, mask (not first tokens)."""
+    """Rows of segments: pack([[a, b], [c]], length) -> ids, positions, segments, mask (not the first tokens)."""
 
     def build(rows: list[list[np.ndarray]], length: int) -> dict[str, jax.Array]:
         arrays = {

@@ -13,6 +13,8 @@ import pytest
 from dcmdp_jax.models.logprobs import token_logprobs
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 10, 8, 31
+# Logits up to 20 carry 1e-6 each in float32, and gradients up to 10 are sums of 31 of them.
+ROUNDING = 3e-5
 
 
 def _inputs(seed: int = 0) -> dict[str, np.ndarray]:
@@ -75,7 +77,7 @@ def _ours(x: dict[str, jax.Array], temperature: float, chunk: int, compact: bool
 def test_against_float64(temperature: float, chunk: int, compact: bool) -> None:
     x = _inputs()
     for mine, want in zip(_ours(x, temperature, chunk, compact), _reference(x, temperature), strict=True):
-        np.testing.assert_allclose(mine, want, atol=1e-5)
+        np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -89,7 +91,7 @@ def test_every_token_wanted_but_the_first() -> None:
     x = _inputs(1)
     x["mask"][:, 1:] = True
     for mine, want in zip(_ours(x, 0.7, 9, True), _reference(x, 0.7), strict=True):
-        np.testing.assert_allclose(mine, want, atol=1e-5)
+        np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
 def test_uniform_and_certain_distributions() -> None:
@@ -166,9 +168,9 @@ def test_memory_at_the_full_vocabulary(compact: bool) -> None:
     def temporary(function: Any) -> int:
         return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(forward) < 0.2 * naive
-    # Backward also holds the kernel's gradient, [D, V]: 0.0625 of the naive logits here.
-    assert temporary(jax.grad(forward, argnums=(0, 1))) < 0.35 * naive
+    # One chunk of logits, 64 of 1024 tokens: 0.0625. Backward adds the kernel's gradient, [D, V], as large again here.
+    assert temporary(forward) < 0.08 * naive
+    assert temporary(jax.grad(forward, argnums=(0, 1))) < 0.15 * naive
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])

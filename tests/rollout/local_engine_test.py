@@ -111,9 +111,9 @@ def test_first_token_follows_the_softmax():
     prompt = prompts()[1]
     sampling = SamplingParams(group_size=3000, max_completion_tokens=1, temperature=1.3)
     rollout = engine(max_rows=3000).generate([prompt], sampling, seed=5, step=0)
-    hidden = hidden_states(
-        params(), QWEN3, prompt[None], np.arange(5)[None], np.ones((1, 5), np.int32), Compute()
-    )[0, -1]
+    hidden = hidden_states(params(), QWEN3, prompt[None], np.arange(5)[None], np.ones((1, 5), np.int32), Compute())[
+        0, -1
+    ]
     probabilities = np.asarray(jax.nn.softmax(hidden @ output_kernel(params()) / 1.3), np.float64)
     counts = np.bincount(np.concatenate(rollout.completion_ids), minlength=40)
     likely = probabilities > 5 / 3000
@@ -129,9 +129,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
         ids = list(prompt)
         for token in completion:
             row, size = np.asarray([ids], np.int32), len(ids)
-            hidden = hidden_states(
-                params(), QWEN3, row, np.arange(size)[None], np.ones((1, size), np.int32), Compute()
-            )
+            hidden = hidden_states(params(), QWEN3, row, np.arange(size)[None], np.ones((1, size), np.int32), Compute())
             assert int(jnp.argmax(hidden[0, -1] @ output_kernel(params()))) == token
             ids.append(int(token))
     for ours, theirs in zip(rollout.rollout_logprobs, teacher_forced(QWEN3, params(), rollout, 1.0), strict=True):

@@ -71,6 +71,7 @@ def test_degenerate_completions_take_no_time(completion: str) -> None:
         ("-3", -3),
         ("105263157894736842", 105263157894736842),  # a float would make it ...848
         ("1,234,567.5", Fraction(2469135, 2)),
+        ("1 000", 1000),
         (".5", Fraction(1, 2)),
         ("7.5e-3", Fraction(3, 400)),
         (r"7.5 \times 10^{-3}", Fraction(3, 400)),
@@ -123,6 +124,8 @@ def test_digit_groups_and_leading_zeros_are_the_integer(value: int) -> None:
         ("25", r"25\%", True),
         ("0.25", r"25\%", True),
         ("2.5", r"25\%", False),
+        ("2 1/2", "21/2", False),
+        (r"2\frac{1}{2}", "2 1/2", True),
         (r"90^\circ", "90", True),
         (r"15\text{ cm}^2", "15", True),
         ("45 minutes", "45", True),

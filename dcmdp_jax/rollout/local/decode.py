@@ -115,9 +115,7 @@ def _forward_rows(
     # The barrier keeps XLA from recomputing cosines in every layer's fusion.
     rotary = jax.lax.optimization_barrier(rotary_tables(config, jnp.arange(length)[None]))
 
-    def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         stored = _store(key, program.cache_dtype), _store(value, program.cache_dtype)
         read = (_load(x, dtype) for x in stored)
         return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True), stored

@@ -183,7 +183,8 @@ class LocalEngine:
         limit, devices = sampling.max_completion_tokens, self._mesh.size
         members = list(dict.fromkeys((rows // sampling.group_size).tolist()))
         bucket = _bucket(max(prompts[index].size for index in members), self._prompt_buckets)
-        count = min(-(-size // sampling.group_size), size)
+        # A batch that is no whole number of groups may begin and end within one.
+        count = -(-size // sampling.group_size) + (size % sampling.group_size > 0)
         groups = min(count, -(-count * self.config.num_heads * bucket**2 // _ATTENTION_ELEMENTS))
         padded = np.zeros((_round_up(count, groups * devices), bucket), np.int32)
         lengths = np.ones(padded.shape[0], np.int32)

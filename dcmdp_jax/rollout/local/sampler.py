@@ -70,7 +70,8 @@ def choose_tokens(
     The tokens lie in blocks of 128. One word picks a block by the cumulative sum of the blocks' masses, the other a token
     within it. Each word makes a uniform of 24 bits, so a block's probability is off by at most 2^-24 and the rounding of a
     float32 cumulative sum over V / 128 terms, a token's within its block likewise, relative to the block: rare tokens
-    keep their relative odds. Total variation from the reported distribution: about 1e-6 at V = 151,936 (see the tests).
+    keep their relative odds. Total variation from the reported distribution, measured on random logits: 1e-6 at V = 64,
+    2e-6 at 2,048, 2e-5 at 151,936.
     A token of probability 0 is never drawn.
 
     Args:

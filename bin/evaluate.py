@@ -1,0 +1,368 @@
+"""avg@K and pass@K of a model on any tasks, in the layout of the paper's tables.
+
+    python -m bin.evaluate MODEL --tasks aime24.jsonl,amc23.jsonl [--precision fp8] [--max_completion_tokens N]
+
+MODEL is a Hugging Face directory, or a run directory (or a checkpoint in it) written by bin.train. The defaults are the
+paper's evaluation: temperature 0.7, top-p 1, 32768 tokens, avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500,
+Minerva and OlympiadBench, known by their file names: aime24, aime25, amc23, math500, minerva, olympiadbench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import PreTrainedTokenizerBase
+
+from bin.cli import run_main
+from configs.base import get_config
+from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
+from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
+from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.hf_weights import check_manifest, load_params
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.local.weights import PRECISIONS
+from dcmdp_jax.tasks.problems import load_problems
+from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.tasks.verifier import Verifier
+from dcmdp_jax.types import Params
+
+_UNLIMITED = 2**31 - 1
+_MOST_VERIFIERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """What is to be evaluated, found and checked, its weights not read yet.
+
+    Attributes:
+        name: for people.
+        config: its shape.
+        tokenizer: directory.
+        generation: directory whose generation_config.json names further end tokens, or None.
+        step: of a checkpoint, None for a Hugging Face directory.
+        run: a run's directory and settings, None for a Hugging Face directory.
+        load: reads the weights for an engine of the given precision.
+    """
+
+    name: str
+    config: ModelConfig
+    tokenizer: Path
+    generation: str | None
+    step: int | None
+    run: tuple[Path, dict[str, Any]] | None
+    load: Callable[[str], Params]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, with the nearest flag for one that is not there."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1)
+            self.error(f"{rest[0]}: no such argument; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        return parsed
+
+
+def main(argv: list[str]) -> None:
+    """Parse the arguments (program name first), check all input, evaluate task by task, print the table."""
+    arguments = _parser().parse_args(argv[1:])
+    model = _find_model(arguments.model, arguments.step)
+    settings = _settings(arguments, model)
+    tokenizer = _tokenizer(model)
+    tasks = {name: _prompts(location, tokenizer, settings) for name, location in settings["tasks"].items()}
+    sampling = SamplingParams(
+        group_size=1,
+        max_completion_tokens=settings["max_completion_tokens"],
+        temperature=settings["temperature"],
+        top_p=settings["top_p"],
+        stop_token_ids=end_token_ids(tokenizer, model.generation),
+    )
+    engine = _engine(model, tasks, settings)
+    out = _out_path(arguments.out, model)
+    engine.push_weights(model.load(settings["precision"]), model.step or 0)
+    results: list[EvaluationResult] = []
+    method = arguments.method or model.name
+    with Verifier(num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS)) as verifier:
+        for name, prompts in tasks.items():
+            samples = paper_samples(name) if arguments.samples is None else arguments.samples
+            began = time.monotonic()
+            result = evaluate(
+                engine,
+                verifier,
+                tokenizer,
+                prompts.token_ids,
+                [problem.answer for problem in prompts.problems],
+                dataclasses.replace(sampling, group_size=samples),
+                task=name,
+                seed=settings["seed"],
+            )
+            results.append(result)
+            _report_progress(result, len(tasks), len(results), time.monotonic() - began)
+            # After every task: a long evaluation that dies keeps what it has.
+            _write(out, _record(method, model, settings, results, tasks))
+    print(format_table(method, results))
+    if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:
+        said = ", ".join(f"{count} of {name}" for name, count in dropped.items())
+        print(f"left out, prompt over --max_prompt_tokens={settings['max_prompt_tokens']}: {said}")
+    print(f"wrote {out}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m bin.evaluate",
+        description="avg@K and pass@K of a Hugging Face directory or a checkpoint, in the paper's table layout.",
+        epilog="--debug shows the traceback of a failure.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help="Hugging Face directory, run directory, or checkpoint directory")
+    add(
+        "--tasks",
+        type=_split_tasks,
+        metavar="A,B,...",
+        help=".jsonl or .parquet files, arithmetic:... or Hub names (default: a run's evaluation.task)",
+    )
+    add("--step", type=_whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
+    add("--precision", choices=PRECISIONS, help="of the engine's weights (default: a run's own, else bfloat16)")
+    add("--compute_dtype", choices=("float32", "bfloat16"), help="of activations (default: a run's own, else bfloat16)")
+    add("--kv_cache_dtype", choices=("auto", "fp8"), help="of the key-value cache (default: a run's own, else auto)")
+    add("--samples", type=_whole(1), metavar="K", help="completions a problem (default: the paper's K, others 8)")
+    add("--temperature", type=float, default=0.7, help="default %(default)s, as the paper; 0 is greedy")
+    add("--top_p", type=float, default=1.0, help="nucleus mass, default %(default)s, as the paper")
+    add(
+        "--max_completion_tokens",
+        type=_whole(1),
+        default=32768,
+        metavar="N",
+        help="end-of-sequence included (default: %(default)s, as the paper)",
+    )
+    add("--max_prompt_tokens", type=_whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
+    add("--max_problems", type=_whole(1), metavar="N", help="only the first N rows of each task (default: all)")
+    add("--prompt_suffix", help="appended to each problem (default: a run's own, else that of configs/base.py)")
+    add("--on_bad_row", choices=("error", "skip"), default="error", help="a malformed row (default: %(default)s)")
+    add("--max_rows", type=_whole(1), default=256, metavar="N", help="decoded side by side (default: %(default)s)")
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
+    add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON with every problem's mean, replaced if it is there (default: a new evaluation-*.json in the run "
+        "directory, or here for a Hugging Face directory)",
+    )
+    return parser
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An argument type: an integer from `low` to `high`."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number") from None
+        if value < low or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+            raise argparse.ArgumentTypeError(f"got {value}, must be {bounds}")
+        return value
+
+    return integer
+
+
+def _split_tasks(text: str) -> dict[str, str]:
+    """Name -> location. A comma before `key=value` belongs to the arithmetic task it continues."""
+    locations: list[str] = []
+    for part in text.split(","):
+        if "=" in part and locations and locations[-1].startswith("arithmetic"):
+            locations[-1] += f",{part}"
+        else:
+            locations.append(part.strip())
+    tasks: dict[str, str] = {}
+    for location in locations:
+        if not location:
+            raise argparse.ArgumentTypeError(f"got {text!r}, an empty name is no task")
+        name = location if location.startswith("arithmetic") else Path(location).stem
+        if name in tasks:
+            raise argparse.ArgumentTypeError(f"{tasks[name]} and {location} are both called {name!r}; rename one")
+        tasks[name] = location
+    return tasks
+
+
+def _find_model(path: Path, step: int | None) -> _Model:
+    if not path.is_dir():
+        raise ValueError(f"MODEL {path}: no such directory")
+    resolved = path.resolve()
+    if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
+        return _checkpoint_model(resolved, step)
+    if step is not None:
+        raise ValueError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
+    config = read_config(path)
+    manifest = check_manifest(path, config)
+
+    def load(precision: str) -> Params:
+        # What is stored as bfloat16, or will be bfloat16 in the engine, loses nothing when it is loaded so.
+        narrow = set(manifest.dtypes) == {"BF16"} or precision == "bfloat16"
+        return load_params(path, config, dtype="bfloat16" if narrow else "float32")
+
+    return _Model(resolved.name, config, path, str(path), None, None, load)
+
+
+def _checkpoint_model(path: Path, step: int | None) -> _Model:
+    # Orbax takes seconds to import; only a checkpoint needs it.
+    from dcmdp_jax.training.checkpoint import load_model_config, load_params_only
+
+    config, found, tokenizer = load_model_config(path, step)
+    run_dir = tokenizer.parent
+    try:
+        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        generation = run["model"]["path"] or None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{run_dir / 'config.json'}: not the settings of a run ({error!r})") from error
+
+    def load(precision: str) -> Params:
+        del precision  # the engine converts from the master parameters, as it does while training
+        return load_params_only(path, found)[0]
+
+    return _Model(f"{run_dir.name} step {found}", config, tokenizer, generation, found, (run_dir, run), load)
+
+
+def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
+    """The arguments, with the run's own values, or those of configs/base.py, where they say nothing."""
+    base = get_config()
+    run = model.run[1] if model.run else base.to_dict()
+    given = {name: value for name, value in vars(arguments).items() if name not in ("model", "method", "out", "step")}
+    defaults = {
+        "prompt_suffix": run["task"]["prompt_suffix"],
+        "precision": run["rollout"]["precision"],
+        "compute_dtype": run["rollout"]["compute_dtype"],
+        "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
+    }
+    for name, value in defaults.items():
+        given[name] = value if given[name] is None else given[name]
+    if given["tasks"] is None:
+        if not run["evaluation"]["task"]:
+            raise ValueError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")
+        given["tasks"] = _split_tasks(run["evaluation"]["task"])
+    return given
+
+
+def _tokenizer(model: _Model) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(str(model.tokenizer.resolve()))
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer {model.tokenizer}: {len(tokenizer)} tokens, but the model has {model.config.vocab_size}; "
+            "use the model's own tokenizer"
+        )
+    return tokenizer
+
+
+def _prompts(location: str, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> EncodedPrompts:
+    problems = load_problems(location, split="test", limit=settings["max_problems"], on_bad_row=settings["on_bad_row"])
+    limit = settings["max_prompt_tokens"] or _UNLIMITED
+    return encode_prompts(problems, tokenizer, prompt_suffix=settings["prompt_suffix"], max_prompt_tokens=limit)
+
+
+def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> LocalEngine:
+    """The engine, if the longest prompt and completion fit the model."""
+    longest, name = max((max(map(len, prompts.token_ids)), name) for name, prompts in tasks.items())
+    room = model.config.max_position_embeddings - longest
+    if room < 1:
+        raise ValueError(
+            f"--tasks: the longest prompt of {name} has {longest} tokens and leaves no room in the model's "
+            f"max_position_embeddings={model.config.max_position_embeddings}; --max_prompt_tokens leaves it out"
+        )
+    if settings["max_completion_tokens"] > room:
+        raise ValueError(
+            f"--max_completion_tokens: got {settings['max_completion_tokens']}, with the longest prompt ({longest} "
+            f"tokens, {name}) more than the model's max_position_embeddings={model.config.max_position_embeddings}; "
+            f"--max_completion_tokens={room} fits"
+        )
+    return LocalEngine(
+        model.config,
+        precision=settings["precision"],
+        compute_dtype=settings["compute_dtype"],
+        kv_cache_dtype=settings["kv_cache_dtype"],
+        max_total_tokens=longest + settings["max_completion_tokens"],
+        max_rows=settings["max_rows"],
+        mesh=make_mesh(data=-1),
+    )
+
+
+def _out_path(out: Path | None, model: _Model) -> Path:
+    """Where the JSON goes, found writable; without --out a name that is free."""
+    if out is None:
+        directory = model.run[0] if model.run else Path.cwd()
+        stem = f"evaluation-{model.name if model.step is None else model.step}"
+        out, number = directory / f"{stem}.json", 1
+        while out.exists():
+            number += 1
+            out = directory / f"{stem}-{number}.json"
+    if out.is_dir():
+        raise ValueError(f"--out: {out} is a directory, name a file")
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--out: {out} can't be written, {out.parent} is no directory one can write to")
+    return out
+
+
+def _record(
+    method: str,
+    model: _Model,
+    settings: dict[str, Any],
+    results: list[EvaluationResult],
+    tasks: dict[str, EncodedPrompts],
+) -> dict[str, Any]:
+    def record(result: EvaluationResult) -> dict[str, Any]:
+        prompts = tasks[result.task]
+        rows = [problem.index for problem in prompts.problems]
+        return {**to_record(result), "dropped_prompts": prompts.dropped, "problem_rows": rows}
+
+    return {
+        "method": method,
+        "model": model.name,
+        "step": model.step,
+        "settings": settings,
+        "average": plain_average(results),
+        "tasks": {result.task: record(result) for result in results},
+    }
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """All of it or nothing: a hidden sibling, synced and renamed."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(record, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: float) -> None:
+    completions = result.scores.size
+    rate = completions * result.length_mean / seconds
+    print(
+        f"[{done}/{tasks}] {result.task}: avg@{result.samples} {100 * result.average:.1f}, "
+        f"{len(result.scores)} problems, {completions} completions, {seconds:.1f} s, {rate:,.0f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    run_main(main, expected=(EngineError,))

@@ -1,0 +1,296 @@
+"""`python -m bin.evaluate` with a model whose every answer is known: its output layer is a table of next tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bin.evaluate
+from bin.cli import run_main
+from bin.evaluate import main
+from configs.base import get_config
+from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.config import from_config_dict, to_dict
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer, save_tokenizer
+from dcmdp_jax.training.checkpoint import Checkpoints
+from dcmdp_jax.training.state import new_state
+
+_ROOT = Path(__file__).resolve().parents[2]
+_BENCHMARKS = _ROOT.parent / "shared" / "data" / "benchmarks"
+_TOKENIZER = build_tokenizer()
+_VOCABULARY = len(_TOKENIZER)
+
+
+def _model(context=256):
+    return ModelConfig("qwen3", _VOCABULARY, _VOCABULARY, 8, 1, 1, 1, 16, max_position_embeddings=context)
+
+
+def _params(model, *digits):
+    r"""Says `\boxed{d}` and ends, d drawn evenly from `digits`.
+
+    Attention and MLP write nothing, embeddings are unit vectors: the normed hidden state of token i is sqrt(V) e_i and
+    its logits are sqrt(V) times row i of the output layer. sqrt(104) * 8 = 82 leaves e^-82 for any other token.
+    """
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), decoder.param_shapes(model))
+    params["norm"]["scale"][:] = 1
+    params["embedding"][:] = np.eye(_VOCABULARY)
+    ids = {text: _TOKENIZER.convert_tokens_to_ids(text) for text in ["\n", r"\boxed{", "}", *digits]}
+    pairs = [("\n", r"\boxed{"), *((r"\boxed{", digit) for digit in digits), *((digit, "}") for digit in digits)]
+    for before, after in pairs:
+        params["output"][ids[before], ids[after]] = 8
+    params["output"][ids["}"], _TOKENIZER.eos_token_id] = 8
+    return jax.tree.map(jnp.asarray, params)
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    """Answers 4 or 7, each with probability 1/2."""
+    base = tmp_path_factory.mktemp("hf")
+    save_tokenizer(base / "tokenizer")
+    save_params(_params(_model(), "4", "7"), _model(), base / "coin", dtype="float32", tokenizer_dir=base / "tokenizer")
+    return base / "coin"
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """Three problems with the answers 4, 7 and 9."""
+    path = tmp_path / "three.jsonl"
+    rows = [{"problem": f"p{answer}", "answer": answer} for answer in ("4", "7", "9")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with checkpoints of step 1 (always 4) and step 2 (always 7)."""
+    base = tmp_path_factory.mktemp("runs")
+    path = base / "demo"
+    (base / "held.jsonl").write_text('{"problem": "p", "answer": "7"}\n')
+    config = get_config("debug")
+    config.run_dir = str(path)
+    config.task.prompt_suffix = " Go."
+    config.rollout.precision = "int8"
+    config.rollout.compute_dtype = "float32"
+    config.evaluation.task = str(base / "held.jsonl")
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(to_dict(from_config_dict(config))))
+    save_tokenizer(path / "tokenizer")
+    checkpoints = Checkpoints(path, keep_last=2, keep_best=0)
+    for step, digit in ((1, "4"), (2, "7")):
+        dual = dual_init(0.1, minimum=0.0, maximum=1.0)
+        state = new_state(_params(_model(64), digit), optax.sgd(0.1), dual)
+        checkpoints.save(step, state, model=_model(64), score=None)
+    checkpoints.close()
+    return path
+
+
+def _fails(capsys, *argv):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, ["evaluate", *map(str, argv)])
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+def _evaluate(out, *argv):
+    main(["evaluate", *map(str, argv), "--out", str(out)])
+    return json.loads(out.read_text())
+
+
+def test_greedy_scores_are_exact(hf_dir, tasks, tmp_path, capsys):
+    # The tie between 4 and 7 goes to the lower token id, 4: right on the first problem alone, every time.
+    record = _evaluate(
+        tmp_path / "out.json", hf_dir, "--tasks", tasks, "--temperature", 0, "--samples", 3,
+        "--max_completion_tokens", 6, "--method", "coin, greedy",
+    )  # fmt: skip
+    scores = record["tasks"]["three"]
+    assert scores["problem_averages"] == [1.0, 0.0, 0.0] and scores["problem_rows"] == [0, 1, 2]
+    assert scores["pass_at_k"] == pytest.approx(1 / 3) and scores["samples"] == 3
+    assert scores["length_mean"] == 4.0 and scores["truncated_fraction"] == 0.0
+    output = capsys.readouterr()
+    assert [cell.strip() for cell in output.out.splitlines()[2].split("|")] == ["coin, greedy", "33.3", "33.3"]
+    assert output.out.splitlines()[-1] == f"wrote {tmp_path / 'out.json'}"
+    assert output.err.startswith("[1/1] three: avg@3 33.3, 3 problems, 9 completions, ")
+
+
+def test_sampled_scores_follow_the_models_probabilities_and_the_seed(hf_dir, tasks, tmp_path):
+    options = ("--tasks", tasks, "--samples", 64, "--max_completion_tokens", 6)
+    record = _evaluate(tmp_path / "out.json", hf_dir, *options)
+    four, seven, nine = record["tasks"]["three"]["problem_averages"]
+    # Five standard deviations of 64 fair coins are 0.3125.
+    assert abs(four - 0.5) < 0.32 and abs(seven - 0.5) < 0.32 and nine == 0.0
+    assert record["tasks"]["three"]["pass_at_k"] == pytest.approx(2 / 3)
+    assert _evaluate(tmp_path / "again.json", hf_dir, *options) == record
+    other = _evaluate(tmp_path / "other.json", hf_dir, *options, "--seed", 1)
+    assert other["tasks"]["three"]["problem_averages"] != record["tasks"]["three"]["problem_averages"]
+
+
+def test_the_length_limit_counts_the_end_token(hf_dir, tasks, tmp_path):
+    options = ("--tasks", tasks, "--samples", 1, "--temperature", 0)
+    enough = _evaluate(tmp_path / "a.json", hf_dir, *options, "--max_completion_tokens", 4)["tasks"]["three"]
+    short = _evaluate(tmp_path / "b.json", hf_dir, *options, "--max_completion_tokens", 3)["tasks"]["three"]
+    assert (enough["truncated_fraction"], enough["length_mean"]) == (0.0, 4.0)
+    assert (short["truncated_fraction"], short["length_mean"]) == (1.0, 3.0)
+    assert short["average"] == enough["average"]  # the box was closed before the limit
+
+
+def test_problems_can_be_limited_and_long_prompts_left_out(hf_dir, tmp_path, capsys):
+    # The template adds 8 tokens, the suffix none: 8 + 2, 8 + 12 and 8 + 2.
+    rows = [{"problem": text, "answer": "4"} for text in ("p1", "p2 and longer", "p3", "p4")]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = _evaluate(
+        tmp_path / "out.json", hf_dir, "--tasks", path, "--max_problems", 3, "--max_prompt_tokens", 10,
+        "--prompt_suffix", "", "--max_completion_tokens", 4, "--samples", 1,
+    )  # fmt: skip
+    assert record["tasks"]["mixed"]["problem_rows"] == [0, 2] and record["tasks"]["mixed"]["dropped_prompts"] == 1
+    assert "left out, prompt over --max_prompt_tokens=10: 1 of mixed" in capsys.readouterr().out
+
+
+def test_a_run_gives_its_newest_checkpoint_its_task_suffix_and_precision(run_dir, tmp_path):
+    record = _evaluate(tmp_path / "out.json", run_dir, "--max_completion_tokens", 4)
+    assert (record["model"], record["step"]) == ("demo step 2", 2)
+    assert record["tasks"]["held"]["problem_averages"] == [1.0] and record["tasks"]["held"]["samples"] == 8
+    settings = record["settings"]
+    assert (settings["prompt_suffix"], settings["precision"], settings["compute_dtype"]) == (" Go.", "int8", "float32")
+    assert (settings["temperature"], settings["top_p"]) == (0.7, 1.0)
+
+
+@pytest.mark.parametrize("how", ["--step", "directory"])
+def test_an_older_checkpoint_can_be_chosen(run_dir, tmp_path, how):
+    where = (run_dir, "--step", 1) if how == "--step" else (run_dir / "checkpoints" / "1",)
+    record = _evaluate(tmp_path / "out.json", *where, "--max_completion_tokens", 4)
+    assert record["step"] == 1 and record["tasks"]["held"]["average"] == 0.0  # it answers 4, not 7
+
+
+def test_without_out_a_run_keeps_every_evaluation(run_dir):
+    for name in ("evaluation-2.json", "evaluation-2-2.json"):
+        main(["evaluate", str(run_dir), "--max_completion_tokens", "4", "--samples", "1"])
+        assert json.loads((run_dir / name).read_text())["average"] == 1.0
+    assert not list(run_dir.glob(".evaluation*"))
+
+
+@pytest.mark.skipif(not _BENCHMARKS.is_dir(), reason="the benchmark files are not beside this checkout")
+def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys):
+    save_tokenizer(tmp_path / "tokenizer")
+    model = _model(4096)
+    save_params(
+        _params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer"
+    )
+    names = ["olympiadbench", "minerva", "math500", "amc23", "aime25", "aime24"]
+    files = ",".join(str(_BENCHMARKS / f"{name}.jsonl") for name in names)
+    record = _evaluate(
+        tmp_path / "out.json", tmp_path / "m", "--tasks", files, "--max_problems", 1, "--max_completion_tokens", 4
+    )
+    assert {name: record["tasks"][name]["samples"] for name in names} == {
+        "aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4,
+    }  # fmt: skip
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert [cell.strip() for cell in heading.split("|")] == [
+        "Method", "AIME24", "AIME25", "AMC23", "MATH-500", "Minerva", "Olympiad", "Avg",
+    ]  # fmt: skip
+
+
+def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
+    arithmetic = "arithmetic:difficulty=1,count=3,split=heldout"
+    record = _evaluate(
+        tmp_path / "out.json", hf_dir, "--tasks", f"{arithmetic},{tasks}", "--max_completion_tokens", 4, "--samples", 1
+    )
+    assert {name: task["problems"] for name, task in record["tasks"].items()} == {arithmetic: 3, "three": 3}
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--sampels", "4"), "--sampels: no such argument; did you mean --samples?"),
+        (("--samples", "many"), "argument --samples: got 'many', must be a whole number"),
+        (("--samples", "0"), "argument --samples: got 0, must be at least 1"),
+        (("--seed", "-1"), "argument --seed: got -1, must be in [0, 4294967295]"),
+        (("--temperature", "warm"), "argument --temperature: invalid float value: 'warm'"),
+        (("--temperature", "-1"), "temperature: got -1.0, must be 0 (greedy) or above"),
+        (("--top_p", "0"), "top_p: got 0.0, must be in (0, 1]"),
+        (("--precision", "fp9"), "argument --precision: invalid choice: 'fp9' (choose from 'exact',"),
+        (("--step", "3"), "--step: got 3, but {hf} is no run directory; only a run's checkpoints have steps"),
+        (("--tasks", "{tmp}/none.jsonl"), "data {tmp}/none.jsonl: no such file"),
+        (("--tasks", "a/x.jsonl,b/x.jsonl"), "argument --tasks: a/x.jsonl and b/x.jsonl are both called 'x'; rename"),
+        (("--tasks", "a.jsonl,,b.jsonl"), "argument --tasks: got 'a.jsonl,,b.jsonl', an empty name is no task"),
+        (("--out", "{tmp}"), "--out: {tmp} is a directory, name a file"),
+        (("--out", "{tmp}/no/o.json"), "--out: {tmp}/no/o.json can't be written, {tmp}/no is no directory"),
+    ],
+)
+def test_bad_arguments_are_one_line_before_any_weight_is_read(hf_dir, tasks, tmp_path, capsys, monkeypatch, argv, line):
+    monkeypatch.setattr(bin.evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    places = {"tmp": tmp_path, "hf": hf_dir}
+    given = [word.format(**places) for word in argv]
+    got = _fails(capsys, hf_dir, "--tasks", tasks, "--max_completion_tokens", 4, *given)
+    assert got.startswith(line.format(**places))
+
+
+def test_a_length_that_does_not_fit_names_the_one_that_does(hf_dir, tasks, capsys, monkeypatch):
+    monkeypatch.setattr(bin.evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    # 8 tokens of template, 2 of the problem: 256 - 10.
+    assert _fails(capsys, hf_dir, "--tasks", tasks, "--prompt_suffix", "") == (
+        "--max_completion_tokens: got 32768, with the longest prompt (10 tokens, three) more than the model's "
+        "max_position_embeddings=256; --max_completion_tokens=246 fits"
+    )
+    long = "x" * 300
+    assert "--max_prompt_tokens leaves it out" in _fails(capsys, hf_dir, "--tasks", tasks, "--prompt_suffix", long)
+
+
+def test_bad_files_are_named(hf_dir, tasks, tmp_path, capsys):
+    with tasks.open("a") as file:
+        file.write('{"problem": "p", "answer": ""}\n')
+    assert _fails(capsys, hf_dir, "--tasks", tasks).startswith(f"{tasks}:4: ")
+    assert _fails(capsys, tmp_path / "nothing", "--tasks", tasks) == f"MODEL {tmp_path}/nothing: no such directory"
+    assert "no config.json" in _fails(capsys, tmp_path, "--tasks", tasks)
+    assert _fails(capsys, hf_dir).startswith("--tasks is missing")
+
+
+def test_a_directory_without_a_tensor_or_a_chat_template_is_refused(hf_dir, tasks, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in hf_dir.iterdir():
+        if path.name != "chat_template.jinja":
+            (broken / path.name).write_bytes(path.read_bytes())
+    fields = json.loads((broken / "tokenizer_config.json").read_text())
+    fields.pop("chat_template", None)
+    (broken / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert "no chat template" in _fails(capsys, broken, "--tasks", tasks)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    got = _fails(capsys, broken, "--tasks", tasks)
+    assert f"{broken}/model.safetensors: tensor model.layers.1." in got and "is missing" in got
+
+
+def test_a_checkpoint_that_is_not_there_is_named(run_dir, tmp_path, capsys):
+    got = _fails(capsys, run_dir, "--step", 9, "--max_completion_tokens", 4)
+    assert got == f"{run_dir}/checkpoints: no checkpoint of step 9"
+    (tmp_path / "checkpoints").mkdir()
+    assert "no checkpoint there" in _fails(capsys, tmp_path, "--max_completion_tokens", 4)
+
+
+def test_the_command_itself(hf_dir, tasks, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    words = [hf_dir, "--tasks", tasks, "--samples", 1, "--temperature", 0, "--max_completion_tokens", 4]
+    done = subprocess.run(
+        [sys.executable, "-m", "bin.evaluate", *map(str, words)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"wrote {tmp_path}/evaluation-coin.json"
+    assert json.loads((tmp_path / "evaluation-coin.json").read_text())["average"] == pytest.approx(1 / 3)

@@ -1,0 +1,206 @@
+"""`python -m bin.train`: bad input is one line and a code within seconds, --dry_run plans and leaves nothing.
+
+Importing JAX, Orbax and transformers takes seconds, so one process imports them and forks for each command; what the child
+does from there is what `python -m bin.train` does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer, save_tokenizer
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+# Reads {name: arguments}, writes {name: [exit code, stdout, stderr, seconds]}.
+_FORKS = """
+import json, os, runpy, sys, time
+import bin.cli, bin.flags, dcmdp_jax.observe.report, dcmdp_jax.training.loop, dcmdp_jax.training.setup
+
+outcomes = {}
+for name, arguments in json.load(sys.stdin).items():
+    began = time.monotonic()
+    files = [f"{sys.argv[1]}/{name}.{stream}" for stream in ("out", "err")]
+    if not (child := os.fork()):
+        for path, number in zip(files, (1, 2)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = ["train.py", *arguments]
+        runpy.run_module("bin.train", run_name="__main__")
+        os._exit(99)  # run_module ends in sys.exit
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    outcomes[name] = [code, *(open(path).read() for path in files), time.monotonic() - began]
+json.dump(outcomes, sys.stdout)
+"""
+
+
+def _model_directories(base):
+    """A microscopic Qwen3, and copies of it with one thing broken each."""
+    model = ModelConfig(
+        "qwen3", len(build_tokenizer()), 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, max_position_embeddings=256
+    )
+    save_tokenizer(base / "tokenizer")
+    params = decoder.init_params(model, jax.random.key(0))
+    directories = {}
+    for name in ("whole", "missing", "mute", "endless"):
+        directories[name] = base / name
+        save_params(params, model, base / name, dtype="float32", tokenizer_dir=base / "tokenizer")
+    # One layer more than there are tensors for.
+    path = directories["missing"] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
+    (directories["mute"] / "chat_template.jinja").unlink()
+    path = directories["endless"] / "tokenizer_config.json"
+    fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token"}
+    path.write_text(json.dumps(fields))
+    return directories
+
+
+def _commands(base):
+    """name -> (arguments, text that the one line holds)."""
+    models = _model_directories(base)
+    (base / "file").write_text("")
+    rows = ['{"prompt": "1+1=?", "label": "2"}', '{"prompt": "1+2=?"}', '{"prompt": "1+3=?", "label": "4"}']
+    (base / "rows.jsonl").write_text("\n".join(rows))
+    (base / "empty.jsonl").write_text("")
+    run_dir = f"--config.run_dir={base}/run"
+    debug = ["--config=configs/demo.py:debug", run_dir]
+
+    def model(name):
+        return [*debug, f"--config.model.path={models[name]}"]
+
+    return {
+        "misspelt_flag": (
+            [*debug, "--config.algorithm.tolerence=0.1"],
+            "config.algorithm.tolerence: no such setting; did you mean 'algorithm.tolerance'?",
+        ),
+        "misspelt_own_flag": ([*debug, "--dry_rum"], "Unknown command line flag 'dry_rum'. Did you mean: dry_run ?"),
+        "ill_typed_flag": (
+            [*debug, "--config.training.steps=many"],
+            "flag --config.training.steps=many: invalid literal for int()",
+        ),
+        "misspelt_file": (["--config=configs/dem.py"], "--config: no file configs/dem.py; did you mean configs/demo.py?"),
+        "misspelt_choice": (
+            [*debug, "--config.algorithm.method=dcgrpo"],
+            "config.algorithm.method: got 'dcgrpo', allowed are grpo, dual_grpo, threshold_grpo, dc_grpo; "
+            "did you mean 'dc_grpo'?",
+        ),
+        "group_of_one": ([*debug, "--config.rollout.group_size=1"], "config.rollout.group_size: got 1, must be at least 2"),
+        "nucleus": ([*debug, "--config.rollout.top_p=0.9"], "config.rollout.top_p: got 0.9, training needs 1.0"),
+        "mini_batch": (
+            [*debug, "--config.training.prompts_per_mini_batch=3"],
+            "config.training.prompts_per_mini_batch: got 3, must divide training.prompts_per_step=4",
+        ),
+        "unwritable": (
+            ["--config=configs/demo.py:debug", f"--config.run_dir={base}/file/run"],
+            f"config.run_dir: {base}/file/run can't be written ({base}/file); choose another directory",
+        ),
+        "mesh": ([*debug, "--config.mesh.tensor=3"], "mesh data=1, fsdp=-1, tensor=3: 3 does not divide the 1 devices"),
+        "missing_tensor": (
+            model("missing"),
+            f"{models['missing']}/model.safetensors: tensor model.layers.1.input_layernorm.weight is missing",
+        ),
+        "no_model": (
+            [*debug, f"--config.model.path={base}/nowhere"],
+            f"tokenizer {base}/nowhere: no such directory",
+        ),
+        "no_chat_template": (model("mute"), f"tokenizer {models['mute']}: no chat template"),
+        "no_end_token": (model("endless"), f"tokenizer {models['endless']}: no end-of-sequence token"),
+        "too_long_for_the_model": (
+            [*model("whole"), "--config.rollout.max_completion_tokens=200", "--config.training.row_lengths=()"],
+            "config.rollout.max_completion_tokens: 200 and task.max_prompt_tokens=64 make 264, the model has "
+            "max_position_embeddings=256",
+        ),
+        "malformed_row": (
+            [*debug, f"--config.task.train={base}/rows.jsonl"],
+            f"{base}/rows.jsonl:2: no answer in any of the fields",
+        ),
+        "empty_data": ([*debug, f"--config.task.train={base}/empty.jsonl"], f"{base}/empty.jsonl: the file is empty"),
+        "no_data": ([*debug, f"--config.task.train={base}/none.parquet"], f"data {base}/none.parquet: no such file"),
+    }
+
+
+_NAMES = (
+    "misspelt_flag", "misspelt_own_flag", "ill_typed_flag", "misspelt_file", "misspelt_choice", "group_of_one", "nucleus",
+    "mini_batch", "unwritable", "mesh", "missing_tensor", "no_model", "no_chat_template", "no_end_token",
+    "too_long_for_the_model", "malformed_row", "empty_data", "no_data",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Where the commands ran, what each should say, and (code, stdout, stderr, seconds) of each."""
+    base = tmp_path_factory.mktemp("train")
+    commands = _commands(base)
+    given = {name: arguments for name, (arguments, _) in commands.items()}
+    whole = ["--config=configs/demo.py:debug", f"--config.run_dir={base}/planned", "--dry_run"]
+    given["dry_run"] = whole
+    given["dry_run_of_a_model"] = [*whole, f"--config.model.path={base}/whole"]
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(base)],
+        input=json.dumps(given),
+        cwd=_ROOT,
+        env=_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return base, {name: line for name, (_, line) in commands.items()}, json.loads(done.stdout)
+
+
+def test_every_command_has_its_test(outcomes):
+    assert sorted(_NAMES) == sorted(outcomes[1])
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_bad_input_is_one_line_and_code_2_within_seconds(outcomes, name):
+    base, lines, results = outcomes
+    code, out, err, seconds = results[name]
+    assert err.startswith(f"error: {lines[name]}"), err
+    assert err.count("\n") == 1 and "Traceback" not in err
+    assert code == 2 and out == ""
+    assert seconds < 30
+    assert not (base / "run").exists()
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
+    base, _, results = outcomes
+    code, out, err, _ = results["dry_run"]
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    # Four prompts of four completions in two mini-batches of eight, in rows of 64 + 16 tokens.
+    assert lines["step"] == "4 prompts x 4 = 16 completions of at most 16 tokens, 2 update(s)"
+    assert lines["rows"] == "micro-batches of 8 x 80 tokens"
+    assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 held out"
+    assert lines["run"] == f"{base}/planned, 2 steps" and lines["devices"].startswith("1 x cpu")
+    assert not (base / "planned").exists()
+
+
+def test_a_dry_run_of_a_model_counts_its_parameters(outcomes):
+    code, out, err, _ = outcomes[2]["dry_run_of_a_model"]
+    assert (code, err) == (0, "")
+    # Embedding 104 x 16; q and o 16 x 16 each, k and v 16 x 8 each, MLP 3 x 16 x 32; norms 16, 16, 8, 8 and the last 16.
+    assert f"{104 * 16 + 2 * 256 + 2 * 128 + 1536 + 48 + 16:,} parameters in float32" in out
+
+
+def test_the_command_itself_as_a_process_of_its_own(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "bin.train", "--config=configs/demo.py", "--config.rollout.group_size=1"],
+        cwd=_ROOT,
+        env=_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: config.rollout.group_size: got 1, must be at least 2 (one completion has no group to be compared with)\n"
+    )

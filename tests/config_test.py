@@ -1,0 +1,240 @@
+"""Every rule of `config.py`, with the line a person gets for breaking it."""
+
+import dataclasses
+import functools
+import json
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from configs.base import get_config
+from dcmdp_jax.config import CHOICES, RANGES, Config, from_config_dict, setting_names, to_dict, unknown_setting
+
+
+def _values():
+    values = get_config().to_dict()
+    values["task"]["train"] = "train.jsonl"
+    return values
+
+
+def _with(**changes):
+    """`section__name=value` changes of a valid config."""
+    values = _values()
+    for dotted, value in changes.items():
+        *sections, name = dotted.split("__")
+        place = values
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return values
+
+
+def _error(**changes):
+    with pytest.raises(ValueError) as raised:
+        from_config_dict(_with(**changes))
+    line = str(raised.value)
+    assert "\n" not in line and line.startswith("config.")
+    return line.removeprefix("config.")
+
+
+def _types(kind=Config, prefix=""):
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _types(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint
+
+
+_TYPES = dict(_types())
+
+
+def _set(dotted, value):
+    return {dotted.replace(".", "__"): value}
+
+
+def test_the_defaults_are_valid_once_they_name_a_task():
+    config = from_config_dict(_with())
+    assert config.mini_batches == 4  # 64 / 16
+    assert config.completions_per_mini_batch == 128  # 16 * 8
+    assert config.max_total_tokens == 9216  # 1024 + 8192
+    assert _error(task__train="").startswith("task.train: empty; name a .jsonl or .parquet file")
+
+
+def test_a_config_dict_and_a_plain_dict_make_the_same():
+    assert from_config_dict(ConfigDict(_values())) == from_config_dict(_values())
+
+
+def test_the_written_form_makes_the_same_config_again():
+    config = from_config_dict(_with(training__row_lengths=(64, 16384), algorithm__multiplier=0))
+    written = json.loads(json.dumps(to_dict(config), allow_nan=False))
+    assert written["training"]["row_lengths"] == [64, 16384] and written["algorithm"]["multiplier"] == 0.0
+    assert from_config_dict(written) == config
+
+
+def test_every_setting_is_in_the_defaults_and_the_other_way_round():
+    def flat(values, prefix=""):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    assert sorted(flat(_values())) == sorted(setting_names()) == sorted(_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("algorithm.multplier", "algorithm.multiplier"),
+        ("algorithm.tolerence", "algorithm.tolerance"),
+        ("rollout.groupsize", "rollout.group_size"),
+        ("training.group_size", "rollout.group_size"),  # the right name in the wrong section
+        ("optimiser", "optimizer"),
+        ("rundir", "run_dir"),
+        ("multiplier", "algorithm.multiplier"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
+    assert str(unknown_setting(name)) == f"config.{name}: no such setting; did you mean {nearest!r}?"
+
+
+def test_a_name_like_no_other_gets_the_sections():
+    line = str(unknown_setting("qqq"))
+    assert line.startswith("config.qqq: no such setting; sections are run_dir, model, task, rollout, algorithm, training")
+
+
+def test_an_unknown_name_in_a_section_is_refused():
+    assert _error(algorithm__multplier=0.1) == (
+        "algorithm.multplier: no such setting; did you mean 'algorithm.multiplier'?"
+    )
+    assert _error(extra=1).startswith("extra: no such setting")
+
+
+def test_a_missing_setting_and_a_section_that_is_none_are_named():
+    values = _values()
+    del values["optimizer"]["beta2"]
+    with pytest.raises(ValueError, match=r"^config\.optimizer\.beta2: missing; configs/base\.py has every setting$"):
+        from_config_dict(values)
+    assert _error(optimizer=3) == "optimizer: got 3, must be a section with named settings"
+
+
+_WRONG = {
+    int: st.one_of(st.booleans(), st.text(), st.none(), st.just(1.5), st.lists(st.integers()), st.just(float("nan"))),
+    float: st.one_of(st.booleans(), st.text(), st.none(), st.lists(st.floats())),
+    str: st.one_of(st.booleans(), st.integers(), st.floats(), st.none(), st.lists(st.text())),
+    bool: st.one_of(st.integers(), st.floats(), st.text(), st.none()),
+    tuple[int, ...]: st.one_of(
+        st.integers(), st.text(), st.none(), st.lists(st.floats(), min_size=1), st.lists(st.booleans(), min_size=1)
+    ),
+}
+
+
+@given(st.data())
+def test_a_value_of_a_wrong_type_is_refused_by_name(data):
+    name = data.draw(st.sampled_from(sorted(_TYPES)))
+    value = data.draw(_WRONG[_TYPES[name]])
+    line = _error(**_set(name, value))
+    # The line repeats the value; everything else is ours.
+    assert line.startswith(f"{name}: got {value!r}"[: len(line)])
+    assert line.endswith(("must be int", "must be float", "must be str", "must be bool", "must be a tuple of int"))
+
+
+@given(st.sampled_from(sorted(name for name, hint in _TYPES.items() if hint is float)), st.integers(0, 1))
+def test_an_integer_is_taken_for_a_float_and_becomes_one(name, value):
+    try:
+        config = from_config_dict(_with(**_set(name, value)))
+    except ValueError as error:
+        assert "must be float" not in str(error)  # a rule about the value, not about its type
+        return
+    made = functools.reduce(getattr, name.split("."), config)
+    assert type(made) is float and made == value
+
+
+def test_a_whole_float_is_taken_for_an_integer():
+    steps = from_config_dict(_with(training__steps=1e3)).training.steps
+    assert type(steps) is int and steps == 1000
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES))
+def test_a_choice_outside_the_list_is_refused_with_the_list(name):
+    wrong = CHOICES[name][-1] + "x"
+    line = _error(**_set(name, wrong))
+    assert line.startswith(f"{name}: got {wrong!r}, allowed are {', '.join(CHOICES[name])}")
+    assert line.endswith(f"did you mean {CHOICES[name][-1]!r}?")
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES))
+def test_every_choice_is_allowed(name):
+    for choice in CHOICES[name]:
+        from_config_dict(_with(**_set(name, choice)))
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_a_value_past_either_end_is_refused_with_the_bounds(name):
+    low, high = RANGES[name]
+    step = 1 if _TYPES[name] is int else 1e-3
+    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    for value in [low - step] + ([] if high is None else [high + step]):
+        assert _error(**_set(name, value)).startswith(f"{name}: got {value}, must be {bounds}")
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest"),
+    [
+        ("rollout.group_size", 2), ("training.steps", 1), ("training.seed", 0), ("algorithm.clip_low", 0.0),
+        ("algorithm.tolerance", 0.0), ("algorithm.dual_window", 1), ("evaluation.temperature", 0.0),
+        ("checkpoint.keep_best", 0), ("optimizer.max_grad_norm", 0.0), ("task.verifier_timeout", 0.01),
+    ],
+)  # fmt: skip
+def test_the_lowest_value_is_itself_allowed(name, lowest):
+    from_config_dict(_with(**_set(name, lowest)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rollout__group_size": 1},
+            "rollout.group_size: got 1, must be at least 2 (one completion has no group to be compared with)",
+        ),
+        ({"rollout__top_p": 0.9}, "rollout.top_p: got 0.9, training needs 1.0: the engine renormalises"),
+        ({"rollout__top_p": 1.1}, "rollout.top_p: got 1.1, training needs 1.0"),
+        ({"rollout__temperature": 0.0}, "rollout.temperature: got 0.0, must be above 0 to train"),
+        (
+            {"training__prompts_per_mini_batch": 24},
+            "training.prompts_per_mini_batch: got 24, must divide training.prompts_per_step=64",
+        ),
+        ({"training__prompts_per_mini_batch": 128}, "training.prompts_per_mini_batch: got 128, must divide"),
+        (
+            {"algorithm__multiplier": 1.5},
+            "algorithm.multiplier: got 1.5, must lie in [multiplier_min, multiplier_max] = [0.0, 1.0]",
+        ),
+        ({"algorithm__multiplier_min": 0.2}, "algorithm.multiplier: got 0.1, must lie in"),
+        ({"algorithm__multiplier_max": -1.0}, "algorithm.multiplier: got 0.1, must lie in"),
+        ({"training__row_lengths": (64, 9215)}, "training.row_lengths: longest is 9215, must hold"),
+        ({"training__row_lengths": (9216, 64)}, "training.row_lengths: got (9216, 64), must rise from at least 1"),
+        ({"training__row_lengths": (9216, 9216)}, "training.row_lengths: got (9216, 9216), must rise"),
+        ({"training__row_lengths": (0, 9216)}, "training.row_lengths: got (0, 9216), must rise from at least 1"),
+        ({"mesh__data": -1}, "mesh: got data, fsdp, tensor = (-1, -1, 1), sizes are positive and at most one is -1"),
+        ({"mesh__tensor": 0}, "mesh: got data, fsdp, tensor = (1, -1, 0), sizes are positive"),
+        ({"mesh__tensor": -2}, "mesh: got data, fsdp, tensor = (1, -1, -2), sizes are positive"),
+        ({"warmup__steps": 5}, "warmup.task: empty; name problems with worked solutions or set warmup.steps=0"),
+        ({"evaluation__every_steps": 5}, "evaluation.task: empty; name a task or set evaluation.every_steps=0"),
+        ({"run_dir": ""}, "run_dir: empty; name the directory that the run writes to"),
+    ],
+)
+def test_rules_between_settings(changes, line):
+    assert _error(**changes).startswith(line)
+
+
+def test_the_longest_row_may_hold_the_longest_sequence_exactly():
+    assert from_config_dict(_with(training__row_lengths=(64, 9216))).training.row_lengths == (64, 9216)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", sorted(name for name, hint in _TYPES.items() if hint is float))
+def test_a_number_is_finite(name, value):
+    assert _error(**_set(name, value)) == f"{name}: got {value!r}, must be a finite number"

@@ -1,0 +1,120 @@
+"""Every config file, plain and with its arguments, builds and means what its docstring says."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from configs import base
+from dcmdp_jax.config import from_config_dict, to_dict
+
+_FILES = sorted(
+    path.stem
+    for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")
+    if path.stem not in ("__init__", "base")
+)
+_ARGUMENTS = ("", "grpo", "debug", "grpo,debug")
+
+
+def _config(name, argument=""):
+    return from_config_dict(importlib.import_module(f"configs.{name}").get_config(argument))
+
+
+def _flat(values, prefix=""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _changes(before, after):
+    """Settings that differ: name -> (before, after)."""
+    old, new = dict(_flat(to_dict(before))), dict(_flat(to_dict(after)))
+    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+
+
+def test_the_files_are_all_found():
+    assert {"demo", "qwen3_8b", "r1_distill_qwen_1p5b"} <= set(_FILES)
+
+
+@pytest.mark.parametrize("argument", _ARGUMENTS)
+@pytest.mark.parametrize("name", _FILES)
+def test_it_builds_and_validates(name, argument):
+    config = _config(name, argument)
+    assert config.algorithm.method == ("grpo" if "grpo" in argument else "dc_grpo")
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_each_argument_has_a_run_directory_of_its_own(name):
+    assert len({_config(name, argument).run_dir for argument in _ARGUMENTS}) == len(_ARGUMENTS)
+
+
+@pytest.mark.parametrize("rest", ["", "debug"])
+@pytest.mark.parametrize("name", _FILES)
+def test_grpo_changes_the_method_and_the_run_directory_alone(name, rest):
+    plain = _config(name, rest)
+    changed = _changes(plain, _config(name, f"grpo,{rest}"))
+    assert sorted(changed) == ["algorithm.method", "run_dir"]
+    assert changed["algorithm.method"] == ("dc_grpo", "grpo")
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_debug_is_small_and_needs_no_files(name):
+    config = _config(name, "debug")
+    assert config.model.path == config.model.tokenizer == "" and config.task.train.startswith("arithmetic:")
+    assert config.training.steps == 2 and config.mini_batches == 2
+    assert config.training.prompts_per_step * config.rollout.group_size == 16
+    assert config.max_total_tokens == 80 and config.warmup.steps <= 20
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_debug_leaves_the_method_as_the_file_has_it(name):
+    changed = _changes(_config(name), _config(name, "debug"))
+    assert not [setting for setting in changed if setting.startswith(("algorithm.", "optimizer.", "mesh."))]
+    assert "rollout.precision" not in changed
+
+
+@pytest.mark.parametrize("argument", ["gpro", "grpo;debug", "grpo,small"])
+def test_another_argument_is_refused(argument):
+    wrong = argument.split(",")[-1]
+    with pytest.raises(ValueError, match=f"config argument '{wrong}': allowed are grpo, debug, joined by commas"):
+        base.get_config(argument)
+
+
+def test_the_papers_constants_of_the_8b_runs():
+    """Section 4 of the paper's table of constants, as numbers."""
+    config = _config("qwen3_8b")
+    algorithm = config.algorithm
+    assert (algorithm.method, algorithm.measure, algorithm.sided, algorithm.level) == (
+        "dc_grpo", "diff", "two", "token",
+    )  # fmt: skip
+    assert (algorithm.multiplier, algorithm.tolerance, algorithm.dual_learning_rate) == (0.1, 0.0037, 1.0)
+    assert algorithm.dual_window == 1 and algorithm.multiplier_min == 0.0
+    assert algorithm.clip_high == 0.24 and algorithm.kl_coefficient == 0.0
+    assert algorithm.aggregation == "seq_mean_token_mean"
+    rollout = config.rollout
+    assert (rollout.group_size, rollout.max_completion_tokens) == (8, 8192)
+    assert (rollout.temperature, rollout.top_p) == (1.0, 1.0)
+    assert (config.training.prompts_per_step, config.training.prompts_per_mini_batch) == (64, 16)
+    assert config.mini_batches == 4 and config.completions_per_mini_batch == 128
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (1e-6, 0.9, 0.95)
+    assert (optimizer.weight_decay, optimizer.epsilon, optimizer.schedule) == (0.0, 1e-15, "constant")
+    assert (config.model.compute_dtype, rollout.precision) == ("bfloat16", "bfloat16")
+    assert config.task.train == "BytedTsinghua-SIA/DAPO-Math-17k"
+    assert config.evaluation.temperature == 0.7 and config.warmup.steps == 0
+
+
+def test_the_case_study_differs_from_the_8b_runs_by_its_model_alone():
+    changed = _changes(_config("qwen3_8b"), _config("r1_distill_qwen_1p5b"))
+    assert sorted(changed) == ["model.path", "run_dir"]
+
+
+def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_to_move():
+    config = _config("demo")
+    assert config.rollout.precision in ("int8", "fp8") and config.model.compute_dtype == "float32"
+    algorithm = config.algorithm
+    assert algorithm.multiplier_min < algorithm.multiplier < algorithm.multiplier_max
+    assert config.evaluation.every_steps and "split=heldout" in config.evaluation.task
+    assert config.training.steps % config.evaluation.every_steps == 0

@@ -1,0 +1,96 @@
+"""avg@K and pass@K against hand counts, with the real verifier and tokenizer and completions written out here."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.tasks.verifier import Verifier
+from dcmdp_jax.types import Rollout
+
+
+@dataclasses.dataclass
+class _Script:
+    """An engine that says what it was given: one list of texts for each prompt. A text that ends in "..." is cut."""
+
+    texts: list[list[str]]
+    calls: list[tuple] = dataclasses.field(default_factory=list)
+
+    def generate(self, prompts, sampling, *, seed, step):
+        self.calls.append((prompts, sampling, seed, step))
+        tokenizer = build_tokenizer()
+        ids, reasons = [], []
+        for text in (text for group in self.texts for text in group):
+            cut = text.endswith("...")
+            tokens = tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
+            ids.append(np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32))
+            reasons.append("length" if cut else "stop")
+        size = sampling.group_size
+        return Rollout(
+            prompt_ids=[prompts[i // size] for i in range(len(ids))],
+            completion_ids=ids,
+            rollout_logprobs=[np.zeros(len(tokens), np.float32) for tokens in ids],
+            finish_reasons=reasons,
+            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), size),
+            policy_version=0,
+        )
+
+
+@pytest.fixture
+def judged():
+    """Runs `evaluate` on scripted texts."""
+    with Verifier(num_workers=1, timeout_s=5.0) as verifier:
+
+        def run(texts, answers, **settings):
+            engine = _Script(texts)
+            prompts = [np.array([5 + i], np.int32) for i in range(len(texts))]
+            sampling = SamplingParams(group_size=len(texts[0]), max_completion_tokens=16, **settings)
+            options = {"task": "t", "seed": 7}
+            return evaluate(engine, verifier, build_tokenizer(), prompts, answers, sampling, **options), engine
+
+        yield run
+
+
+def test_scores_lengths_and_truncation_against_a_hand_count(judged):
+    result, _ = judged(
+        [
+            [r"\boxed{4}", r"\boxed{5}", r"2+2=4;\boxed{4}", "4"],  # right, wrong, right, no box
+            [r"\boxed{4}", r"\boxed{4}", r"\boxed{4}...", "1..."],  # the answer of another problem: wrong
+            [r"\boxed{9}", r"\boxed{9}", r"\boxed{9}", r"\boxed{9}"],
+        ],
+        ["4", "7", "9"],
+    )
+    np.testing.assert_array_equal(result.scores, [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert (result.task, result.samples) == ("t", 4)
+    # Not pass@4 = 2/3, and not the share of right answers among those that have a box, 6/10.
+    assert result.average == 0.5
+    assert result.pass_at_k == pytest.approx(2 / 3, abs=1e-7)
+    # Between problems: means 1/2, 0, 1, deviation sqrt((0 + 1/4 + 1/4) / 2) = 1/2, over sqrt(3). Over the twelve
+    # completions as if independent it would be 0.15.
+    assert result.standard_error == pytest.approx(0.5 / math.sqrt(3), abs=1e-7)
+    # `\boxed{` is one token: 3 tokens and the end make 4; "2+2=4;" adds 6; "4" is 2; cut ones have no end token.
+    lengths = [4, 4, 10, 2, 4, 4, 3, 1, 4, 4, 4, 4]
+    assert result.length_mean == pytest.approx(sum(lengths) / 12, abs=1e-12)
+    assert result.truncated_fraction == pytest.approx(2 / 12, abs=1e-12)
+    assert (result.verifier_timeouts, result.verifier_errors) == (0, 0)
+
+
+def test_a_single_problem_has_no_standard_error(judged):
+    result, _ = judged([[r"\boxed{1}", r"\boxed{2}"]], ["1"])
+    assert result.average == 0.5 and math.isnan(result.standard_error)
+
+
+def test_an_answer_that_needs_algebra_is_judged_by_the_workers(judged):
+    result, _ = judged([[r"\boxed{x+1}", r"\boxed{x-1}"]], ["1+x"])
+    np.testing.assert_array_equal(result.scores, [[1, 0]])
+
+
+def test_the_engine_is_asked_once_with_the_sampling_given_and_step_0(judged):
+    _, engine = judged([[r"\boxed{1}"], [r"\boxed{1}"]], ["1", "1"], temperature=0.7, top_p=0.9)
+    ((prompts, sampling, seed, step),) = engine.calls
+    assert [list(prompt) for prompt in prompts] == [[5], [6]]
+    assert (sampling.temperature, sampling.top_p, seed, step) == (0.7, 0.9, 7, 0)

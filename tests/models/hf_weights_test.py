@@ -1,0 +1,399 @@
+"""Safetensors in and out: the same bytes, the same model in transformers, and what damaged directories get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+
+from dcmdp_jax.models import decoder, hf_weights
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
+from dcmdp_jax.models.hf_names import hf_names
+from dcmdp_jax.models.hf_weights import check_manifest, iterate_hf_tensors, load_params, save_params
+from dcmdp_jax.parallel.mesh import make_mesh
+
+CONFIG = ModelConfig("qwen3", 11, 8, 12, 2, 4, 2, 4)
+TIED = ModelConfig("qwen2", 11, 8, 12, 2, 2, 1, 4, tie_word_embeddings=True, attention_bias=True)
+
+
+def _tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=place.shape).astype(dtype) for name, place in hf_names(config).items()}
+
+
+def _write(directory: Path, config: ModelConfig, tensors: dict[str, np.ndarray], *, shards: int = 1) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(to_hf(config, dtype="float32")))
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[shard::shards])
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def _assert_same_bytes(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert have.keys() == want.keys()
+    for name, value in want.items():
+        assert (have[name].dtype, have[name].shape) == (value.dtype, value.shape), name
+        assert have[name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_and_shapes_are_those_of_transformers(hf_model: Callable[..., Any], family: str, tied: bool) -> None:
+    model = hf_model(family, tied=tied, bias=True)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    config = from_hf(model.config.to_dict())
+    assert {name: place.shape for name, place in hf_names(config).items()} == expected
+    places = {(place.path, place.layer) for place in hf_names(config).values()}
+    assert len(places) == len(expected)
+
+
+def test_layers_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    params = load_params(_write(tmp_path / "m", CONFIG, tensors), CONFIG, dtype="float32")
+    assert jax.tree.structure(params) == jax.tree.structure(decoder.param_shapes(CONFIG))
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        mine = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
+        np.testing.assert_array_equal(mine["attention"]["k"]["kernel"], tensors[f"{prefix}.self_attn.k_proj.weight"].T)
+        np.testing.assert_array_equal(mine["mlp"]["down"]["kernel"], tensors[f"{prefix}.mlp.down_proj.weight"].T)
+        np.testing.assert_array_equal(mine["mlp_norm"]["scale"], tensors[f"{prefix}.post_attention_layernorm.weight"])
+        np.testing.assert_array_equal(mine["attention_norm"]["scale"], tensors[f"{prefix}.input_layernorm.weight"])
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["output"], tensors["lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_export_of_an_import_is_the_identity(tmp_path: Path, config: ModelConfig, dtype: str, shards: int) -> None:
+    tensors = _tensors(config, jnp.dtype(dtype))
+    source = _write(tmp_path / "in", config, tensors, shards=shards)
+    params = load_params(source, config, dtype=dtype)
+    _assert_same_bytes(dict(iterate_hf_tensors(params, config, dtype)), tensors)
+    save_params(params, config, tmp_path / "out", dtype=dtype)
+    _assert_same_bytes(load_file(tmp_path / "out" / "model.safetensors"), tensors)
+    assert read_config(tmp_path / "out") == config
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_source_dtypes(tmp_path: Path, stored: Any) -> None:
+    tensors = _tensors(CONFIG, stored)
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    wide = dict(iterate_hf_tensors(load_params(source, CONFIG, dtype="float32"), CONFIG, "float32"))
+    _assert_same_bytes(wide, {name: value.astype(np.float32) for name, value in tensors.items()})
+    narrow = dict(iterate_hf_tensors(load_params(source, CONFIG, dtype="bfloat16"), CONFIG, "bfloat16"))
+    _assert_same_bytes(narrow, {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()})
+
+
+def test_narrowing_rounds_to_nearest_even(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    # bfloat16 has 8 bits: 1 + 1/256 lies between 1 and 1 + 1/128, and goes to even; truncation gives 1 both times.
+    tensors["model.norm.weight"] = np.array([1 + 1 / 256, 1 + 3 / 256, 1 + 1.5 / 256, 0, 0, 0, 0, 0], np.float32)
+    expected = [1.0, 1 + 4 / 256, 1 + 2 / 256]
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    at_load = load_params(source, CONFIG, dtype="bfloat16")["norm"]["scale"]
+    np.testing.assert_array_equal(np.asarray(at_load, np.float32)[:3], expected)
+    exact = load_params(source, CONFIG, dtype="float32")
+    at_save = dict(iterate_hf_tensors(exact, CONFIG, "bfloat16"))["model.norm.weight"]
+    np.testing.assert_array_equal(at_save.astype(np.float32)[:3], expected)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_loads_an_export_with_the_same_logits(
+    hf_directory: Callable[..., tuple[Any, Path]], tmp_path: Path, family: str, tied: bool, dtype: str
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
+    model, source = hf_directory(family, tied=tied, bias=True, rope="yarn")
+    config = read_config(source)
+    params = load_params(source, config, dtype="float32")
+    # 30 kB: several files, some with one tensor larger than that.
+    save_params(params, config, tmp_path / "out", dtype=dtype, max_shard_bytes=30_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert again.dtype == getattr(torch, dtype)
+    # Saved and loaded too: Module.to() would round the rotary frequencies as well.
+    model.to(again.dtype).save_pretrained(tmp_path / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        want, have = model(ids).logits, again(ids).logits
+    assert torch.equal(have, want)
+
+
+def test_sharded_directories_of_transformers(hf_directory: Callable[..., tuple[Any, Path]]) -> None:
+    model, source = hf_directory("qwen3", max_shard_size="40kB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    config = read_config(source)
+    manifest = check_manifest(source, config)
+    assert manifest.dtypes == {"F32": len(hf_names(config))}
+    assert manifest.num_bytes == 4 * config.num_params
+    exported = dict(iterate_hf_tensors(load_params(source, config, dtype="float32"), config, "float32"))
+    _assert_same_bytes(exported, {name: value.detach().numpy() for name, value in model.named_parameters()})
+
+
+def test_shard_files_and_index(tmp_path: Path) -> None:
+    params = decoder.init_params(CONFIG, jax.random.key(0))
+    save_params(params, CONFIG, tmp_path / "out", dtype="float32", max_shard_bytes=1000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * CONFIG.num_params
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    sizes = [sum(value.nbytes for value in load_file(tmp_path / "out" / file).values()) for file in files]
+    assert sum(sizes) == 4 * CONFIG.num_params
+    assert max(sizes) <= 1000
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_load_onto_a_mesh(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), decoder.param_shapes(CONFIG))
+    shardings["layers"]["mlp"]["up"]["kernel"] = NamedSharding(mesh, P(None, "fsdp", "tensor"))
+    shardings["layers"]["mlp"]["down"]["kernel"] = NamedSharding(mesh, P("data", "tensor", "fsdp"))
+    shardings["output"] = NamedSharding(mesh, P(("data", "fsdp", "tensor"), None))
+    params = load_params(source, CONFIG, dtype="float32", shardings=shardings)
+    jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf.sharding)), params, shardings)
+    assert params["layers"]["mlp"]["up"]["kernel"].addressable_shards[0].data.shape == (2, 4, 6)
+    assert params["output"].addressable_shards[0].data.shape == (1, 11)
+    _assert_same_bytes(dict(iterate_hf_tensors(params, CONFIG, "float32")), tensors)
+
+
+def test_numpy_parameters_export_too() -> None:
+    params = decoder.init_params(TIED, jax.random.key(0))
+    on_host = jax.tree.map(np.asarray, params)
+    for dtype in ("float32", "bfloat16"):
+        _assert_same_bytes(
+            dict(iterate_hf_tensors(on_host, TIED, dtype)), dict(iterate_hf_tensors(params, TIED, dtype))
+        )
+
+
+def test_loaded_parameters_outlive_their_file(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    params = load_params(source, CONFIG, dtype="float32")
+    path = source / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    _assert_same_bytes(dict(iterate_hf_tensors(params, CONFIG, "float32")), tensors)
+
+
+# What damaged directories get.
+
+
+def _refused(source: Path, config: ModelConfig, error: type[Exception] = ValueError) -> str:
+    """The message, which the header check must give already: no tensor is read before."""
+    with pytest.raises(error) as caught:
+        check_manifest(source, config)
+    with pytest.raises(error) as again:
+        load_params(source, config, dtype="float32")
+    assert str(again.value) == str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    file = source / "model.safetensors"
+    assert _refused(source, CONFIG) == (
+        f"{file}: tensor model.layers.1.mlp.up_proj.weight is missing, expected [12, 8]"
+    )
+    del tensors["lm_head.weight"]
+    source = _write(tmp_path / "n", CONFIG, tensors)
+    assert "up_proj.weight is missing and 1 more, expected [12, 8]" in _refused(source, CONFIG)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 8), np.float32)
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    assert _refused(source, CONFIG) == (
+        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], expected [8, 8]"
+    )
+
+
+def test_unknown_tensor(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG) | {"model.layers.2.input_layernorm.weight": np.zeros(8, np.float32)}
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    assert _refused(source, CONFIG) == (
+        f"{source}/model.safetensors: tensor model.layers.2.input_layernorm.weight is unknown to qwen3 with this "
+        "config.json"
+    )
+
+
+def test_unreadable_dtype(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    tensors["model.norm.weight"] = np.zeros(8, np.int8)
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    assert _refused(source, CONFIG).endswith("tensor model.norm.weight is I8, readable are F32, BF16, F16")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_truncated_file(tmp_path: Path, keep: int) -> None:
+    source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
+    file = source / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert _refused(source, CONFIG).startswith(f"{file}: truncated or not a safetensors file (")
+
+
+def test_index_against_files(tmp_path: Path) -> None:
+    source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
+    index, second = source / "model.safetensors.index.json", source / "model-00002-of-00002.safetensors"
+    intact = index.read_text()
+    weight_map = json.loads(intact)["weight_map"]
+    here = [name for name, file in weight_map.items() if file == second.name]
+
+    moved = weight_map | {here[0]: "model-00001-of-00002.safetensors"}
+    index.write_text(json.dumps({"weight_map": moved}))
+    assert _refused(source, CONFIG) == (
+        f"{source}/model-00001-of-00002.safetensors: tensor {here[0]} is missing, "
+        "model.safetensors.index.json says it is here"
+    )
+    index.write_text(json.dumps({"weight_map": {name: file for name, file in weight_map.items() if name != here[0]}}))
+    assert _refused(source, CONFIG) == f"{second}: tensor {here[0]} is unknown to model.safetensors.index.json"
+    index.write_text(intact)
+    second.unlink()
+    assert _refused(source, CONFIG) == (
+        f"{index}: tensor {here[0]} is said to be in model-00002-of-00002.safetensors, which is missing"
+    )
+    for text, reason in (
+        ("{", "not valid JSON"),
+        ("{}", "has no weight_map"),
+        ("[]", "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "weight_map must map tensor names to file names"),
+    ):
+        index.write_text(text)
+        assert _refused(source, CONFIG).startswith(f"{index}: {reason}")
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    message = _refused(tmp_path, CONFIG, FileNotFoundError)
+    assert message == f"{tmp_path}: has neither model.safetensors nor model.safetensors.index.json"
+
+
+def test_redundant_head_of_a_tied_model(tmp_path: Path) -> None:
+    tensors = _tensors(TIED)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    source = _write(tmp_path / "same", TIED, tensors | head)
+    assert check_manifest(source, TIED).redundant_head == source / "model.safetensors"
+    _assert_same_bytes(dict(iterate_hf_tensors(load_params(source, TIED, dtype="float32"), TIED, "float32")), tensors)
+
+    source = _write(tmp_path / "other", TIED, tensors | {"lm_head.weight": head["lm_head.weight"] + 1})
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, but config.json ties"
+    ):
+        load_params(source, TIED, dtype="float32")
+
+
+def test_dtype_is_checked(tmp_path: Path) -> None:
+    params = decoder.init_params(TIED, jax.random.key(0))
+    for call in (
+        lambda: load_params(tmp_path, TIED, dtype="float16"),
+        lambda: next(iterate_hf_tensors(params, TIED, "float16")),
+        lambda: save_params(params, TIED, tmp_path / "out", dtype="float16"),
+    ):
+        with pytest.raises(ValueError, match="^dtype: got 'float16', allowed are float32, bfloat16$"):
+            call()
+
+
+def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    params = decoder.init_params(TIED, jax.random.key(0))
+    with pytest.raises(ValueError, match="^params: tree is"):
+        save_params(params, CONFIG, tmp_path / "out", dtype="float32")
+    wrong = params | {"embedding": params["embedding"][:-1]}
+    with pytest.raises(ValueError, match=r"^params\['embedding'\]: got \[10, 8\], the config gives \[11, 8\]$"):
+        save_params(wrong, TIED, tmp_path / "out", dtype="float32")
+    assert not list(tmp_path.iterdir())  # nothing half written stays behind
+
+
+# Writing a directory.
+
+
+def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
+    params = decoder.init_params(TIED, jax.random.key(0))
+    out = tmp_path / "deep" / "out"
+    save_params(params, TIED, out, dtype="float32")
+    before = load_file(out / "model.safetensors")
+    other = decoder.init_params(TIED, jax.random.key(1))
+    with pytest.raises(FileExistsError, match="is not empty, choose another directory or ask to overwrite"):
+        save_params(other, TIED, out, dtype="float32")
+    _assert_same_bytes(load_file(out / "model.safetensors"), before)
+    (out / "stale.txt").write_text("of the old export")
+    save_params(other, TIED, out, dtype="float32", overwrite=True)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    _assert_same_bytes(load_file(out / "model.safetensors"), dict(iterate_hf_tensors(other, TIED, "float32")))
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="is a file, choose another directory"):
+        save_params(params, TIED, tmp_path / "file", dtype="float32", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    save_params(params, TIED, tmp_path / "empty", dtype="float32")
+    assert read_config(tmp_path / "empty") == TIED
+
+
+def test_a_failure_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = decoder.init_params(TIED, jax.random.key(0))
+    out = tmp_path / "out"
+    save_params(params, TIED, out, dtype="float32")
+    before = load_file(out / "model.safetensors")
+
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_weights, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_params(decoder.init_params(TIED, jax.random.key(1)), TIED, out, dtype="float32", overwrite=True)
+    _assert_same_bytes(load_file(out / "model.safetensors"), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_tokenizer_files_come_along(tmp_path: Path) -> None:
+    params = decoder.init_params(TIED, jax.random.key(0))
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        save_params(params, TIED, tmp_path / "out", dtype="float32", tokenizer_dir=source)
+    contents = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"a": 1}',
+        "chat_template.jinja": "{{ x }}",
+        "generation_config.json": '{"eos_token_id": [3, 4]}',
+        "config.json": json.dumps({"eos_token_id": 3, "pad_token_id": 0, "bos_token_id": None, "vocab_size": 99}),
+        "README.md": "not ours to carry",
+    }
+    for name, text in contents.items():
+        (source / name).write_text(text)
+    save_params(params, TIED, tmp_path / "out", dtype="bfloat16", tokenizer_dir=source)
+    carried = {path.name for path in (tmp_path / "out").iterdir()}
+    assert carried == contents.keys() - {"README.md"} | {"model.safetensors"}
+    for name in carried - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "out" / name).read_text() == contents[name]
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (fields["eos_token_id"], fields["pad_token_id"], fields["vocab_size"]) == (3, 0, 11)
+    assert "bos_token_id" not in fields
+    assert fields["torch_dtype"] == "bfloat16"

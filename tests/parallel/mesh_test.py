@@ -1,0 +1,55 @@
+"""Mesh sizes and what wrong ones get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from dcmdp_jax.parallel.mesh import make_mesh
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((8, 1, 1), (8, 1, 1)),
+        ((-1, 1, 1), (8, 1, 1)),
+        ((2, -1, 2), (2, 2, 2)),
+        ((1, 4, -1), (1, 4, 2)),
+        ((2, 4, -1), (2, 4, 1)),
+    ],
+)
+def test_sizes(sizes: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
+    mesh = make_mesh(*sizes, devices=jax.devices()[:8])
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.devices.shape == expected
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_devices() -> None:
+    assert make_mesh(-1).devices.size == len(jax.devices())
+    chosen = jax.devices()[2:4]
+    assert set(np.ravel(make_mesh(1, 2, 1, devices=chosen).devices)) == set(chosen)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 3}, "mesh data=1, fsdp=3, tensor=1: needs 3 devices, there are 8; set one axis to -1 to fit"),
+        ({}, "mesh data=1, fsdp=1, tensor=1: needs 1 devices, there are 8; set one axis to -1 to fit"),
+        ({"data": 4, "tensor": 4},
+         "mesh data=4, fsdp=1, tensor=4: needs 16 devices, there are 8; set one axis to -1 to fit"),
+        ({"data": -1, "fsdp": 3}, "mesh data=-1, fsdp=3, tensor=1: 3 does not divide the 8 devices"),
+        ({"data": -1, "fsdp": -1}, "mesh data=-1, fsdp=-1, tensor=1: only one axis may be -1"),
+        ({"data": 0}, "mesh data: got 0, must be at least 1, or -1 for the devices left over"),
+        ({"tensor": -2}, "mesh tensor: got -2, must be at least 1, or -1 for the devices left over"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_mesh(**sizes, devices=jax.devices()[:8])
+    assert str(caught.value) == message

@@ -1,0 +1,242 @@
+"""The tables, what they do to real trees, and the model on eight devices against one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import (
+    ACTIVATION_AXES,
+    PARAM_AXES,
+    constrain,
+    param_shardings,
+    partition_spec,
+    replicated,
+    shard_rows,
+    state_shardings,
+)
+
+# 2 key-value heads: fewer than the 8 devices of (1, 1, 8).
+CONFIG = ModelConfig("qwen3", 96, 32, 64, 2, 8, 2, 16, rope_theta=1e4, attention_bias=True, initializer_range=0.2)
+
+
+def _mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+    return make_mesh(data, fsdp, tensor, devices=jax.devices()[:8])
+
+
+def _specs(tree: Any) -> Any:
+    return jax.tree.map(lambda sharding: sharding.spec, tree)
+
+
+def test_partition_spec() -> None:
+    assert partition_spec(("layers", "embed", "mlp"), PARAM_AXES) == P(None, "fsdp", "tensor")
+    assert partition_spec(("layers", "heads", "embed"), PARAM_AXES) == P(None, "tensor", "fsdp")
+    assert partition_spec(("vocab", "embed"), PARAM_AXES) == P("tensor", "fsdp")
+    assert partition_spec(("layers", None), PARAM_AXES) == P(None, None)
+    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp"), None, None)
+
+
+def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
+    with pytest.raises(ValueError, match="'heads' and 'mlp' both land on 'tensor'"):
+        partition_spec(("heads", "mlp"), PARAM_AXES)
+    with pytest.raises(ValueError, match="'a' and 'b' both land on 'fsdp'"):
+        partition_spec(("a", "b"), {"a": ("data", "fsdp"), "b": "fsdp"})
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match="logical axis 'rows' is unknown, the table has layers, embed, vocab"):
+        partition_spec(("rows",), PARAM_AXES)
+
+
+def test_param_shardings() -> None:
+    shapes = decoder.param_shapes(CONFIG)
+    specs = _specs(param_shardings(decoder.logical_axes(CONFIG), shapes, _mesh(2, 2, 2)))
+    assert specs["embedding"] == P("tensor", "fsdp")
+    assert specs["output"] == P("fsdp", "tensor")
+    assert specs["norm"]["scale"] == P(None)
+    attention, mlp = specs["layers"]["attention"], specs["layers"]["mlp"]
+    assert attention["q"] == {"kernel": P(None, "fsdp", "tensor"), "bias": P(None, "tensor")}
+    assert attention["k"] == attention["v"] == attention["q"]
+    assert attention["o"] == {"kernel": P(None, "tensor", "fsdp"), "bias": P(None, "fsdp")}
+    assert attention["q_norm"]["scale"] == P(None, None)
+    assert mlp["gate"]["kernel"] == mlp["up"]["kernel"] == P(None, "fsdp", "tensor")
+    assert mlp["down"]["kernel"] == P(None, "tensor", "fsdp")
+
+
+def test_a_size_that_does_not_divide_is_whole_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    axes = {"embedding": ("vocab", "embed"), "up": ("embed", "mlp")}
+    shapes = {
+        "embedding": jax.ShapeDtypeStruct((97, 32), jnp.float32),
+        "up": jax.ShapeDtypeStruct((32, 64), jnp.float32),
+    }
+    with caplog.at_level(logging.WARNING):
+        specs = _specs(param_shardings(axes, shapes, _mesh(1, 4, 2)))
+    assert specs == {"embedding": P(None, "fsdp"), "up": P("fsdp", "tensor")}
+    assert [record.getMessage() for record in caplog.records] == [
+        "embedding: dimension 0 (vocab) is 97, not a multiple of the 2 devices along tensor; each holds all of it"
+    ]
+
+
+def test_axes_must_name_every_dimension() -> None:
+    with pytest.raises(ValueError, match=r"^a.b: axes \('embed',\) do not name the dimensions of shape \(4, 4\)$"):
+        param_shardings({"a": {"b": ("embed",)}}, {"a": {"b": jnp.zeros((4, 4))}}, _mesh(1, 4, 2))
+
+
+def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128)
+    with caplog.at_level(logging.WARNING):
+        for sizes in ((1, 8, 1), (2, 2, 2), (1, 1, 8)):
+            shardings = param_shardings(decoder.logical_axes(config), decoder.param_shapes(config), _mesh(*sizes))
+            held = jax.tree.map(
+                lambda leaf, sharding: int(np.prod(sharding.shard_shape(leaf.shape))),
+                decoder.param_shapes(config),
+                shardings,
+            )
+            # All but the norms, 308,224 parameters, are split over fsdp * tensor.
+            ways = sizes[1] * sizes[2]
+            assert sum(jax.tree.leaves(held)) == (8_190_735_360 - 308_224) // ways + 308_224
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3))),
+        optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params)),
+        optax.multi_transform(
+            {"yes": optax.adam(1e-3), "no": optax.set_to_zero()},
+            lambda params: jax.tree.map(lambda leaf: "yes" if leaf.ndim > 2 else "no", params),
+        ),
+    ],
+    ids=["adamw", "chain", "masked", "multi_transform"],
+)
+def test_moments_lie_where_their_parameters_lie(optimizer: optax.GradientTransformation) -> None:
+    mesh, shapes, axes = _mesh(2, 2, 2), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    state = jax.eval_shape(optimizer.init, shapes)
+    shardings = state_shardings({"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh)
+    assert shardings["params"] == param_shardings(axes, shapes, mesh)
+    assert shardings["step"] == replicated(mesh)
+    moments = {
+        jax.tree_util.keystr(path): sharding
+        for path, sharding in jax.tree_util.tree_leaves_with_path(shardings["optimizer"])
+    }
+    up = [sharding.spec for path, sharding in moments.items() if path.endswith("['mlp']['up']['kernel']")]
+    assert up == [P(None, "fsdp", "tensor")] * 2  # mu and nu
+    counters = [sharding.spec for path, sharding in moments.items() if "count" in path]
+    assert counters
+    assert set(counters) == {P()}
+
+
+def test_every_moment_of_adamw() -> None:
+    mesh, shapes, axes = _mesh(2, 2, 2), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    shardings = state_shardings(jax.eval_shape(optax.adamw(1e-3).init, shapes), shapes, axes, mesh)
+    assert shardings[0].mu == shardings[0].nu == param_shardings(axes, shapes, mesh)
+
+
+def test_a_leaf_of_another_shape_is_replicated() -> None:
+    """Factored moments keep a parameter's path and not its shape."""
+    mesh, shapes, axes = _mesh(1, 8, 1), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[:-1], leaf.dtype), shapes)
+    shardings = state_shardings(rows, shapes, axes, mesh)
+    assert set(jax.tree.leaves(_specs(shardings), is_leaf=lambda x: isinstance(x, P))) == {P()}
+
+
+def test_state_made_under_jit_has_its_shardings() -> None:
+    """jit(optimizer.init) alone puts the moments on one device; with these out_shardings they are split."""
+    mesh, shapes, axes = _mesh(1, 4, 2), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    optimizer = optax.adam(1e-3)
+    shardings = state_shardings(jax.eval_shape(optimizer.init, shapes), shapes, axes, mesh)
+    params = jax.device_put(decoder.init_params(CONFIG, jax.random.key(0)), param_shardings(axes, shapes, mesh))
+    state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    moment = state[0].mu["layers"]["mlp"]["up"]["kernel"]
+    assert moment.addressable_shards[0].data.shape == (2, 32 // 4, 64 // 2)
+    assert state[0].count.sharding == replicated(mesh)
+
+
+def test_rows_and_replicas() -> None:
+    mesh = _mesh(2, 2, 2)
+    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp"), None))
+    placed = jax.device_put(np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5), shard_rows(mesh))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3, 1, 5)}
+    assert jax.device_put(np.arange(5), replicated(mesh)).addressable_shards[7].data.shape == (5,)
+
+
+def test_constrain() -> None:
+    mesh = _mesh(2, 2, 2)
+    pinned = jax.jit(lambda x: constrain(mesh)(x, ("rows", "length", "hidden")))(jnp.zeros((8, 3, 5)))
+    assert pinned.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "fsdp"))), 3)
+    with pytest.raises(ValueError, match=r"^rows: got 6, must be a multiple of data \* fsdp = 4 of the mesh"):
+        jax.jit(lambda x: constrain(mesh)(x, ("rows", "length", "hidden")))(jnp.zeros((6, 3, 5)))
+
+
+def _rows() -> dict[str, np.ndarray]:
+    """8 rows of two segments and padding."""
+    rng = np.random.default_rng(0)
+    segments = np.repeat([[1, 2, 0]], [7, 6, 3], axis=1).repeat(8, axis=0)
+    positions = np.concatenate([np.arange(7), np.arange(6), np.zeros(3, int)])[None].repeat(8, axis=0)
+    return {
+        "input_ids": rng.integers(0, 96, (8, 16)).astype(np.int32),
+        "position_ids": positions.astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+        "mask": (segments > 0) & (positions > 0),
+        "weights": rng.normal(size=(8, 16)).astype(np.float32),
+    }
+
+
+def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+    pin = {} if mesh is None else {"constrain": constrain(mesh), "mesh": mesh}
+    hidden = decoder.hidden_states(
+        params, CONFIG, rows["input_ids"], rows["position_ids"], rows["segment_ids"], Compute(remat="full"), **pin
+    )
+    logprobs, entropy = token_logprobs(
+        hidden,
+        decoder.output_kernel(params),
+        rows["input_ids"],
+        rows["mask"],
+        temperature=0.7,
+        chunk=32,
+        compact=mesh is None,
+    )
+    return jnp.sum(rows["weights"] * logprobs) + jnp.sum(entropy), logprobs
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[Any, Any, Any]:
+    params = decoder.init_params(CONFIG, jax.random.key(0))
+    value = jax.jit(jax.value_and_grad(lambda p, r: _objective(p, r, None), has_aux=True))(params, _rows())
+    return params, *jax.device_get(value)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)])
+def test_eight_devices_equal_one(one_device: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> None:
+    """Forward and gradients. Devices add partial sums in another order: a few units in the last place."""
+    params, (value, logprobs), grads = one_device
+    mesh = _mesh(*sizes)
+    shardings = param_shardings(decoder.logical_axes(CONFIG), decoder.param_shapes(CONFIG), mesh)
+    placed = jax.device_put(params, shardings)
+    rows = jax.device_put(_rows(), NamedSharding(mesh, P(("data", "fsdp"))))
+    step = jax.jit(
+        jax.value_and_grad(lambda p, r: _objective(p, r, mesh), has_aux=True), out_shardings=(None, shardings)
+    )
+    (sharded_value, sharded_logprobs), sharded_grads = step(placed, rows)
+    assert float(sharded_value) == pytest.approx(float(value), rel=1e-5)
+    np.testing.assert_allclose(sharded_logprobs, logprobs, atol=2e-5)
+    for (path, want), have in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(sharded_grads), strict=True
+    ):
+        error = np.abs(np.asarray(have) - want).max() / np.abs(want).max()
+        assert error < 2e-5, (jax.tree_util.keystr(path), error)
