@@ -326,7 +326,9 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
         if name not in values:
             raise ValueError(f"config.{prefix}{name}: missing; configs/base.py has every setting")
         dotted, value = f"{prefix}{name}", values[name]
-        made[name] = _build(hint, value, f"{dotted}.") if dataclasses.is_dataclass(hint) else _typed(hint, value, dotted)
+        made[name] = (
+            _build(hint, value, f"{dotted}.") if dataclasses.is_dataclass(hint) else _typed(hint, value, dotted)
+        )
     return kind(**made)
 
 

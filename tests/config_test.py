@@ -103,7 +103,9 @@ def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
 
 def test_a_name_like_no_other_gets_the_sections():
     line = str(unknown_setting("qqq"))
-    assert line.startswith("config.qqq: no such setting; sections are run_dir, model, task, rollout, algorithm, training")
+    assert line.startswith(
+        "config.qqq: no such setting; sections are run_dir, model, task, rollout, algorithm, training"
+    )
 
 
 def test_an_unknown_name_in_a_section_is_refused():

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,25 @@ def _learner(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in state._asdict().items() if name != "params"}
 
 
+@dataclasses.dataclass
+class _BestScores(preservation_policy.PreservationPolicy):
+    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never one without a score."""
+
+    count: int
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[preservation_policy.PolicyCheckpointInfo],
+        *,
+        context: preservation_policy.PreservationContext,
+    ) -> list[bool]:
+        del context
+        scores = [(info.metrics or {}).get("score") for info in checkpoints]
+        ranked = sorted((score, place) for place, score in enumerate(scores) if score is not None)
+        best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
+        return [place in best for place in range(len(checkpoints))]
+
+
 class Checkpoints:
     """The checkpoints of one run directory."""
 
@@ -66,15 +87,16 @@ class Checkpoints:
             keep_best: how many of those with the highest score to keep beside them.
         """
         self._directory = Path(run_dir).resolve() / "checkpoints"
-        best = preservation_policy.BestN(
-            get_metric_fn=lambda metrics: metrics["score"], n=keep_best, keep_checkpoints_without_metrics=False
+        keep = preservation_policy.AnyPreservationPolicy(
+            [preservation_policy.LatestN(keep_last), _BestScores(keep_best)]
         )
-        keep = [preservation_policy.LatestN(keep_last), *([best] if keep_best else [])]
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_names=_ITEMS,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
+                preservation_policy=keep,
+                # Orbax 0.12 writes the scores to disk, where a resumed run finds them, only if there is a best_fn.
+                best_fn=lambda metrics: metrics["score"],
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
             ),
@@ -98,8 +120,10 @@ class Checkpoints:
         meta = {
             "step": step,
             "model": dataclasses.asdict(model),
+            "param_dtype": str(jax.tree.leaves(state.params)[0].dtype),
             "digests": {"params": digests(state.params), "learner": digests(learner)},
         }
+        meta["crc32"] = _record_checksum(meta)
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -107,7 +131,7 @@ class Checkpoints:
                 learner=ocp.args.StandardSave(learner),
                 meta=ocp.args.JsonSave(meta),
             ),
-            metrics=None if score is None else {"score": float(score)},
+            metrics={} if score is None else {"score": float(score)},
         )
 
     def restore(self, abstract: TrainState) -> TrainState | None:
@@ -147,8 +171,10 @@ class Checkpoints:
                 meta=ocp.args.JsonRestore(),
             ),
         )
+        meta = restored["meta"]
+        _check_record(meta)
         for item in ("params", "learner"):
-            _check_digests(restored[item], restored["meta"]["digests"][item])
+            _check_digests(restored[item], meta["digests"][item])
         return TrainState(params=restored["params"], **restored["learner"])
 
     def _move_aside(self, step: int) -> None:
@@ -175,6 +201,16 @@ def _check_digests(tree: Any, expected: Mapping[str, int]) -> None:
     found = digests(tree)
     if changed := [path for path, value in expected.items() if found.get(path) != value]:
         raise ValueError(f"digest of {changed[0]} does not match what was saved")
+
+
+def _record_checksum(meta: Mapping[str, Any]) -> int:
+    rest = {name: value for name, value in meta.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _check_record(meta: Mapping[str, Any]) -> None:
+    if meta["crc32"] != _record_checksum(meta):
+        raise ValueError("its record of model and digests does not match its checksum")
 
 
 def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
@@ -230,14 +266,12 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
     """
     path, step = _find(run_dir, step)
     with _naming_damage(path):
-        model, expected = _read_meta(path)
+        model, meta = _read_meta(path)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        saved = ocp.StandardCheckpointer().metadata(path / "params").item_metadata.tree
-        dtype = jax.tree.leaves(saved)[0].dtype
-        shapes = decoder.param_shapes(model, str(jnp.dtype(dtype)))
+        shapes = decoder.param_shapes(model, meta["param_dtype"])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
         params = ocp.StandardCheckpointer().restore(path / "params", abstract)
-        _check_digests(params, expected["params"])
+        _check_digests(params, meta["digests"]["params"])
     return params, model, step, path.parent.parent / "tokenizer"
 
 
@@ -250,11 +284,12 @@ def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:
     return directory / str(step), step
 
 
-def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, dict[str, int]]]:
-    """The model, and the digests of each item."""
+def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model, and the whole record it comes from."""
     meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "meta")
+    _check_record(meta)
     fields = dict(meta["model"])
-    return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}), meta["digests"]
+    return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}), meta
 
 
 @contextlib.contextmanager

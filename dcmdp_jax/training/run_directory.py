@@ -15,7 +15,8 @@ from dcmdp_jax.config import Config, to_dict
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
-# Settings that may change between the parts of one run: they alter what is recorded or where it runs, not what is learnt.
+# Settings that may change between the parts of one run: they alter what is recorded or where it runs, not what is
+# learnt.
 _FREE = ("run_dir", "evaluation.", "checkpoint.", "observe.", "mesh.", "task.verifier_workers", "training.steps")
 
 
@@ -37,7 +38,9 @@ def check_run_directory(config: Config) -> None:
         return
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        if not isinstance(saved, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: can't be read ({error}); choose another config.run_dir") from error
     decays = config.optimizer.schedule != "constant"
     before, now = _flatten(saved), _flatten(to_dict(config))

@@ -185,9 +185,7 @@ def test_without_out_a_run_keeps_every_evaluation(run_dir):
 def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys):
     save_tokenizer(tmp_path / "tokenizer")
     model = _model(4096)
-    save_params(
-        _params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer"
-    )
+    save_params(_params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer")
     names = ["olympiadbench", "minerva", "math500", "amc23", "aime25", "aime24"]
     files = ",".join(str(_BENCHMARKS / f"{name}.jsonl") for name in names)
     record = _evaluate(

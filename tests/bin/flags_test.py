@@ -45,8 +45,8 @@ def error(run):
 def test_a_file_its_argument_and_overrides(run):
     config = run(
         "--config=configs/demo.py:grpo,debug", "--config.rollout.precision=int8", "--config.algorithm.clip_low=0",
-        "--config.training.row_lengths=(96,128)", "--config.algorithm.normalize_std=False", "-config.training.seed", "9",
-        "--config.model.architecture.rope_theta=1e6", "--config.run_dir=runs/x",
+        "--config.training.row_lengths=(96,128)", "--config.algorithm.normalize_std=False",
+        "--config.model.architecture.rope_theta=1e6", "--config.run_dir=runs/x", "-config.training.seed", "9",
     )  # fmt: skip
     assert config.algorithm.method == "grpo" and config.training.steps == 2
     assert config.rollout.precision == "int8" and config.algorithm.clip_low == 0.0
@@ -91,7 +91,10 @@ def test_the_file_may_be_a_word_of_its_own(run):
             (_DEMO, "--config.run_dir.name=4"),
             "config.run_dir.name: no such setting; did you mean 'run_dir'?",
         ),
-        (("--config=configs/demo.py:gpro",), "--config: configs/demo.py: config argument 'gpro': allowed are grpo, debug"),
+        (
+            ("--config=configs/demo.py:gpro",),
+            "--config: configs/demo.py: config argument 'gpro': allowed are grpo, debug",
+        ),
         ((_DEMO, "extra"), "argument 'extra' belongs to no flag; settings are given as --config.section.name=value"),
         ((_DEMO, "--config.rollout.group_size=1"), "config.rollout.group_size: got 1, must be at least 2"),
     ],

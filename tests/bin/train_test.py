@@ -1,7 +1,7 @@
 """`python -m bin.train`: bad input is one line and a code within seconds, --dry_run plans and leaves nothing.
 
-Importing JAX, Orbax and transformers takes seconds, so one process imports them and forks for each command; what the child
-does from there is what `python -m bin.train` does.
+Importing JAX, Orbax and transformers takes seconds, so one process imports them and forks for each command; what the
+child does from there is what `python -m bin.train` does.
 """
 
 import json
@@ -86,13 +86,19 @@ def _commands(base):
             [*debug, "--config.training.steps=many"],
             "flag --config.training.steps=many: invalid literal for int()",
         ),
-        "misspelt_file": (["--config=configs/dem.py"], "--config: no file configs/dem.py; did you mean configs/demo.py?"),
+        "misspelt_file": (
+            ["--config=configs/dem.py"],
+            "--config: no file configs/dem.py; did you mean configs/demo.py?",
+        ),
         "misspelt_choice": (
             [*debug, "--config.algorithm.method=dcgrpo"],
             "config.algorithm.method: got 'dcgrpo', allowed are grpo, dual_grpo, threshold_grpo, dc_grpo; "
             "did you mean 'dc_grpo'?",
         ),
-        "group_of_one": ([*debug, "--config.rollout.group_size=1"], "config.rollout.group_size: got 1, must be at least 2"),
+        "group_of_one": (
+            [*debug, "--config.rollout.group_size=1"],
+            "config.rollout.group_size: got 1, must be at least 2",
+        ),
         "nucleus": ([*debug, "--config.rollout.top_p=0.9"], "config.rollout.top_p: got 0.9, training needs 1.0"),
         "mini_batch": (
             [*debug, "--config.training.prompts_per_mini_batch=3"],
@@ -128,8 +134,8 @@ def _commands(base):
 
 
 _NAMES = (
-    "misspelt_flag", "misspelt_own_flag", "ill_typed_flag", "misspelt_file", "misspelt_choice", "group_of_one", "nucleus",
-    "mini_batch", "unwritable", "mesh", "missing_tensor", "no_model", "no_chat_template", "no_end_token",
+    "misspelt_flag", "misspelt_own_flag", "ill_typed_flag", "misspelt_file", "misspelt_choice", "group_of_one",
+    "nucleus", "mini_batch", "unwritable", "mesh", "missing_tensor", "no_model", "no_chat_template", "no_end_token",
     "too_long_for_the_model", "malformed_row", "empty_data", "no_data",
 )  # fmt: skip
 
@@ -187,7 +193,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
 def test_a_dry_run_of_a_model_counts_its_parameters(outcomes):
     code, out, err, _ = outcomes[2]["dry_run_of_a_model"]
     assert (code, err) == (0, "")
-    # Embedding 104 x 16; q and o 16 x 16 each, k and v 16 x 8 each, MLP 3 x 16 x 32; norms 16, 16, 8, 8 and the last 16.
+    # Embedding 104 x 16; q, o 16 x 16 each, k, v 16 x 8 each, MLP 3 x 16 x 32; norms 16, 16, 8, 8 and the last 16.
     assert f"{104 * 16 + 2 * 256 + 2 * 128 + 1536 + 48 + 16:,} parameters in float32" in out
 
 
@@ -202,5 +208,6 @@ def test_the_command_itself_as_a_process_of_its_own(tmp_path):
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
-        "error: config.rollout.group_size: got 1, must be at least 2 (one completion has no group to be compared with)\n"
+        "error: config.rollout.group_size: got 1, must be at least 2 "
+        "(one completion has no group to be compared with)\n"
     )

@@ -61,7 +61,9 @@ def test_avg_is_of_the_unrounded_columns():
     # 0.04 % and 0.04 %: rounded to 0.0 each; 10.06 makes the mean 3.38, of the rounded columns 3.37.
     table = format_table("m", [_result("a", 0.0004), _result("b", 0.0004), _result("c", 0.1014)])
     assert _cells(table.splitlines()[2]) == ["m", "0.0", "0.0", "10.1", "3.4"]
-    assert plain_average([_result("a", 0.0004), _result("b", 0.0004), _result("c", 0.1014)]) == pytest.approx(0.0340667, abs=1e-7)
+    assert plain_average([_result("a", 0.0004), _result("b", 0.0004), _result("c", 0.1014)]) == pytest.approx(
+        0.0340667, abs=1e-7
+    )
 
 
 def test_other_tasks_come_after_the_benchmarks_in_the_order_given():

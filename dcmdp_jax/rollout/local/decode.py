@@ -1,7 +1,7 @@
 """The compiled programs of the embedded engine: prefill, decode, shrink, grow and score.
 
-A cache has `prompt_slots` slots for the prompt, filled from the left, then the slots of the completion: token t of every
-row is written to slot prompt_slots + t, so that a decode step writes one slice and no scatter. Keys are stored
+A cache has `prompt_slots` slots for the prompt, filled from the left, then the slots of the completion: token t of
+every row is written to slot prompt_slots + t, so that a decode step writes one slice and no scatter. Keys are stored
 transposed, [R, K, h, S], values [R, K, S, h]: the one pair of layouts in which both products of the attention stream
 through memory on XLA's CPU backend (keys stored like values cost 2 to 7 times as much). The layers are unrolled.
 """
@@ -80,7 +80,8 @@ class DecodeState(NamedTuple):
 def _store(x: jax.Array, cache_dtype: str) -> jax.Array:
     """Casts to the cache's dtype; float8 saturates where a cast would give NaN (scale 1, as vLLM's default).
 
-    float8 is kept as its bits: XLA's CPU backend has no float8 copy, it would convert the whole cache to write one slot.
+    float8 is kept as its bits: XLA's CPU backend has no float8 copy and would convert the whole cache to write one
+    slot, at ten times the time of a decode step.
     """
     if cache_dtype != _FLOAT8:
         return x.astype(cache_dtype)
@@ -299,7 +300,7 @@ def _attend_cached(
 
 @functools.partial(jax.jit, static_argnames=("program",))
 def shrink(state: DecodeState, keep: jax.Array, padding: jax.Array, *, program: Program) -> DecodeState:
-    """The rows `keep` [R'] int32 of the state; where `padding` [R'] is true the row is a stand-in and counts as done."""
+    """The rows `keep` [R'] int32 of the state; a row where `padding` [R'] is true is a stand-in and counts as done."""
     kept = jax.tree.map(lambda x: x[keep], state)
     return program.place_rows(kept._replace(done=kept.done | padding))
 

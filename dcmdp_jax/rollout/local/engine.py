@@ -32,8 +32,8 @@ class LocalEngine:
     rounding of products depends on the batch, about 1e-6 in a float32 log-prob.
 
     Each prompt is run once; its cache is copied to the rows that answer it. Rows advance in lockstep; when half of them
-    are done the others move to a batch of half the size, and the cache grows by doubling, so that a long completion costs
-    little while it is short. Each new shape compiles once: prompt bucket x row count x cache length.
+    are done the others move to a batch of half the size, and the cache grows by doubling, so that a long completion
+    costs little while it is short. Each new shape compiles once: prompt bucket x row count x cache length.
     """
 
     def __init__(

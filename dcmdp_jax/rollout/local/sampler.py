@@ -67,11 +67,11 @@ def choose_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token for each row and returns the log-prob it was drawn with.
 
-    The tokens lie in blocks of 128. One word picks a block by the cumulative sum of the blocks' masses, the other a token
-    within it. Each word makes a uniform of 24 bits, so a block's probability is off by at most 2^-24 and the rounding of a
-    float32 cumulative sum over V / 128 terms, a token's within its block likewise, relative to the block: rare tokens
-    keep their relative odds. Total variation from the reported distribution, measured on random logits: 1e-6 at V = 64,
-    2e-6 at 2,048, 2e-5 at 151,936.
+    The tokens lie in blocks of 128. One word picks a block by the cumulative sum of the blocks' masses, the other a
+    token within it. Each word makes a uniform of 24 bits, so a block's probability is off by at most 2^-24 and the
+    rounding of a float32 cumulative sum over V / 128 terms; a token's within its block likewise, relative to the block,
+    so that rare tokens keep their relative odds. Total variation from the reported distribution, measured on random
+    logits: 1e-6 at V = 64, 2e-6 at 2,048, 2e-5 at 151,936.
     A token of probability 0 is never drawn.
 
     Args:

@@ -1,0 +1,55 @@
+"""Layouts of a long-tailed mix of lengths: short buckets, packed long rows, and everything padded to the longest.
+
+    python -m benchmarks.packing --size 0.6M --repeats 5
+
+128 completions, 16-token prompts, lengths drawn log-normally (median 48, longest 496), one update, float32. Where the
+attention kernel does not skip other segments (XLA on CPU) a row costs its length squared whatever it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from benchmarks.timing import interleave, machine, median_and_spread, ratio
+from benchmarks.workload import SIZES, batch_of, model, rollout, stepper
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.rollout.packing import make_plan
+
+_LAYOUTS = {
+    "short buckets": ((64, 128, 256, 512), 1),
+    "packed, rows of 512": ((512,), 64),
+    "packed, rows of 2048": ((2048,), 64),
+    "padded to 512": ((512,), 1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=tuple(SIZES), default="0.6M")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    config = model(arguments.size)
+    lengths = np.exp(np.random.default_rng(0).normal(np.log(48), 0.9, 128)).astype(int).clip(4, 496)
+    lengths[0] = 496
+    sampled = rollout(config, 16, lengths, 8)
+    calls, padding = {}, {}
+    for name, (row_lengths, segments) in _LAYOUTS.items():
+        plan = make_plan(
+            row_lengths=row_lengths, micro_batch_tokens=4096, mini_batches=1, completions=128,
+            segments_per_row=segments, row_shards=1,
+        )  # fmt: skip
+        batch, padding[name] = batch_of(sampled, plan)
+        compute = Compute(one_segment=segments == 1, scan_unroll=config.num_layers, logprob_chunk=2048)
+        calls[name] = stepper(config, "dc_grpo", compute, batch)
+    times = interleave(calls, arguments.repeats)
+    print(f"{machine()}\n\nlengths: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max()}\n")
+    print("| layout | padding | step, s | against short buckets |\n|---|---|---|---|")
+    for name, seconds in times.items():
+        against = ratio(seconds, times["short buckets"])
+        print(f"| {name} | {padding[name]:.0%} | {median_and_spread(seconds)} | {against} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Two or more things measured side by side in one run, reported as a ratio with its spread."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+
+
+def interleave(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, taken in turn (A B A B ...) after one round that compiles and is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            if repeat:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def median_and_spread(values: list[float], form: str = ".3f") -> str:
+    """'0.123 (0.120 - 0.140)'."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
+
+
+def ratio(times: list[float], baseline: list[float]) -> str:
+    """Median and spread of the ratio, round by round: what drifts with the machine cancels."""
+    return median_and_spread([a / b for a, b in zip(times, baseline, strict=True)], ".2f")
+
+
+def machine() -> str:
+    """A line about where the numbers come from, with the rate of a float32 product as the measure of a busy machine."""
+    x = jax.numpy.ones((1024, 1024))
+    seconds = min(interleave({"product": lambda: x @ x}, 10)["product"])
+    device = jax.devices()[0]
+    return (
+        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, float32 matmul "
+        f"{2 * 1024**3 / seconds / 1e9:.0f} GFLOP/s, jax {jax.__version__}"
+    )

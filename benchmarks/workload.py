@@ -1,0 +1,77 @@
+"""The synthetic batch that the step's benchmarks train on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs.base import get_config
+from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.rollout.packing import PackingPlan, pack
+from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.state import initial_dual, new_state
+from dcmdp_jax.training.step import make_row_logprobs, make_train_step
+from dcmdp_jax.types import Batch, Rollout
+
+# The peers' sizes: vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
+SIZES = {
+    "0.6M": (64, 128, 256, 4, 4, 2, 32),
+    "9M": (4096, 256, 1024, 8, 4, 2, 64),
+}
+
+
+def model(size: str) -> ModelConfig:
+    """A tied Qwen3 of about that many parameters."""
+    return ModelConfig("qwen3", *SIZES[size], tie_word_embeddings=True)
+
+
+def rollout(config: ModelConfig, prompt_tokens: int, lengths: np.ndarray, group_size: int) -> Rollout:
+    """Random completions of the given lengths to prompts of one length."""
+    rng = np.random.default_rng(0)
+    count = len(lengths)
+    prompts = [rng.integers(0, config.vocab_size, prompt_tokens).astype(np.int32) for _ in range(count // group_size)]
+    return Rollout(
+        prompt_ids=[prompts[i // group_size] for i in range(count)],
+        completion_ids=[rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths],
+        rollout_logprobs=[rng.normal(-3.0, 0.5, n).clip(-9, -0.01).astype(np.float32) for n in lengths],
+        finish_reasons=["stop"] * count,
+        group_ids=np.repeat(np.arange(count // group_size), group_size),
+        policy_version=0,
+    )
+
+
+def batch_of(sampled: Rollout, plan: PackingPlan) -> tuple[Batch, float]:
+    """The packed batch on the device and its share of padding."""
+    rewards = np.random.default_rng(1).integers(0, 2, len(sampled.completion_ids)).astype(np.float32)
+    batch, report = pack(sampled, rewards, plan, mask_truncated=False)
+    return jax.device_put(batch), 1 - report.tokens / report.computed_tokens
+
+
+def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) -> Callable[[], object]:
+    """A call that trains one more step on the batch, from fresh parameters."""
+    settings = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "none"}})
+    algorithm = dataclasses.replace(settings.algorithm, method=method)
+    schedule = make_schedule(settings.optimizer, updates=1000)
+    optimizer = make_optimizer(settings.optimizer, schedule)
+    step = make_train_step(
+        row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=None),
+        settings=algorithm,
+        max_completion_tokens=64,
+        optimizer=optimizer,
+        schedule=schedule,
+    )
+    dual = initial_dual(algorithm)
+    state = [jax.jit(lambda key: new_state(decoder.init_params(config, key), optimizer, dual))(jax.random.key(0))]
+
+    def call() -> jnp.ndarray:
+        state[0], metrics = step(state[0], batch, None)
+        return metrics["policy/loss"]
+
+    return call

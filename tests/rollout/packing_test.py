@@ -1,0 +1,142 @@
+"""Rollout -> Batch: every token where it belongs, whatever the shapes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcmdp_jax.rollout.packing import default_row_lengths, make_plan, pack
+from dcmdp_jax.types import Rollout
+
+
+def _rollout(lengths, group_size, finish=None):
+    """Completion i has prompt 100 + group and tokens i * 1000 + t, log-prob -(t + 1) / 8."""
+    prompts = [np.arange(p, dtype=np.int32) + 100 for p, _ in lengths]
+    completions = [np.arange(c, dtype=np.int32) + 1000 * (i + 1) for i, (_, c) in enumerate(lengths)]
+    logprobs = [-(np.arange(c, dtype=np.float32) + 1) / 8 for _, c in lengths]
+    groups = np.arange(len(lengths), dtype=np.int32) // group_size
+    return Rollout(prompts, completions, logprobs, finish or ["stop"] * len(lengths), groups, 7)
+
+
+def _unpack(batch):
+    """(mini-batch, completion) -> (prompt and completion ids, completion ids, log-probs), read back from the rows."""
+    found = {}
+    for rows in batch.rows:
+        for m, a, r in np.ndindex(rows.input_ids.shape[:3]):
+            segments = rows.segment_ids[m, a, r]
+            for segment in np.unique(segments[segments > 0]):
+                place = segments == segment
+                mask = rows.completion_mask[m, a, r] & place
+                (index,) = np.unique(rows.completion_index[m, a, r][mask])
+                np.testing.assert_array_equal(rows.position_ids[m, a, r][place], np.arange(place.sum()))
+                assert (m, index) not in found
+                found[m, int(index)] = (
+                    rows.input_ids[m, a, r][place],
+                    rows.input_ids[m, a, r][mask],
+                    rows.rollout_logprobs[m, a, r][mask],
+                )
+                assert a < batch.micro_batches[m, _bucket(batch, rows)]
+    return found
+
+
+def _bucket(batch, rows):
+    return next(b for b, candidate in enumerate(batch.rows) if candidate is rows)
+
+
+def test_two_buckets_by_hand():
+    # Lengths with prompt: 3 + 2 = 5, 3 + 6 = 9 | 2 + 1 = 3, 2 + 8 = 10. Rows of 6 and 10: completions 0 and 2 are short.
+    rollout = _rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
+    plan = make_plan(
+        row_lengths=(6, 10), micro_batch_tokens=12, mini_batches=2, completions=2, segments_per_row=1, row_shards=1
+    )
+    # 12 tokens hold two rows of 6 and one of 10; in the worst case both completions need the bucket: 1 and 2 batches.
+    assert (plan.rows_per_micro_batch, plan.micro_batches) == ((2, 1), (1, 2))
+    batch, report = pack(rollout, np.array([1, 0, 0, 1], np.float32), plan, mask_truncated=False)
+    np.testing.assert_array_equal(batch.micro_batches, [[1, 1], [1, 1]])
+    short, long = batch.rows
+    np.testing.assert_array_equal(short.input_ids[0, 0, 0], [100, 101, 102, 1000, 1001, 0])
+    np.testing.assert_array_equal(short.completion_mask[0, 0, 0], [False, False, False, True, True, False])
+    np.testing.assert_array_equal(short.segment_ids[0, 0, 0], [1, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(short.segment_ids[0, 0, 1], 0)
+    np.testing.assert_array_equal(long.completion_index[1, 0, 0], [0, 0] + [1] * 8)
+    np.testing.assert_array_equal(long.rollout_logprobs[1, 0, 0][:4], [0, 0, -0.125, -0.25])
+    # Tokens 5 + 9 + 3 + 10 = 27; computed: each mini-batch one short batch of 2 x 6 and one long of 1 x 10.
+    assert (report.tokens, report.computed_tokens) == (27, 44)
+    np.testing.assert_array_equal(batch.rewards, [[1, 0], [0, 1]])
+    # Group ids restart in each mini-batch: 2 of the rollout is 0 of the second mini-batch.
+    np.testing.assert_array_equal(batch.group_ids, [[0, 0], [0, 0]])
+
+
+def test_segments_first_fit_longest_first():
+    # Lengths 7, 5, 4, 3 in rows of 8 with at most 2 segments: 7 alone; 5 + 3; 4.
+    rollout = _rollout([(1, 6), (1, 4), (1, 3), (1, 2)], group_size=4)
+    plan = make_plan(
+        row_lengths=(8,), micro_batch_tokens=8, mini_batches=1, completions=4, segments_per_row=2, row_shards=1
+    )
+    batch, report = pack(rollout, np.zeros(4, np.float32), plan, mask_truncated=False)
+    assert batch.micro_batches.tolist() == [[3]]
+    np.testing.assert_array_equal(batch.rows[0].segment_ids[0, 1, 0], [1, 1, 1, 1, 1, 2, 2, 2])
+    np.testing.assert_array_equal(batch.rows[0].position_ids[0, 1, 0], [0, 1, 2, 3, 4, 0, 1, 2])
+    np.testing.assert_array_equal(batch.rows[0].completion_index[0, 1, 0], [0, 1, 1, 1, 1, 0, 3, 3])
+    assert report.computed_tokens == 24
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 23)), min_size=8, max_size=8),
+    segments=st.sampled_from([1, 2, 100]),
+    buckets=st.sampled_from([(32,), (8, 32), (8, 16, 24, 32)]),
+    tokens=st.integers(1, 200),
+    shards=st.sampled_from([1, 2, 4]),
+)
+def test_every_completion_comes_back_whole(lengths, segments, buckets, tokens, shards):
+    rollout = _rollout(lengths, group_size=2)
+    plan = make_plan(
+        row_lengths=buckets, micro_batch_tokens=tokens, mini_batches=2, completions=4, segments_per_row=segments,
+        row_shards=shards,
+    )  # fmt: skip
+    batch, report = pack(rollout, np.arange(8, dtype=np.float32), plan, mask_truncated=False)
+    assert all(rows % shards == 0 for rows in plan.rows_per_micro_batch)
+    found = _unpack(batch)
+    assert sorted(found) == [(m, i) for m in range(2) for i in range(4)]
+    for (m, i), (ids, completion, logprobs) in found.items():
+        source = 4 * m + i
+        np.testing.assert_array_equal(ids, np.concatenate([rollout.prompt_ids[source], completion]))
+        np.testing.assert_array_equal(completion, rollout.completion_ids[source])
+        np.testing.assert_array_equal(logprobs, rollout.rollout_logprobs[source])
+    assert report.tokens == sum(p + c for p, c in lengths) <= report.computed_tokens
+
+
+def test_dropped_and_truncated():
+    rollout = _rollout([(1, 2), (1, 3), (1, 2), (1, 4)], 2, finish=["stop", "length", "stop", "stop"])
+    plan = make_plan(
+        row_lengths=(8,), micro_batch_tokens=64, mini_batches=1, completions=4, segments_per_row=1, row_shards=1
+    )
+    dropped = np.array([False, False, True, False])
+    rollout.rollout_logprobs[2][:] = np.nan
+    batch, report = pack(rollout, np.ones(4, np.float32), plan, mask_truncated=True, dropped=dropped)
+    np.testing.assert_array_equal(batch.valid, [[True, True, False, True]])
+    np.testing.assert_array_equal(batch.loss_mask, [[True, False, False, True]])
+    # The dropped completion's tokens and numbers are nowhere; the truncated one still counts in the discrepancy.
+    assert np.isfinite(batch.rows[0].rollout_logprobs).all()
+    assert sorted(np.unique(batch.rows[0].completion_index[batch.rows[0].completion_mask])) == [0, 1, 3]
+    assert report.tokens == 3 + 4 + 5
+
+
+def test_too_long_is_named():
+    plan = make_plan(
+        row_lengths=(8,), micro_batch_tokens=64, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
+    )
+    with pytest.raises(ValueError, match=r"completion 1 has 9 tokens with its prompt, rows 8"):
+        pack(_rollout([(1, 2), (3, 6)], 2), np.ones(2, np.float32), plan, mask_truncated=False)
+    with pytest.raises(ValueError, match="3 completions"):
+        pack(_rollout([(1, 2)] * 3, 1), np.ones(3, np.float32), plan, mask_truncated=False)
+
+
+@pytest.mark.parametrize(
+    ("longest", "skips", "expected"),
+    # 9216 / 4 = 2304 and 9216 / 2 = 4608, multiples of 128; 100 -> 25, 50, 100 rounded up to 8s; splash: next 512.
+    [(9216, False, (2304, 4608, 9216)), (100, False, (32, 56, 104)), (9216, True, (9216,)), (700, True, (1024,))],
+)
+def test_default_row_lengths(longest, skips, expected):
+    assert default_row_lengths(longest, skips_segments=skips) == expected

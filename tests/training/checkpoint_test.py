@@ -1,0 +1,325 @@
+"""Checkpoints: the same bits back, only the kept ones on disk, damage found out and stepped over."""
+
+import dataclasses
+import functools
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dcmdp_jax.algorithm.dual import dual_init, dual_update
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.training.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    digests,
+    latest_checkpoint,
+    load_model_config,
+    load_params_only,
+)
+from dcmdp_jax.training.state import new_state
+from dcmdp_jax.types import TrainState
+
+_MODEL = ModelConfig(
+    "qwen3", 24, 16, 32, 2, 2, 1, 8, rope_scaling=RopeScaling("linear", factor=2.0), max_position_embeddings=64
+)
+_OPTIMIZER = optax.adamw(1e-3)
+
+
+@jax.jit
+def _after_an_update(step, params):
+    state = new_state(params, _OPTIMIZER, dual_init(0.1, minimum=0.0, maximum=1.0, window=3))
+    updates, opt_state = _OPTIMIZER.update(params, state.opt_state, params)
+    dual = dual_update(state.dual, 0.02 * step, tolerance=0.01, learning_rate=1.0, minimum=0.0, maximum=1.0)
+    params = optax.apply_updates(params, updates)
+    return TrainState(step, params, opt_state, dual, skipped_in_row=step % 2)
+
+
+@functools.cache
+def _state(step=3, dtype="float32"):
+    """A state no leaf of which is at its initial value; different for every step."""
+    random = np.random.default_rng(step)
+    shapes = decoder.param_shapes(_MODEL, dtype)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), shapes)
+    return _after_an_update(jnp.int32(step), params)
+
+
+def _abstract(state):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), state)
+
+
+def _same_bits(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens the checkpoints of tmp_path; all are closed at the end."""
+    made = []
+
+    def open_(keep_last=2, keep_best=0):
+        for earlier in made:
+            earlier.close()
+        made.append(Checkpoints(tmp_path, keep_last=keep_last, keep_best=keep_best))
+        return made[-1]
+
+    yield open_
+    for checkpoints in made:
+        checkpoints.close()
+
+
+def _saved(opened, *steps, **options):
+    checkpoints = opened(**options)
+    for step in steps:
+        checkpoints.save(step, _state(step), model=_MODEL, score=None)
+    checkpoints.wait()
+    return checkpoints
+
+
+def _on_disk(tmp_path):
+    return sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_comes_back_bit_for_bit(opened, dtype):
+    state = _state(dtype=dtype)
+    checkpoints = opened()
+    checkpoints.save(3, state, model=_MODEL, score=0.5)
+    checkpoints.wait()
+    restored = opened().restore(_abstract(state))
+    _same_bits(state, restored)
+    # What a careless checkpoint forgets: moments, their count, the multiplier and its window.
+    assert int(restored.opt_state[0].count) == 1 and int(restored.dual.filled) == 1
+    assert float(restored.dual.multiplier) == pytest.approx(0.15, abs=1e-7)  # 0.1 + (0.06 - 0.01)
+
+
+def test_what_is_saved_is_the_state_at_the_call_even_if_its_buffers_are_donated(opened):
+    kept = jax.tree.map(np.array, _state())
+    state = jax.tree.map(jnp.array, kept)
+    checkpoints = opened()
+    checkpoints.save(3, state, model=_MODEL, score=None)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), tree), donate_argnums=0)
+    jax.block_until_ready(overwrite(state))
+    checkpoints.wait()
+    _same_bits(kept, opened().restore(_abstract(kept)))
+
+
+def test_a_sharded_state_restores_onto_other_devices_with_the_same_bits(opened):
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    state = _state()
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shardings = jax.tree.map(lambda leaf: split if leaf.shape[:1] == (24,) else whole, state)
+    sharded = jax.device_put(state, shardings)
+    assert digests(sharded.params) == digests(state.params)
+    checkpoints = opened()
+    checkpoints.save(3, sharded, model=_MODEL, score=None)
+    checkpoints.wait()
+    _same_bits(state, opened().restore(_abstract(state)))
+
+
+def test_an_empty_run_has_nothing_to_restore(opened):
+    assert opened().restore(_abstract(_state())) is None
+
+
+def test_the_newest_is_restored_and_the_last_few_are_kept(opened, tmp_path):
+    _saved(opened, 1, 2, 3, 4, keep_last=2)
+    assert _on_disk(tmp_path) == [3, 4]
+    _same_bits(_state(4), opened().restore(_abstract(_state())))
+
+
+def test_the_best_are_kept_beside_the_last(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=2)
+    # Step 3 has no score: no candidate, whatever the others have.
+    for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, 0.1), (6, 0.3)):
+        checkpoints.save(step, _state(step), model=_MODEL, score=score)
+        checkpoints.wait()
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [2, 4, 6]
+
+
+def test_of_equal_scores_the_newer_is_the_best(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, score in ((1, 0.5), (2, 0.5), (3, 0.1)):
+        checkpoints.save(step, _state(step), model=_MODEL, score=score)
+        checkpoints.wait()
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [2, 3]
+
+
+def test_the_best_are_still_known_after_a_restart(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, score in ((1, 0.9), (2, 0.2)):
+        checkpoints.save(step, _state(step), model=_MODEL, score=score)
+    checkpoints.wait()
+    checkpoints = opened(keep_last=1, keep_best=1)
+    checkpoints.save(3, _state(3), model=_MODEL, score=0.5)
+    checkpoints.wait()
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [1, 3]
+
+
+def test_a_step_is_saved_once(opened):
+    checkpoints = _saved(opened, 3)
+    checkpoints.save(3, _state(5), model=_MODEL, score=None)
+    checkpoints.wait()
+    _same_bits(_state(3), opened().restore(_abstract(_state())))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A run directory with the checkpoints of steps 1 and 2, to be copied."""
+    base = tmp_path_factory.mktemp("template")
+    checkpoints = Checkpoints(base, keep_last=2, keep_best=0)
+    for step in (1, 2):
+        checkpoints.save(step, _state(step), model=_MODEL, score=None)
+    checkpoints.close()
+    return base
+
+
+@pytest.fixture
+def two(template, tmp_path):
+    """tmp_path with the checkpoints of steps 1 and 2; their directory."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "checkpoints"
+
+
+def _largest(directory):
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def _truncate(directory):
+    path = _largest(directory)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(directory):
+    path = _largest(directory)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def _delete(directory):
+    _largest(directory).unlink()
+
+
+def _delete_item(directory):
+    shutil.rmtree(directory)
+
+
+_DAMAGES = [_truncate, _flip, _delete, _delete_item]
+
+
+@pytest.mark.parametrize("item", ["params", "learner", "meta"])
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(opened, two, caplog, damage, item):
+    damage(two / "2" / item)
+    with caplog.at_level(logging.WARNING):
+        checkpoints = opened()
+        restored = checkpoints.restore(_abstract(_state()))
+    _same_bits(_state(1), restored)
+    said = [record.getMessage() for record in caplog.records if record.name == "dcmdp_jax.training.checkpoint"]
+    assert len(said) == 1 and "\n" not in said[0]
+    assert said[0].startswith(f"checkpoint 2 of {two} is damaged (")
+    assert (two / "damaged" / "2").is_dir()
+
+
+def test_a_run_goes_on_after_damage_and_saves_the_damaged_step_again(opened, two):
+    _flip(two / "2" / "params")
+    checkpoints = opened()
+    assert int(checkpoints.restore(_abstract(_state())).step) == 1
+    checkpoints.save(2, _state(2), model=_MODEL, score=None)
+    checkpoints.wait()
+    _same_bits(_state(2), opened().restore(_abstract(_state())))
+    _flip(two / "2" / "params")
+    assert int(opened().restore(_abstract(_state())).step) == 1
+    assert sorted(path.name for path in (two / "damaged").iterdir()) == ["2", "2-1"]
+
+
+def test_when_all_are_damaged_that_is_an_error_and_they_are_moved_aside(opened, two):
+    for step in (1, 2):
+        _flip(two / str(step) / "params")
+    with pytest.raises(CheckpointError) as raised:
+        opened().restore(_abstract(_state()))
+    line = str(raised.value)
+    assert line.startswith(f"{two}: none of the checkpoints [1, 2] can be read") and "\n" not in line
+    assert sorted(path.name for path in (two / "damaged").iterdir()) == ["1", "2"]
+
+
+def test_what_a_killed_save_left_is_neither_read_nor_kept(opened, two, tmp_path):
+    half = two / "3.orbax-checkpoint-tmp"
+    shutil.copytree(two / "2", half)
+    _truncate(half / "params")
+    assert latest_checkpoint(tmp_path) == (two, 2)
+    assert load_params_only(tmp_path)[2] == 2
+    _same_bits(_state(2), opened().restore(_abstract(_state())))
+    assert not half.exists()
+
+
+def test_parameters_can_be_had_alone_by_any_path_to_them(two, tmp_path, caplog):
+    for path, step, expected in ((tmp_path, None, 2), (str(two), None, 2), (tmp_path, 1, 1), (two / "1", None, 1)):
+        params, model, found, tokenizer = load_params_only(path, step)
+        _same_bits(_state(expected).params, params)
+        assert (model, found, tokenizer) == (_MODEL, expected, tmp_path / "tokenizer")
+        assert load_model_config(path, step) == (_MODEL, expected, tmp_path / "tokenizer")
+    # What a library warns of here would stand on the screen of every evaluation.
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_bfloat16_parameters_come_back_as_bfloat16(opened, tmp_path):
+    state = _state(dtype="bfloat16")
+    checkpoints = opened()
+    checkpoints.save(3, state, model=_MODEL, score=None)
+    checkpoints.close()
+    _same_bits(state.params, load_params_only(tmp_path)[0])
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+@pytest.mark.parametrize("item", ["params", "meta"])
+def test_damaged_parameters_are_an_error_that_names_the_checkpoint(two, tmp_path, damage, item):
+    damage(two / "2" / item)
+    with pytest.raises(CheckpointError) as raised:
+        load_params_only(tmp_path, 2)
+    line = str(raised.value)
+    assert line.startswith((f"{two}/2: damaged (", f"{two}: no checkpoint of step 2")) and "\n" not in line
+    _same_bits(_state(1).params, load_params_only(tmp_path, 1)[0])
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error(opened, tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint there; give a run directory or one of its checkpoints"):
+        latest_checkpoint(tmp_path)
+    _saved(opened, 1).close()
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/checkpoints: no checkpoint of step 7$"):
+        load_params_only(tmp_path, 7)
+
+
+def test_a_digest_sees_a_changed_bit_a_swap_and_a_sign():
+    leaf = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
+    swapped, bit, sign = leaf.copy(), leaf.copy(), leaf.copy()
+    swapped[[0, 1]] = leaf[[1, 0]]
+    bit.view(np.uint32)[2, 3] ^= 1
+    sign[1, 1] = -0.0  # equal to 0.0, other bits
+    values = [digests({"a": {"b": jnp.asarray(x)}})["['a']['b']"] for x in (leaf, swapped, bit, sign)]
+    assert len(set(values)) == 4
+    # By hand: 1.0 is 0x3f800000 and 2.0 is 0x40000000; bits * (2 index + 1), summed modulo 2^32.
+    two = digests({"a": jnp.array([1.0, 2.0], jnp.float32)})
+    assert two == {"['a']": (0x3F800000 + 3 * 0x40000000) % 2**32}
+    half = digests({"a": jnp.array([1.0, 2.0], jnp.bfloat16)})
+    assert half == {"['a']": 0x3F80 + 3 * 0x4000}
+
+
+def test_the_record_beside_the_arrays_is_plain_json(opened, tmp_path):
+    _saved(opened, 3).close()
+    record = json.loads((tmp_path / "checkpoints" / "3" / "meta" / "metadata").read_text())
+    assert record["step"] == 3 and record["model"] == json.loads(json.dumps(dataclasses.asdict(_MODEL)))

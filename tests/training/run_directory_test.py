@@ -1,0 +1,170 @@
+"""One run, one directory: who may write there and with which config."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.base import get_config
+from dcmdp_jax.config import from_config_dict, to_dict
+from dcmdp_jax.training.run_directory import check_run_directory, claimed
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def _config(run_dir, **changes):
+    """The defaults at toy size with `section__name=value` changes."""
+    config = get_config("debug")
+    config.run_dir = str(run_dir)
+    for dotted, value in changes.items():
+        section, name = dotted.split("__")
+        config[section][name] = value
+    return from_config_dict(config)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A directory that a run has written to."""
+    with claimed(_config(tmp_path / "run")):
+        pass
+    return tmp_path / "run"
+
+
+def test_a_check_makes_nothing(tmp_path):
+    check_run_directory(_config(tmp_path / "a" / "b" / "c"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_makes_the_directory_and_writes_the_config(tmp_path):
+    config = _config(tmp_path / "a" / "run", training__row_lengths=(80, 96))
+    with claimed(config) as path:
+        assert path == tmp_path / "a" / "run"
+        saved = json.loads((path / "config.json").read_text())
+    assert saved == to_dict(config) and from_config_dict(saved) == config
+    assert sorted(file.name for file in path.iterdir()) == [".lock", "config.json"]
+
+
+@pytest.mark.parametrize("below", ["run", "run/deeper"])
+def test_a_directory_below_a_file_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    config = _config(tmp_path / "file" / below)
+    with pytest.raises(
+        OSError, match=re.escape(f"config.run_dir: {tmp_path}/file/{below} can't be written ({tmp_path}/file)")
+    ):
+        check_run_directory(config)
+    with pytest.raises(OSError, match=r"^config\.run_dir: .* can't be written \(Not a directory\); choose another$"):
+        claimed(config).__enter__()
+
+
+def test_a_file_in_its_place_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(OSError, match=re.escape(f"config.run_dir: {tmp_path}/run can't be written ({tmp_path}/run)")):
+        check_run_directory(_config(tmp_path / "run"))
+
+
+def test_a_second_process_is_refused_and_may_come_when_the_first_has_left(run_dir):
+    program = (
+        "import json, sys; from dcmdp_jax.config import from_config_dict; "
+        "from dcmdp_jax.training.run_directory import claimed; "
+        "context = claimed(from_config_dict(json.load(open(sys.argv[1])))); context.__enter__(); "
+        "print('claimed', flush=True); sys.stdin.readline()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(run_dir / "config.json")],
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(ValueError) as raised:
+            claimed(_config(run_dir)).__enter__()
+        assert str(raised.value) == f"config.run_dir: another process is running in {run_dir}; choose another"
+    finally:
+        # Killed, not asked: the lock must go with the process.
+        other.kill()
+        other.communicate()
+    with claimed(_config(run_dir)):
+        pass
+
+
+def test_the_lock_is_given_back_after_an_error(run_dir):
+    with pytest.raises(RuntimeError, match="stop"), claimed(_config(run_dir)):
+        raise RuntimeError("stop")
+    with claimed(_config(run_dir)):
+        pass
+
+
+def test_the_same_config_resumes(run_dir):
+    check_run_directory(_config(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("algorithm.tolerance", 0.0037, 0.005),
+        ("algorithm.method", "dc_grpo", "grpo"),
+        ("rollout.precision", "bfloat16", "fp8"),
+        ("training.seed", 0, 1),
+        ("training.prompts_per_mini_batch", 2, 4),
+        ("training.row_lengths", [80], [96]),
+        ("task.max_prompt_tokens", 64, 48),
+        ("task.verifier_timeout", 5.0, 9.0),
+        ("optimizer.learning_rate", 1e-6, 2e-6),
+        ("model.param_dtype", "float32", "bfloat16"),
+    ],
+)
+def test_another_config_is_refused_and_the_setting_named(run_dir, name, before, after):
+    value = tuple(after) if isinstance(after, list) else after
+    with pytest.raises(ValueError) as raised:
+        check_run_directory(_config(run_dir, **{name.replace(".", "__"): value}))
+    assert str(raised.value) == (
+        f"config.run_dir: {run_dir} holds a run with {name}={before!r}, this config has {after!r}; choose another "
+        "run_dir, or delete that one"
+    )
+
+
+def test_what_does_not_change_what_is_learnt_may_change(run_dir):
+    check_run_directory(
+        _config(
+            run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
+            training__steps=99, evaluation__samples=3,
+        )
+    )  # fmt: skip
+
+
+def test_a_run_may_be_moved(run_dir, tmp_path):
+    run_dir.rename(tmp_path / "elsewhere")
+    check_run_directory(_config(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_number_of_steps_is_fixed_where_the_learning_rate_ends_with_it(tmp_path, schedule):
+    config = _config(tmp_path / "run", optimizer__schedule=schedule)
+    with claimed(config):
+        pass
+    longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=99))
+    with pytest.raises(ValueError, match=r"holds a run with training\.steps=2, this config has 99"):
+        check_run_directory(longer)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{}"])
+def test_a_config_that_can_not_be_read_is_named(run_dir, content):
+    (run_dir / "config.json").write_bytes(content)
+    with pytest.raises(ValueError) as raised:
+        check_run_directory(_config(run_dir))
+    assert str(raised.value).startswith(f"{run_dir}/config.json: can't be read (")
+    assert str(raised.value).endswith("; choose another config.run_dir")
+
+
+def test_a_setting_that_an_older_run_did_not_have_is_named(run_dir):
+    saved = json.loads((run_dir / "config.json").read_text())
+    del saved["algorithm"]["sided"]
+    (run_dir / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"holds a run with algorithm\.sided=None, this config has 'two'"):
+        check_run_directory(_config(run_dir))

@@ -1,0 +1,280 @@
+"""The compiled step against Algorithm 1 written out on padded arrays, and its invariances."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.base import get_config
+from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.rollout.packing import make_plan, pack
+from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
+from dcmdp_jax.types import Rollout
+
+MODEL = ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
+BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}})
+# A large epsilon makes the update proportional to the gradient: Adam's own division would hide a wrong scale.
+OPTIMIZER = dataclasses.replace(BASE.optimizer, learning_rate=0.3, epsilon=1.0, max_grad_norm=0.0)
+ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4)
+TEMPERATURE = 0.8
+GROUP, PROMPTS, LIMIT = 4, 4, 9
+
+
+def _rollout(seed=0):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 31, rng.integers(2, 6)).astype(np.int32) for _ in range(PROMPTS)]
+    n = PROMPTS * GROUP
+    completions = [rng.integers(0, 31, rng.integers(1, LIMIT + 1)).astype(np.int32) for _ in range(n)]
+    logprobs = [-rng.exponential(2.0, len(c)).astype(np.float32) for c in completions]
+    finish = ["length" if i % 5 == 0 else "stop" for i in range(n)]
+    groups = np.repeat(np.arange(PROMPTS), GROUP)
+    rewards = rng.integers(0, 2, n).astype(np.float32)
+    rewards[:GROUP] = 1.0  # one group without a signal
+    return Rollout([prompts[g] for g in groups], completions, logprobs, finish, groups, 0), rewards
+
+
+def _params(seed=1):
+    return decoder.init_params(MODEL, jax.random.key(seed))
+
+
+def _run(
+    *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
+    exact=False, params=None, rollout=None, optimizer=OPTIMIZER, dropped=None, ref_params=None,
+):  # fmt: skip
+    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
+    rollout, rewards = rollout or _rollout()
+    n = PROMPTS * GROUP // mini_batches
+    shards = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
+    plan = make_plan(
+        row_lengths=row_lengths, micro_batch_tokens=tokens, mini_batches=mini_batches, completions=n,
+        segments_per_row=segments, row_shards=shards,
+    )  # fmt: skip
+    batch, _ = pack(rollout, rewards, plan, mask_truncated=settings.mask_truncated, dropped=dropped)
+    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=16)
+    row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
+    schedule = make_schedule(optimizer, updates=100)
+    transform = make_optimizer(optimizer, schedule)
+    dual = initial_dual(settings)
+    shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
+    step = make_train_step(
+        row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
+        schedule=schedule, always_recompute=exact, shardings=shardings,
+    )  # fmt: skip
+    create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
+    state = create(jax.tree.map(jnp.copy, _params() if params is None else params))
+    if mesh:
+        batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(row_lengths)))
+    rescore = make_rescore(row_logprobs)
+    history = []
+    for _ in range(steps):
+        used = rescore(state.params, batch)[0] if exact else batch
+        state, metrics = step(state, used, ref_params)
+        history.append({k: np.asarray(v) for k, v in metrics.items()})
+    return state, history, step
+
+
+def _padded(rollout):
+    """Prompt and completion of each row, right-padded, and where its completion starts and ends."""
+    width = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+    ids = np.zeros((len(rollout.completion_ids), width), np.int32)
+    spans = []
+    for i, (prompt, completion) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
+        ids[i, : len(prompt) + len(completion)] = np.concatenate([prompt, completion])
+        spans.append((len(prompt), len(prompt) + len(completion)))
+    return ids, spans
+
+
+def _naive_logprobs(params, ids):
+    """log pi of every token after the first, one completion a row, from all logits."""
+    positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
+    hidden = decoder.hidden_states(params, MODEL, ids, positions, jnp.ones_like(ids), Compute())
+    logprobs = jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / TEMPERATURE)
+    return jnp.pad(jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
+
+
+def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None):
+    """Algorithm 1 on padded rows with a Python loop over completions; AdamW written out."""
+    n = len(rewards)
+    ids, spans = _padded(rollout)
+    table = np.asarray(jax.jit(_naive_logprobs)(params, ids), np.float64)
+    reference = None if ref_params is None else np.asarray(jax.jit(_naive_logprobs)(ref_params, ids))
+    old = [table[i, a:b] for i, (a, b) in enumerate(spans)]
+    delta = []
+    for train, engine in zip(old, rollout.rollout_logprobs, strict=True):
+        p, q = np.exp(train), np.exp(engine.astype(np.float64))
+        d = {"diff": p - q, "ratio": p / q - 1, "log": np.log(p / q)}[settings.measure]
+        delta.append(np.abs(d) if settings.sided == "two" else np.maximum(d, 0))
+    mean_delta = np.concatenate(delta).mean()
+    used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
+
+    advantages = []
+    for i in range(n):
+        r = rewards[rollout.group_ids == rollout.group_ids[i]].astype(np.float64)
+        std = r.std(ddof=settings.std_ddof)
+        base = 0.0 if std == 0 else (rewards[i] - r.mean()) / (std + settings.std_epsilon)
+        penalty = {
+            "grpo": 0.0 * used[i],
+            "dual_grpo": used[i],
+            "threshold_grpo": np.where(used[i] > settings.tolerance, used[i], 0.0),
+            "dc_grpo": multiplier * used[i],
+        }[settings.method]
+        advantages.append(base - penalty)
+
+    def loss(params, members):
+        now = _naive_logprobs(params, ids)
+        total, weight = 0.0, 0.0
+        for i in members:
+            if settings.mask_truncated and rollout.finish_reasons[i] == "length":
+                continue
+            (a, b), advantage = spans[i], advantages[i]
+            ratio = jnp.exp(now[i, a:b] - old[i])
+            clipped = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+            token_losses = -jnp.minimum(ratio * advantage, clipped * advantage)
+            if settings.kl_coefficient:
+                x = reference[i, a:b] - now[i, a:b]
+                token_losses += settings.kl_coefficient * (jnp.exp(x) - 1 - x)
+            if settings.aggregation == "seq_mean_token_mean":
+                total, weight = total + token_losses.mean(), weight + 1
+            elif settings.aggregation == "token_mean":
+                total, weight = total + token_losses.sum(), weight + (b - a)
+            else:
+                total, weight = total + token_losses.sum() / LIMIT, weight + 1
+        return total / weight
+
+    leaves, tree = jax.tree.flatten(params)
+    moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
+    b1, b2, losses = OPTIMIZER.beta1, OPTIMIZER.beta2, []
+    for m in range(mini_batches):
+        members = tuple(range(m * n // mini_batches, (m + 1) * n // mini_batches))
+        value, grads = jax.jit(jax.value_and_grad(loss), static_argnums=1)(jax.tree.unflatten(tree, leaves), members)
+        losses.append(float(value))
+        for k, g in enumerate(np.asarray(g, np.float64) for g in jax.tree.leaves(grads)):
+            mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
+            moments[k] = mu, nu
+            direction = mu / (1 - b1 ** (m + 1)) / (np.sqrt(nu / (1 - b2 ** (m + 1))) + OPTIMIZER.epsilon)
+            leaves[k] = jnp.asarray(leaves[k] - OPTIMIZER.learning_rate * direction, jnp.float32)
+    raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
+    bounded = np.clip(raised, settings.multiplier_min, settings.multiplier_max)
+    return jax.tree.unflatten(tree, leaves), np.mean(losses), mean_delta, bounded
+
+
+def _close(a, b, tolerance=2e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance, rtol=2e-4), a, b)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"method": "grpo"},
+        {"method": "dual_grpo", "level": "sequence"},
+        {"method": "threshold_grpo", "aggregation": "token_mean", "measure": "log"},
+        {"measure": "ratio", "sided": "one", "aggregation": "fixed_length", "std_ddof": 0},
+        {"mask_truncated": True, "kl_coefficient": 0.5},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "paper",
+)
+def test_step_is_algorithm_one(mini_batches, changes):
+    settings = dataclasses.replace(ALGORITHM, **changes)
+    rollout, rewards = _rollout()
+    reference = _params(seed=5) if settings.kl_coefficient else None
+    expected, loss, mean_delta, multiplier = _algorithm_one(
+        settings, mini_batches, _params(), rollout, rewards, settings.multiplier, reference
+    )
+    state, history, _ = _run(settings=settings, mini_batches=mini_batches, row_lengths=(8, 16), ref_params=reference)
+    _close(state.params, expected)
+    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6)
+    assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
+    if settings.method == "dc_grpo":
+        # The step used the old multiplier, and reports it; the new one waits for the next step.
+        assert history[0]["dual/multiplier"] == np.float32(settings.multiplier)
+        assert state.dual.multiplier == pytest.approx(multiplier, rel=1e-5)
+
+
+def test_layouts_and_micro_batches_agree():
+    expected, history, _ = _run(row_lengths=(16,), tokens=10_000)
+    several = Compute(logprob_chunk=5)
+    for options in (
+        {"row_lengths": (8, 12, 16), "tokens": 24},
+        {"row_lengths": (32,), "segments": 8, "tokens": 32, "compute": several},
+        {"row_lengths": (16,), "compute": Compute(remat="full", scan_unroll=2)},
+    ):
+        state, other, _ = _run(**options)
+        _close(state.params, expected.params, 5e-6)
+        for name in ("discrepancy/mean", "discrepancy/p99", "mismatch/pearson", "policy/entropy", "policy/ratio_max"):
+            assert other[0][name] == pytest.approx(history[0][name], rel=2e-5), name
+        np.testing.assert_allclose(
+            other[0]["completions/discrepancy"], history[0]["completions/discrepancy"], rtol=2e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
+def test_eight_devices_equal_one(shape):
+    mesh = make_mesh(*shape)
+    expected, one, _ = _run(mini_batches=1, steps=2)
+    state, eight, step = _run(mini_batches=1, steps=2, mesh=mesh)
+    _close(state.params, expected.params, 1e-5)
+    for name in ("discrepancy/mean", "optimizer/grad_norm", "policy/loss", "dual/multiplier"):
+        assert eight[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-6), name
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches):
+    state, history, step = _run(exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3)
+    for metrics in history:
+        assert metrics["discrepancy/max"] == 0.0
+        assert metrics["discrepancy/mean"] == 0.0
+        assert metrics["mismatch/k3"] == 0.0
+    # No violation ever: lambda falls by eta c = 0.05 a step from 0.4.
+    assert state.dual.multiplier == pytest.approx(0.4 - 3 * 0.05, abs=1e-6)
+    assert step._cache_size() == 1
+
+
+def test_multiplier_zero_is_grpo_bit_for_bit():
+    frozen = dataclasses.replace(ALGORITHM, multiplier=0.0, multiplier_max=0.0)
+    ours, _, _ = _run(settings=frozen, steps=2)
+    grpo, _, _ = _run(settings=dataclasses.replace(ALGORITHM, method="grpo"), steps=2)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
+
+
+def test_update_that_is_not_finite_is_skipped_and_counted():
+    rollout, rewards = _rollout()
+    # Completion 0 is in the first of two mini-batches: its NaN makes that gradient NaN, the second is sound.
+    rollout.rollout_logprobs[0][0] = np.nan
+    state, history, _ = _run(rollout=(rollout, rewards))
+    assert history[0]["optimizer/skipped_updates"] == 1
+    assert state.skipped_in_row == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    adam = state.opt_state[0]
+    assert isinstance(adam, optax.ScaleByAdamState) and adam.count == 1
+    # The mean discrepancy is NaN too: the multiplier keeps its value and history.
+    assert state.dual.multiplier == np.float32(0.4) and state.dual.filled == 0
+
+    rollout.rollout_logprobs[-1][0] = np.nan
+    state, history, _ = _run(rollout=(rollout, rewards), steps=2)
+    assert state.skipped_in_row == 4
+    jax.tree.map(np.testing.assert_array_equal, state.params, _params())
+
+
+def test_dropped_completion_leaves_no_trace():
+    rollout, rewards = _rollout()
+    dropped = np.zeros(len(rewards), bool)
+    dropped[6] = True
+    expected, _, _ = _run(rollout=(rollout, rewards), dropped=dropped)
+    rollout.rollout_logprobs[6][:] = np.nan
+    rewards = rewards.copy()
+    rewards[6] = 1e9
+    state, history, _ = _run(rollout=(rollout, rewards), dropped=dropped)
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    assert history[0]["reward/mean"] < 1

@@ -1,0 +1,140 @@
+"""Supervised warm-up on a policy small enough to follow: one table of next-token logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.training.step import make_row_logprobs
+from dcmdp_jax.training.warmup import warm_up
+
+_PROMPTS = [np.array([1, 2], np.int32), np.array([1, 3], np.int32), np.array([4], np.int32)]
+_SOLUTIONS = [np.array([5, 7], np.int32), np.array([6, 6, 7], np.int32), np.array([7], np.int32)]
+
+
+def _table_logprobs(params, rows):
+    """The policy: logits of the next token are a row of `table`."""
+    logprobs = jax.nn.log_softmax(params["table"], axis=-1)
+    before = jnp.roll(rows.input_ids, 1, axis=-1)
+    picked = jnp.where(rows.completion_mask, logprobs[before, rows.input_ids], 0.0)
+    return picked, jnp.zeros_like(picked)
+
+
+def _settings(steps, batch_size=3, learning_rate=0.1):
+    return WarmupSettings(task="x", steps=steps, batch_size=batch_size, learning_rate=learning_rate)
+
+
+def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs):
+    seen = []
+    params = {"table": jnp.zeros((8, 8), jnp.float32) if start is None else jnp.asarray(start)}
+    trained = warm_up(
+        params, _PROMPTS, _SOLUTIONS, logprobs, settings, seed=seed, on_step=lambda *values: seen.append(values)
+    )
+    return np.asarray(trained["table"]), seen
+
+
+def test_the_first_loss_is_the_mean_over_solution_tokens():
+    # Only solution tokens count, each once: 6 of them, all at log 8 = 2.0794 under a uniform policy.
+    _, seen = _train(_settings(1))
+    assert seen == [(1, pytest.approx(np.log(8), abs=1e-6))]
+
+
+def test_tokens_weigh_alike_not_rows_and_prompts_not_at_all():
+    # 7 after 4 has probability 1/2 in place of 1/8: one token of six. A mean of row means would give it a third, and
+    # counting prompt tokens would divide by 11.
+    start = np.zeros((8, 8), np.float32)
+    start[4, 7] = np.log(7)
+    _, seen = _train(_settings(1), start=start)
+    assert seen[0][1] == pytest.approx((5 * np.log(8) + np.log(2)) / 6, abs=1e-6)
+
+
+def test_it_learns_the_solutions_and_leaves_what_it_never_saw():
+    table, seen = _train(_settings(200))
+    assert [step for step, _ in seen] == [50, 100, 150, 200]
+    losses = [loss for _, loss in seen]
+    assert losses == sorted(losses, reverse=True) and losses[0] < np.log(8)
+    # After 6 come 6 and 7 equally often: log 2 for two tokens of six is what can't be learnt.
+    floor = 2 * np.log(2) / 6
+    assert floor < losses[-1] < floor + 0.02
+    assert [int(np.argmax(table[token])) for token in (2, 3, 4, 5)] == [5, 6, 7, 7]
+    np.testing.assert_array_equal(table[[0, 1, 7]], 0.0)  # never before a solution's token
+
+
+def _one_gradient(params, rows):
+    """A policy whose loss falls with one parameter at slope 1, whatever the rows."""
+    logprobs = jnp.where(rows.completion_mask, params["table"][0, 0], 0.0)
+    return logprobs, jnp.zeros_like(logprobs)
+
+
+def test_the_learning_rate_rises_over_a_twentieth_and_decays_to_0():
+    # The schedule starts at 0: the first update changes nothing.
+    np.testing.assert_array_equal(_train(_settings(1))[0], 0.0)
+    # Under a gradient that stays, an update of Adam is its learning rate. Of 40 updates two rise, 0 and lr / 2; then
+    # 38 fall by the cosine: lr (38 / 2 + 1 / 2). Together 20 lr = 2; at a constant rate it would be 4.
+    table, _ = _train(_settings(40), logprobs=_one_gradient)
+    assert table[0, 0] == pytest.approx(2.0, abs=1e-4)
+
+
+def test_the_same_call_gives_the_same_bits_and_another_seed_another_order():
+    first, _ = _train(_settings(20, batch_size=2))
+    again, _ = _train(_settings(20, batch_size=2))
+    other, _ = _train(_settings(20, batch_size=2), seed=1)
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 1e-4
+
+
+def test_every_example_is_seen_once_an_epoch():
+    seen = []
+
+    def logprobs(params, rows):
+        jax.debug.callback(lambda ids: seen.append(sorted(map(tuple, np.asarray(ids).tolist()))), rows.input_ids)
+        return _table_logprobs(params, rows)
+
+    _train(_settings(6, batch_size=1), logprobs=logprobs)
+    jax.effects_barrier()
+    epochs = [sorted(row for batch in seen[start : start + 3] for row in batch) for start in (0, 3)]
+    assert len(set(epochs[0])) == 3 and epochs[0] == epochs[1]
+
+
+def test_a_batch_larger_than_the_data_is_all_of_it():
+    large, _ = _train(_settings(10, batch_size=64))
+    whole, _ = _train(_settings(10, batch_size=3))
+    np.testing.assert_allclose(large, whole, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_setting():
+    start = np.zeros((8, 8), np.float32)
+    start[4, 4] = np.nan
+    with pytest.raises(ValueError, match=r"^warmup: loss is nan at step 3; lower warmup\.learning_rate$"):
+        _train(_settings(3), start=start)
+
+
+def test_the_callback_may_stop_it():
+    def stop(done, loss):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(
+            {"table": jnp.zeros((8, 8))}, _PROMPTS, _SOLUTIONS, _table_logprobs, _settings(100), seed=0, on_step=stop
+        )
+
+
+def test_a_decoder_learns_by_the_training_stacks_own_forward():
+    model = ModelConfig("qwen3", 8, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.1)
+    params = decoder.init_params(model, jax.random.key(0))
+    seen = []
+    warm_up(
+        params,
+        _PROMPTS,
+        _SOLUTIONS,
+        make_row_logprobs(model, Compute(one_segment=True), temperature=1.0, mesh=None),
+        _settings(100, learning_rate=0.02),
+        seed=0,
+        on_step=lambda done, loss: seen.append(loss),
+    )
+    # A decoder sees what stands before the 6: nothing is left that it can't learn.
+    assert seen[0] < np.log(8) and seen[-1] < 0.05
