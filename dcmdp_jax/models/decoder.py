@@ -24,6 +24,8 @@ from dcmdp_jax.types import Params
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], what the caller wants back)."""
 
+_MATRICES = ("embedding", "output", "kernel")
+
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
 
@@ -62,16 +64,13 @@ class Compute:
 class Attention(nnx.Module):
     """Projections, head norms and rotary embedding around an attention function given by the caller."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        def linear(size_in: int, size_out: int, bias: bool) -> Linear:
-            return Linear(size_in, size_out, bias=bias, std=config.initializer_range, rngs=rngs, dtype=dtype)
-
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
         self.config = config
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = linear(config.hidden_size, width, config.attention_bias)
-        self.k = linear(config.hidden_size, kv_width, config.attention_bias)
-        self.v = linear(config.hidden_size, kv_width, config.attention_bias)
-        self.o = linear(width, config.hidden_size, config.output_bias)
+        self.q = Linear(config.hidden_size, width, bias=config.attention_bias, dtype=dtype)
+        self.k = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
+        self.v = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
+        self.o = Linear(width, config.hidden_size, bias=config.output_bias, dtype=dtype)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
@@ -88,11 +87,11 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer; the same for training rows and for decoding with a cache."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype)
 
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
         attended, extra = self.attention(self.attention_norm(x), rotary, attend)
@@ -101,33 +100,29 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V]."""
+    """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V].
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        std = jnp.asarray(config.initializer_range, dtype)
+    Built as a skeleton only: `init_params` and `hf_weights` make the values.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std)
-
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs, dtype=dtype)
-
-        self.layers = stacked(rngs)
+        self.embedding = nnx.Param(jnp.zeros(shape, dtype))
+        self.layers = nnx.vmap(lambda: Block(config, dtype=dtype), axis_size=config.num_layers)()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
-            self.output = nnx.Param(jax.random.normal(rngs.params(), shape[::-1], dtype) * std)
+            self.output = nnx.Param(jnp.zeros(shape[::-1], dtype))
 
 
 @functools.lru_cache(maxsize=32)
 def _skeleton(config: ModelConfig) -> nnx.GraphDef:
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32))
     return nnx.graphdef(abstract)
 
 
 @functools.lru_cache(maxsize=32)
 def _block_skeleton(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), dtype=jnp.float32)))
+    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, dtype=jnp.float32)))
 
 
 def _merge(graphdef: nnx.GraphDef, params: Params) -> Any:
@@ -145,13 +140,25 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
     Returns:
         Nested dict; `layers` leaves carry a leading axis of `num_layers`.
     """
-    model = Decoder(config, rngs=nnx.Rngs(params=key), dtype=jnp.dtype(dtype))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    shapes = param_shapes(config, dtype)
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    # One draw for all matrices: each shape of its own would compile a generator of its own.
+    drawn = [leaf.size if path[-1].key in _MATRICES else 0 for path, leaf in leaves]
+    normal = config.initializer_range * jax.random.normal(key, (sum(drawn),), jnp.float32)
+    start, values = 0, []
+    for (path, leaf), size in zip(leaves, drawn, strict=True):
+        if size:
+            values.append(normal[start : start + size].reshape(leaf.shape).astype(leaf.dtype))
+        else:
+            values.append(jnp.full(leaf.shape, path[-1].key == "scale", leaf.dtype))
+        start += size
+    return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
 
 def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
     """`jax.ShapeDtypeStruct`s of `init_params`, without making an array."""
-    return jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype)))
+    return nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
 
 
 def logical_axes(config: ModelConfig) -> Params:

@@ -19,10 +19,8 @@ class Linear(nnx.Module):
     Products run in the dtype of `x`, parameters are cast to it.
     """
 
-    def __init__(
-        self, size_in: int, size_out: int, *, bias: bool, std: float, rngs: nnx.Rngs, dtype: jnp.dtype
-    ) -> None:
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (size_in, size_out), dtype) * jnp.asarray(std, dtype))
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype) -> None:
+        self.kernel = nnx.Param(jnp.zeros((size_in, size_out), dtype))
         self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -51,13 +49,10 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """W_down (silu(W_gate x) * W_up x)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        def linear(size_in: int, size_out: int) -> Linear:
-            return Linear(size_in, size_out, bias=False, std=config.initializer_range, rngs=rngs, dtype=dtype)
-
-        self.gate = linear(config.hidden_size, config.intermediate_size)
-        self.up = linear(config.hidden_size, config.intermediate_size)
-        self.down = linear(config.intermediate_size, config.hidden_size)
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+        self.gate = Linear(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype)
+        self.up = Linear(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=False, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

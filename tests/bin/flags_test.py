@@ -55,8 +55,8 @@ def test_a_file_its_argument_and_overrides(run):
 
 
 def test_without_overrides_the_file_speaks_alone(run):
-    config = run(_DEMO)
-    assert (config.rollout.precision, config.training.steps) == ("fp8", 60)
+    config = run("--config=configs/qwen3_8b.py")
+    assert (config.rollout.precision, config.algorithm.tolerance) == ("bfloat16", 0.0037)
 
 
 def test_the_file_may_be_a_word_of_its_own(run):

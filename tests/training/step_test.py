@@ -43,7 +43,7 @@ def _rollout(seed=0):
 
 
 def _params(seed=1):
-    return decoder.init_params(MODEL, jax.random.key(seed))
+    return jax.jit(lambda key: decoder.init_params(MODEL, key))(jax.random.key(seed))
 
 
 def _run(

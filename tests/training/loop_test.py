@@ -1,0 +1,199 @@
+"""Whole runs in processes of their own: killed, resumed, exact, and on real data with a real checkpoint."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.training.loop import prompt_order
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """One device, and a compilation cache that the runs of this module share."""
+    cache = tmp_path_factory.mktemp("cache")
+    return {
+        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def _start(environment, run_dir, *overrides, config="configs/demo.py:debug", module="bin.train"):
+    command = [sys.executable, "-m", module, f"--config={config}", f"--config.run_dir={run_dir}", *overrides]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _finish(process, code=0):
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == code, output
+    return output
+
+
+def _records(run_dir):
+    """Metrics by step without what depends on the clock."""
+    merged = {}
+    path = Path(run_dir) / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # torn by a kill
+        kept = {k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))}
+        merged.setdefault(record["step"], {}).update(kept)
+    return merged
+
+
+def _wait_for_checkpoint(run_dir, step, process):
+    deadline = time.monotonic() + 400
+    while not (Path(run_dir) / "checkpoints" / str(step)).is_dir():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no checkpoint in time"
+        time.sleep(0.02)
+
+
+def _digests(run_dir, step):
+    return json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())["digests"]
+
+
+def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment, tmp_path):
+    settings = ("--config.training.steps=6", "--config.checkpoint.every_steps=2")
+    _finish(_start(environment, tmp_path / "whole", *settings))
+
+    broken = tmp_path / "broken"
+    process = _start(environment, broken, *settings)
+    _wait_for_checkpoint(broken, 2, process)
+    process.kill()
+    process.communicate()
+    # Then a polite stop, which saves whatever step it is at.
+    process = _start(environment, broken, *settings)
+    time.sleep(0.5)
+    _wait_for_checkpoint(broken, 4, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode in (0, 143), output  # 0: the last step was quicker than the signal
+    assert "resuming" in output
+    _finish(_start(environment, broken, *settings))
+
+    assert _digests(broken, 6) == _digests(tmp_path / "whole", 6)
+    whole, resumed = _records(tmp_path / "whole"), _records(broken)
+    assert sorted(whole) == list(range(7))
+    assert resumed == whole
+    assert (broken / "report.html").is_file()
+
+
+def test_sigterm_saves_and_says_so(environment, tmp_path):
+    process = _start(environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0")
+    deadline = time.monotonic() + 400
+    while len(_records(tmp_path / "run")) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = _finish(process, code=143)
+    assert "stopped by SIGTERM" in output and "Traceback" not in output
+    last = max(_records(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+
+
+def test_exact_engine_has_no_discrepancy_in_a_whole_run(environment, tmp_path):
+    _finish(_start(environment, tmp_path / "run", "--config.rollout.precision=exact", "--config.training.steps=3"))
+    records = _records(tmp_path / "run")
+    for step in (1, 2, 3):
+        assert records[step]["discrepancy/max"] == 0.0
+        assert records[step]["discrepancy/mean"] == 0.0
+        # The sampler's own numbers are another program's: near, but not the same.
+        assert 0 < records[step]["mismatch/sampler"] < 1e-5
+
+
+def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
+    whole = prompt_order(10, seed=3, first=0, count=40)
+    for epoch in range(4):
+        assert sorted(whole[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert not np.array_equal(whole[:10], whole[10:20])
+    np.testing.assert_array_equal(prompt_order(10, seed=3, first=7, count=9), whole[7:16])
+    assert not np.array_equal(prompt_order(10, seed=4, first=0, count=40), whole)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout")
+def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
+    """Ten steps on real data, kill -9, resume, export: transformers gives the export the trained model's logits."""
+    torch = pytest.importorskip("torch", reason="torch (extra 'dev') makes and loads the checkpoint")
+    import jax
+    import jax.numpy as jnp
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from dcmdp_jax.models import decoder
+    from dcmdp_jax.models.decoder import Compute
+    from dcmdp_jax.tasks.arithmetic_tokenizer import save_tokenizer
+    from dcmdp_jax.training.checkpoint import load_params_only
+
+    torch.manual_seed(0)
+    source = tmp_path / "source"
+    hf = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=104, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, tie_word_embeddings=True,
+    ))  # fmt: skip
+    hf.save_pretrained(source)
+    save_tokenizer(source)
+    run_dir = tmp_path / "run"
+    overrides = [
+        f"--config.model.path={source}",
+        f"--config.task.train={SHARED / 'data/train/dapo_math_17k.parquet'}",
+        "--config.task.max_prompt_tokens=200",
+        "--config.rollout.group_size=2",
+        "--config.rollout.max_completion_tokens=8",
+        "--config.rollout.compute_dtype=float32",
+        "--config.model.compute_dtype=float32",
+        "--config.training.prompts_per_step=4",
+        "--config.training.prompts_per_mini_batch=2",
+        "--config.training.row_lengths=(208,)",
+        "--config.training.steps=10",
+        "--config.optimizer.learning_rate=0.01",
+        "--config.checkpoint.every_steps=4",
+        "--config.observe.samples_every_steps=1",
+    ]
+    process = _start(environment, run_dir, *overrides, config="configs/qwen3_8b.py")
+    _wait_for_checkpoint(run_dir, 4, process)
+    process.kill()
+    process.communicate()
+    output = _finish(_start(environment, run_dir, *overrides, config="configs/qwen3_8b.py"))
+    assert "resuming" in output
+    assert sorted(_records(run_dir)) == list(range(1, 11))
+
+    # The prompts are rows of the file, the answers theirs.
+    rows = {}
+    for line in (SHARED / "data/train/dapo_math_17k.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["prompt"][0]["content"], set()).add(row["reward_model"]["ground_truth"])
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(samples) == 40
+    assert all(sample["answer"] in rows[sample["prompt"]] for sample in samples)
+
+    out = tmp_path / "export"
+    command = [sys.executable, "-m", "bin.convert", "export", str(run_dir), str(out), "--dtype", "float32"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
+    params, model, step, _ = load_params_only(run_dir)
+    assert step == 10
+    ids = np.arange(2, 50, dtype=np.int32)[None]
+    hidden = decoder.hidden_states(params, model, ids, np.arange(48)[None], np.ones_like(ids), Compute())
+    ours = np.asarray(hidden @ decoder.output_kernel(params))
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = exported(torch.from_numpy(ids).long()).logits.numpy()
+        before = hf(torch.from_numpy(ids).long()).logits.numpy()
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    assert np.abs(theirs - before).max() > 1e-3  # it did train
+    assert jax.tree.leaves(params)[0].dtype == jnp.float32
