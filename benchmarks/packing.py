@@ -44,7 +44,9 @@ def main() -> None:
         compute = Compute(one_segment=segments == 1, scan_unroll=config.num_layers, logprob_chunk=2048)
         calls[name] = stepper(config, "dc_grpo", compute, batch)
     times = interleave(calls, arguments.repeats)
-    print(f"{machine()}\n\nlengths: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max()}\n")
+    print(
+        f"{machine()}\n\nlengths: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max()}\n"
+    )
     print("| layout | padding | step, s | against short buckets |\n|---|---|---|---|")
     for name, seconds in times.items():
         against = ratio(seconds, times["short buckets"])

@@ -38,6 +38,6 @@ def machine() -> str:
     seconds = min(interleave({"product": lambda: x @ x}, 10)["product"])
     device = jax.devices()[0]
     return (
-        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, float32 matmul "
-        f"{2 * 1024**3 / seconds / 1e9:.0f} GFLOP/s, jax {jax.__version__}"
+        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"float32 matmul {2 * 1024**3 / seconds / 1e9:.0f} GFLOP/s, jax {jax.__version__}"
     )

@@ -107,6 +107,8 @@ def _defaults() -> ConfigDict:
     config.rollout.kv_cache_dtype = "auto"
     # Completions decoded side by side; more are done in turns.
     config.rollout.max_rows = 256
+    # When half of a batch is done the rest moves to a batch of half the size, down to this; each size compiles once.
+    config.rollout.min_rows = 32
     # G; paper [4.1]: 8.
     config.rollout.group_size = 8
     # Tokens, end-of-sequence included; paper [4.1]: 8192.

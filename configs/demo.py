@@ -1,4 +1,13 @@
-"""DC-GRPO on a laptop CPU: multi-step arithmetic, a 0.8M-parameter Qwen3, an fp8 engine."""
+"""DC-GRPO on a laptop CPU: multi-step arithmetic, a fresh 0.3M-parameter Qwen3, an fp8 engine.
+
+    python -m bin.train --config=configs/demo.py                                              about four minutes
+    python -m bin.train --config=configs/demo.py:grpo                                         the baseline
+    python -m bin.train --config=configs/demo.py --config.run_dir=runs/exact --config.rollout.precision=exact
+
+A supervised warm-up on worked solutions, half of which hold a mistake, gives a policy that knows the steps and errs;
+reinforcement mends it. To expect: held-out avg@8 from about 50% to about 90%, the discrepancy falling through the budget
+as the policy sharpens, and lambda rising first and falling after.
+"""
 
 from ml_collections import ConfigDict
 
@@ -19,23 +28,25 @@ def get_config(arg: str = "") -> ConfigDict:
     config.model.logprob_chunk = 8192
     config.task.train = "arithmetic:difficulty=2,count=8192,seed=0"
     config.task.prompt_suffix = ""
-    config.task.max_prompt_tokens = 24
+    config.task.max_prompt_tokens = 20
     config.rollout.precision = "fp8"
     config.rollout.compute_dtype = "float32"
-    config.rollout.max_completion_tokens = 40
+    config.rollout.max_completion_tokens = 36
     config.rollout.max_rows = 512
-    config.algorithm.tolerance = 0.005
-    config.algorithm.dual_learning_rate = 10.0
-    config.training.steps = 40
+    config.rollout.min_rows = 512
+    # This small model disagrees with its engine less than an 8B one does: a budget, and a dual step, to its scale.
+    config.algorithm.tolerance = 0.0006
+    config.algorithm.dual_learning_rate = 50.0
+    config.training.steps = 32
     config.training.prompts_per_step = 48
     config.training.prompts_per_mini_batch = 24
     config.training.micro_batch_tokens = 16384
-    config.training.row_lengths = (64,)
-    config.optimizer.learning_rate = 1e-3
-    config.warmup.task = "arithmetic:difficulty=2,count=16384,seed=1,error_rate=0.4"
-    config.warmup.steps = 800
+    config.training.row_lengths = (56,)
+    config.optimizer.learning_rate = 1e-4
+    config.warmup.task = "arithmetic:difficulty=2,count=16384,seed=1,error_rate=0.5"
+    config.warmup.steps = 600
     config.warmup.batch_size = 64
     config.evaluation.task = "arithmetic:difficulty=2,count=64,split=heldout"
-    config.evaluation.every_steps = 10
+    config.evaluation.every_steps = 8
     config.evaluation.temperature = 1.0
     return base.with_options(config, arg)

@@ -67,6 +67,7 @@ class RolloutSettings:
     compute_dtype: str
     kv_cache_dtype: str
     max_rows: int
+    min_rows: int
     group_size: int
     max_completion_tokens: int
     temperature: float
@@ -236,6 +237,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "task.verifier_workers": (1, None),
     "task.verifier_timeout": (0.01, None),
     "rollout.max_rows": (1, None),
+    "rollout.min_rows": (1, None),
     "rollout.group_size": (2, None),
     "rollout.max_completion_tokens": (1, None),
     "algorithm.multiplier_min": (0, None),

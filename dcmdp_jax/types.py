@@ -1,6 +1,6 @@
 """The structs that cross module borders. No logic lives here.
 
-Letters: `N` completions of a mini-batch, `M` mini-batches, `A` micro-batches, `R` rows of a micro-batch, `L` row length.
+Letters: `N` completions of a mini-batch, `M` mini-batches, `A` micro-batches, `R` rows of one, `L` row length.
 Every token array is aligned to the token it describes: `logprobs[t] = log pi(token t | tokens before t)`.
 """
 

@@ -24,7 +24,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tensorboardX import SummaryWriter
 
 from dcmdp_jax.observe import jsonl
 
@@ -89,6 +88,9 @@ class MetricsWriter:
             raise OSError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
         if wandb_project is not None:
             self._wandb = _start_wandb(run_dir, wandb_project)
+        # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
+        from tensorboardX import SummaryWriter
+
         # The suffix keeps a run that resumes within the second from truncating the event file before it (tensorboardX
         # 2.6 names files by the second and opens them for writing). Events from purge_step on are hidden.
         self._tensorboard = SummaryWriter(

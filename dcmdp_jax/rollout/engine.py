@@ -47,21 +47,21 @@ class SamplingParams:
 class Engine(Protocol):
     """Samples completions and reports the probabilities it sampled them with.
 
-    Weights arrive by `push_weights` and stay until the next push. Sampling is a function of (seed, step, row), row being
-    `prompt * group_size + member`: neither batch composition nor earlier calls change it.
+    Weights arrive by `push_weights` and stay until the next push. Sampling is a function of (seed, step, row), row
+    being `prompt * group_size + member`: neither batch composition nor earlier calls change it.
     """
 
     def push_weights(self, params: Params, policy_version: int) -> None:
         """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use."""
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
-    ) -> Rollout:
+    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
         """Samples `group_size` completions for each prompt of int32 token ids.
+
+        Log-probs are returned as they are, NaN too: `checks.unusable_completions` decides what becomes of those.
 
         Raises:
             ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine.
-            EngineError: if a log-prob is not finite, naming completion and token, or no weights were pushed.
+            EngineError: if no weights were pushed.
         """
 
     def score(

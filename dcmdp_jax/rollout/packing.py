@@ -1,7 +1,7 @@
 """Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes compile.
 
-A mini-batch's rows come in buckets of one length each. A bucket holds as many micro-batches as the worst case needs, and
-the step runs only those that hold a row: shapes stay, and padding costs memory on the host but no computation.
+A mini-batch's rows come in buckets of one length each. A bucket holds as many micro-batches as the worst case needs,
+and the step runs only those that hold a row: shapes stay, and padding costs memory on the host but no computation.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def pack(
     )
     if len(too_long := np.flatnonzero(lengths > plan.row_lengths[-1])):
         i = too_long[0]
-        raise ValueError(f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {plan.row_lengths[-1]}")
+        raise ValueError(
+            f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {plan.row_lengths[-1]}"
+        )
     completion_lengths = np.array([len(c) for c in rollout.completion_ids], np.int32)
     truncated = np.array([reason == "length" for reason in rollout.finish_reasons], bool)
     shape = (plan.mini_batches, plan.completions)
@@ -181,9 +183,7 @@ def _place(lengths: np.ndarray, row_length: int, segments_per_row: int) -> list[
     return placed
 
 
-def _write(
-    rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, rollout: Rollout, i: int
-) -> None:
+def _write(rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, rollout: Rollout, i: int) -> None:
     prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]
     middle, end = start + len(prompt), start + len(prompt) + len(completion)
     rows.input_ids[row][start:middle] = prompt

@@ -189,6 +189,7 @@ def make_engine(plan: Plan) -> Engine:
         kv_cache_dtype=rollout.kv_cache_dtype,
         max_total_tokens=plan.config.max_total_tokens,
         max_rows=rollout.max_rows,
+        min_rows=rollout.min_rows,
         mesh=plan.mesh,
     )
 

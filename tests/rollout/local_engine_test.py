@@ -11,6 +11,7 @@ from scipy import stats
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, init_params, output_kernel
 from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.types import Params, Rollout
@@ -363,9 +364,13 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     clean = np.array([1, 2], np.int32)
     sampling = SamplingParams(group_size=2, max_completion_tokens=1)
     made.generate([clean], sampling, seed=0, step=0)
-    with pytest.raises(EngineError, match=r"completion 4 \(prompt 2, member 0\): the log-prob of token 0 is nan"):
-        made.generate([clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
-    with pytest.raises(EngineError, match=r"completion 1 \(prompt 1, member 0\): the log-prob of token \d is nan"):
+    rollout = made.generate([clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
+    assert unusable_completions(rollout, drop=True).tolist() == [False] * 4 + [True] * 2
+    with pytest.raises(
+        EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*on_non_finite=drop"
+    ):
+        unusable_completions(rollout, drop=False)
+    with pytest.raises(EngineError, match=r"completion 1: the log-prob of token \d is nan"):
         made.score([clean, clean], [np.array([1, 1, 1]), np.array([1, 3, 1])], temperature=1.0)
 
 

@@ -44,7 +44,7 @@ def _bucket(batch, rows):
 
 
 def test_two_buckets_by_hand():
-    # Lengths with prompt: 3 + 2 = 5, 3 + 6 = 9 | 2 + 1 = 3, 2 + 8 = 10. Rows of 6 and 10: completions 0 and 2 are short.
+    # Lengths with prompt: 3 + 2 = 5, 3 + 6 = 9 | 2 + 1 = 3, 2 + 8 = 10. Rows of 6 and 10: 0 and 2 are short.
     rollout = _rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
     plan = make_plan(
         row_lengths=(6, 10), micro_batch_tokens=12, mini_batches=2, completions=2, segments_per_row=1, row_shards=1

@@ -142,7 +142,7 @@ class LocalEngine:
         Raises:
             ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, or
                 a seed or step out of range.
-            EngineError: if a log-prob is not finite, naming completion and token, or no weights were pushed.
+            EngineError: if no weights were pushed.
         """
         if self._weights is None:
             raise EngineError("no weights: push_weights must come before generate")
@@ -165,7 +165,6 @@ class LocalEngine:
         for chunk in chunks:
             for row, *sampled in self._sample(prompts, chunk, min(size, rows.size), sampling, seed, step):
                 tokens[row], logprobs[row] = sampled
-        _check_finite(logprobs, group)
         stops = set(sampling.stop_token_ids)
         return Rollout(
             prompt_ids=[prompts[row // group] for row in range(rows.size)],
@@ -295,7 +294,7 @@ class LocalEngine:
                 logprobs = np.asarray(decode.score(self._weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
-        _check_finite(results, 1)
+        _check_finite(results)
         return results
 
     def close(self) -> None:
@@ -326,14 +325,11 @@ class LocalEngine:
         return checked
 
 
-def _check_finite(logprobs: list[np.ndarray], group: int) -> None:
-    for completion, values in enumerate(logprobs):
+def _check_finite(scored: list[np.ndarray]) -> None:
+    for completion, values in enumerate(scored):
         if not np.isfinite(values).all():
             token = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise EngineError(
-                f"completion {completion} (prompt {completion // group}, member {completion % group}): the log-prob of "
-                f"token {token} is {values[token]}"
-            )
+            raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")
 
 
 def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
