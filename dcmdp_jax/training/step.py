@@ -1,8 +1,8 @@
 """The compiled training step: (TrainState, Batch) -> (TrainState, metrics), Algorithm 1 of the paper.
 
 Recompute p^Train -> discrepancy -> advantages -> penalised advantages with the old multiplier -> one optimizer update
-for each mini-batch -> one projected dual-ascent step -> metrics. With a single mini-batch the recompute pass is the forward
-pass of the update itself, so the method costs no more than GRPO.
+for each mini-batch -> one projected dual-ascent step -> metrics. With a single mini-batch the recompute pass is the
+forward pass of the update itself, so the method costs no more than GRPO.
 """
 
 from __future__ import annotations
