@@ -4,9 +4,9 @@
     python -m bin.train --config=configs/demo.py:grpo                                         the baseline
     python -m bin.train --config=configs/demo.py --config.run_dir=runs/exact --config.rollout.precision=exact
 
-A supervised warm-up on worked solutions, half of which hold a mistake, gives a policy that knows the steps and
-errs; reinforcement mends it. To expect: held-out avg@8 from about 50% to about 90%, the discrepancy falling through the budget as
-the policy sharpens, and lambda rising first and falling after.
+A supervised warm-up on worked solutions, half of which hold a mistake, gives a policy that knows the steps and errs;
+reinforcement mends it. To expect: held-out avg@8 from about 50% to about 90%, the discrepancy falling through the
+budget as the policy sharpens, and lambda rising first and falling after.
 """
 
 from ml_collections import ConfigDict
