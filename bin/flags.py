@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import re
 import runpy
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from dcmdp_jax.config import Config, from_config_dict, setting_names, unknown_setting
+from dcmdp_jax.training.run_directory import FREE_SETTINGS
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, with an optional :argument.", lock_config=False)
 
@@ -42,7 +45,23 @@ def parse(argv: list[str]) -> Config:
         raise ValueError(f"argument {rest[1]!r} belongs to no flag; settings are given as --config.section.name=value")
     if _CONFIG.value is None:
         raise ValueError("--config is missing; for example --config=configs/demo.py")
-    return from_config_dict(_CONFIG.value)
+    config = _CONFIG.value
+    config.run_dir += _suffix(argv)
+    return from_config_dict(config)
+
+
+def _suffix(argv: list[str]) -> str:
+    """`-precision=exact`: what the command line changes, so that two experiments never share a directory by default.
+
+    Empty if the directory itself is given. Settings that one run may change on the way are left out.
+    """
+    changed = {name.removeprefix("config."): value for name, value in _given(argv) if name.startswith("config.")}
+    if "run_dir" in changed:
+        return ""
+    learnt = {name: value for name, value in changed.items() if not name.startswith(FREE_SETTINGS)}
+    pieces = [f"-{name.rpartition('.')[2]}={value.rpartition('/')[2]}" for name, value in sorted(learnt.items())]
+    text = re.sub(r"[^\w.=-]+", "_", "".join(pieces))
+    return text if len(text) <= 100 else f"{text[:90]}-{zlib.crc32(text.encode()):08x}"
 
 
 def _given(argv: list[str]) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         train(plan, show=lambda line: print(line, flush=True))
     except Interrupted as stopped:
-        print(f"{stopped}; saved, and the same command resumes", flush=True)
+        print(f"{stopped}; the same command resumes", flush=True)
         return 128 + stopped.signal_number
     print(f"report: {write_report([config.run_dir], config.run_dir)}")
     return 0

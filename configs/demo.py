@@ -2,7 +2,7 @@
 
     python -m bin.train --config=configs/demo.py                                              about four minutes
     python -m bin.train --config=configs/demo.py:grpo                                         the baseline
-    python -m bin.train --config=configs/demo.py --config.run_dir=runs/exact --config.rollout.precision=exact
+    python -m bin.train --config=configs/demo.py --config.rollout.precision=exact             the control
 
 A supervised warm-up on worked solutions, half of which hold a mistake, gives a policy that knows the steps and errs;
 reinforcement mends it. To expect: held-out avg@8 from about 50% to about 90%, the discrepancy falling through the

@@ -44,10 +44,10 @@ class TrainingStopped(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end; everything done so far is saved."""
+    """A signal asked the run to end; every finished step is saved."""
 
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
+    def __init__(self, signal_number: int, where: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
         self.signal_number = signal_number
 
 
@@ -73,10 +73,10 @@ class StopSignal:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def check(self, step: int) -> None:
-        """Raises `Interrupted` if a signal came."""
+    def check(self, where: str) -> None:
+        """Raises `Interrupted` if a signal came; `where` tells people what was going on and what is kept."""
         if self.received is not None:
-            raise Interrupted(self.received, step)
+            raise Interrupted(self.received, where)
 
 
 class PhaseTimer:
@@ -190,7 +190,7 @@ class Trainer:
         began = time.monotonic()
 
         def on_step(done: int, loss: float) -> None:
-            self.stop.check(0)
+            self.stop.check("in the warm-up, which starts again")
             if done % 500 == 0 or done == self.config.warmup.steps:
                 self.show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
 
@@ -250,7 +250,7 @@ class Trainer:
             if last or step % config.checkpoint.every_steps == 0 or self.stop.received is not None:
                 self._save(state, step, score, writer)
             if not last:
-                self.stop.check(step)
+                self.stop.check(f"after step {step}, saved")
 
     def _choose(self, step: int) -> np.ndarray:
         count = self.config.training.prompts_per_step

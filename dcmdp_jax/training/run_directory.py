@@ -17,7 +17,15 @@ _LOCK_FILE = ".lock"
 
 # Settings that may change between the parts of one run: they alter what is recorded or where it runs, not what is
 # learnt.
-_FREE = ("run_dir", "evaluation.", "checkpoint.", "observe.", "mesh.", "task.verifier_workers", "training.steps")
+FREE_SETTINGS = (
+    "run_dir",
+    "evaluation.",
+    "checkpoint.",
+    "observe.",
+    "mesh.",
+    "task.verifier_workers",
+    "training.steps",
+)
 
 
 def check_run_directory(config: Config) -> None:
@@ -45,7 +53,7 @@ def check_run_directory(config: Config) -> None:
     decays = config.optimizer.schedule != "constant"
     before, now = _flatten(saved), _flatten(to_dict(config))
     for name in sorted(before.keys() | now.keys()):
-        fixed = not name.startswith(_FREE) or (name == "training.steps" and decays)
+        fixed = not name.startswith(FREE_SETTINGS) or (name == "training.steps" and decays)
         if fixed and before.get(name) != now.get(name):
             raise ValueError(
                 f"config.run_dir: {run_dir} holds a run with {name}={before.get(name)!r}, this config has "

@@ -54,6 +54,24 @@ def test_a_file_its_argument_and_overrides(run):
     assert config.model.architecture.rope_theta == 1e6 and config.run_dir == "runs/x" and config.training.seed == 9
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((_DEMO,), "runs/demo"),
+        ((_DEMO + ":grpo",), "runs/demo_grpo"),
+        ((_DEMO, "--config.rollout.precision=exact"), "runs/demo-precision=exact"),
+        # By name, the last piece of a path; how long and where a run goes on is not what it learns.
+        (
+            (_DEMO, "--config.training.seed", "3", "--config.model.tokenizer=a/b c", "--config.training.steps=99"),
+            "runs/demo-tokenizer=b_c-seed=3",
+        ),
+        ((_DEMO, "--config.rollout.precision=exact", "--config.run_dir=runs/x"), "runs/x"),
+    ],
+)
+def test_what_is_changed_names_the_run_directory(run, arguments, expected):
+    assert run(*arguments).run_dir == expected
+
+
 def test_without_overrides_the_file_speaks_alone(run):
     config = run("--config=configs/qwen3_8b.py")
     assert (config.rollout.precision, config.algorithm.tolerance) == ("bfloat16", 0.0037)
