@@ -15,8 +15,7 @@ from dcmdp_jax.config import Config, to_dict
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
-# Settings that may change between the parts of one run: they alter what is recorded or where it runs, not what is
-# learnt.
+# What may change between the parts of one run: it alters what is recorded or where it runs, not what is learnt.
 FREE_SETTINGS = (
     "run_dir",
     "evaluation.",
