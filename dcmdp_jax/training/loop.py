@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
 _REFERENCE_DIRECTORY = "reference"
+_NOISE_FLOOR_COMPLETIONS = 32
 
 
 class TrainingStopped(RuntimeError):
@@ -228,6 +229,7 @@ class Trainer:
                     [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling, seed=config.training.seed,
                     step=step,
                 )  # fmt: skip
+            floor = self._noise_floor(rollout) if step == 0 else {}
             with timer.phase("verify"):
                 texts, answers, grades = self._verify(rollout, chosen)
             with timer.phase("pack"):
@@ -237,7 +239,7 @@ class Trainer:
                 jax.block_until_ready(metrics)
             step += 1
             completions = metrics.pop("completions/discrepancy")
-            writer.write(step, metrics | packed | _rollout_metrics(rollout, grades) | timer.metrics(rollout))
+            writer.write(step, metrics | packed | floor | _rollout_metrics(rollout, grades) | timer.metrics(rollout))
             self._write_samples(step, writer, rollout, chosen, texts, answers, grades, completions)
             self._check_skipped(metrics)
             last = step == config.training.steps
@@ -262,6 +264,19 @@ class Trainer:
         texts = self.plan.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
         answers = [self.plan.train.problems[chosen[group]].answer for group in rollout.group_ids]
         return texts, answers, self.verifier.grade(texts, answers)
+
+    def _noise_floor(self, rollout: Rollout) -> dict[str, float]:
+        """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
+        usable = np.flatnonzero(~unusable_completions(rollout, drop=True))[:_NOISE_FLOOR_COMPLETIONS]
+        if not usable.size:
+            return {}
+        scored = self.engine.score(
+            [rollout.prompt_ids[i] for i in usable],
+            [rollout.completion_ids[i] for i in usable],
+            temperature=self.plan.sampling.temperature,
+        )
+        sampled = np.exp(np.concatenate([rollout.rollout_logprobs[i] for i in usable]))
+        return {"mismatch/noise_floor": float(np.abs(np.exp(np.concatenate(scored)) - sampled).mean())}
 
     def _pack(self, rollout: Rollout, grades: Grades, state: TrainState) -> tuple[Batch, dict[str, Any]]:
         dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
