@@ -193,7 +193,7 @@ def test_step_is_algorithm_one(mini_batches, changes):
     )
     state, history, _ = _run(settings=settings, mini_batches=mini_batches, row_lengths=(8, 16), ref_params=reference)
     _close(state.params, expected)
-    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6)
+    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
     if settings.method == "dc_grpo":
         # The step used the old multiplier, and reports it; the new one waits for the next step.
