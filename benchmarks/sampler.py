@@ -10,7 +10,6 @@ fastest, the time of a weight push and of the first call, which compiles.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,42 +17,14 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from dcmdp_jax.models.config import ModelConfig
+from benchmarks.timing import machine
+from benchmarks.workload import SIZES, model
 from dcmdp_jax.models.decoder import init_params
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.local.weights import PRECISIONS
 
-# name: vocabulary, hidden, intermediate, layers, heads, key-value heads, head size
-SIZES = {
-    "0.6M": (64, 128, 256, 4, 4, 2, 32),
-    "9M": (4096, 256, 1024, 8, 4, 2, 64),
-    "64M": (32768, 512, 2048, 12, 8, 4, 64),
-}
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
-
-
-def model(size: str) -> ModelConfig:
-    """A Qwen3 decoder of about that many parameters."""
-    vocab, hidden, intermediate, layers, heads, kv_heads, head_dim = SIZES[size]
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        tie_word_embeddings=True,
-    )
-
-
-def matmul_gflops() -> float:
-    """Best rate of a float32 [1024, 1024] product: how fast, and how quiet, the machine is."""
-    x = jax.numpy.ones((1024, 1024))
-    product = jax.jit(lambda x: x @ x)
-    return 2 * 1024**3 / min(_seconds(lambda: product(x).block_until_ready()) for _ in range(10)) / 1e9
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -116,11 +87,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=_positive, default=7)
     arguments = parser.parse_args()
-    device = jax.devices()[0]
-    print(
-        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"float32 matmul {matmul_gflops():.0f} GFLOP/s, jax {jax.__version__}\n"
-    )
+    print(machine() + "\n")
     print("| size | parameters | precision | tokens/s, median | spread | push, ms | first call, s |")
     print("|---|---|---|---|---|---|---|")
     for size in arguments.sizes:

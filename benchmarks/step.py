@@ -20,7 +20,7 @@ from dcmdp_jax.rollout.packing import make_plan
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=",".join(SIZES), help="of " + ", ".join(SIZES))
+    parser.add_argument("--sizes", default="0.6M,9M", help="of " + ", ".join(SIZES))
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     print(machine() + "\n")

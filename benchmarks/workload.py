@@ -1,4 +1,4 @@
-"""The synthetic batch that the step's benchmarks train on."""
+"""The models that the benchmarks measure, and the synthetic batch that the step's train on."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from dcmdp_jax.types import Batch, Rollout
 SIZES = {
     "0.6M": (64, 128, 256, 4, 4, 2, 32),
     "9M": (4096, 256, 1024, 8, 4, 2, 64),
+    "64M": (32768, 512, 2048, 12, 8, 4, 64),
 }
 
 
