@@ -1,16 +1,47 @@
-"""What every command does with a failure: one clear line, an exit code, and a traceback only when asked for."""
+"""What every command does with bad arguments and failures: one clear line, an exit code, a traceback when asked."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _EXPECTED = 2
 _UNEXPECTED = 1
 _INTERRUPTED = 130
 _DEBUG = "--debug"
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's errors begin
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as one line for `run_main`, with the nearest flag for one that is not there."""
+
+    def __init__(self, **options: Any) -> None:
+        # An abbreviated flag would change its meaning when a new one is added.
+        super().__init__(epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError instead of printing the usage and leaving."""
+        raise ValueError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        """As argparse's; ValueError in one line for what it doesn't know."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            near = difflib.get_close_matches(rest[0].partition("=")[0], self._flags(), n=1)
+            self.error(f"{rest[0]}: no such argument; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        return parsed
+
+    def _flags(self) -> list[str]:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    flags += parser._flags()
+        return flags
 
 
 def run_main(
@@ -26,6 +57,7 @@ def run_main(
     | returns None or a number | nothing | 0 or the number |
     | raises ValueError, OSError or one of `expected` | `error: ...` | 2 |
     | raises anything else | `error: ...`, and how to see the traceback | 1 |
+    | finds the device's memory full | `error: ...`, and what to make smaller | 1 |
     | is interrupted (Ctrl-C) | `interrupted` | 130 |
 
     SystemExit (argparse, absl) passes through. `--debug` before a bare `--` is taken from the arguments, and makes
@@ -51,6 +83,8 @@ def run_main(
     except Exception as error:
         code = _UNEXPECTED
         hint = "" if debug else " (unexpected; run again with --debug for the traceback)"
+        if _OUT_OF_MEMORY in str(error):
+            hint = " (for sampling, make max_rows smaller; for training, training.micro_batch_tokens)"
         _complain(f"error: {type(error).__name__}: {_one_line(error)}{hint}", debug)
     sys.exit(code)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from bin.cli import run_main
+from bin.cli import Parser, run_main
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_weights import check_manifest, has_tokenizer, load_params, save_params
 
@@ -33,11 +33,7 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bin.convert",
-        description="Check, copy and write Hugging Face model directories.",
-        epilog="--debug shows the traceback of a failure.",
-    )
+    parser = Parser(prog="python -m bin.convert", description="Check, copy and write Hugging Face model directories.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("hf-check", help="hold a directory's tensors against its config.json, read none")
     check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bin.cli import run_main
+from bin.cli import Parser, run_main
 from configs.base import get_config
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
@@ -48,8 +47,7 @@ class _Model:
     Attributes:
         name: for people.
         config: its shape.
-        tokenizer: directory.
-        generation: directory whose generation_config.json names further end tokens, or None.
+        tokenizer: its directory; generation_config.json there names further end tokens.
         step: of a checkpoint, None for a Hugging Face directory.
         run: a run's directory and settings, None for a Hugging Face directory.
         load: reads the weights for an engine of the given precision.
@@ -58,25 +56,9 @@ class _Model:
     name: str
     config: ModelConfig
     tokenizer: Path
-    generation: str | None
     step: int | None
     run: tuple[Path, dict[str, Any]] | None
     load: Callable[[str], Params]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line, with the nearest flag for one that is not there."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1)
-            self.error(f"{rest[0]}: no such argument; " + (f"did you mean {near[0]}?" if near else "see --help"))
-        return parsed
 
 
 def main(argv: list[str]) -> None:
@@ -91,7 +73,7 @@ def main(argv: list[str]) -> None:
         max_completion_tokens=settings["max_completion_tokens"],
         temperature=settings["temperature"],
         top_p=settings["top_p"],
-        stop_token_ids=end_token_ids(tokenizer, model.generation),
+        stop_token_ids=end_token_ids(tokenizer, model.tokenizer),
     )
     engine = _engine(model, tasks, settings)
     out = _out_path(arguments.out, model)
@@ -124,11 +106,9 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m bin.evaluate",
         description="avg@K and pass@K of a Hugging Face directory or a checkpoint, in the paper's table layout.",
-        epilog="--debug shows the traceback of a failure.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", type=Path, help="Hugging Face directory, run directory, or checkpoint directory")
@@ -220,7 +200,7 @@ def _find_model(path: Path, step: int | None) -> _Model:
         narrow = set(manifest.dtypes) == {"BF16"} or precision == "bfloat16"
         return load_params(path, config, dtype="bfloat16" if narrow else "float32")
 
-    return _Model(resolved.name, config, path, str(path), None, None, load)
+    return _Model(resolved.name, config, path, None, None, load)
 
 
 def _checkpoint_model(path: Path, step: int | None) -> _Model:
@@ -231,15 +211,14 @@ def _checkpoint_model(path: Path, step: int | None) -> _Model:
     run_dir = tokenizer.parent
     try:
         run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        generation = run["model"]["path"] or None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{run_dir / 'config.json'}: not the settings of a run ({error!r})") from error
 
     def load(precision: str) -> Params:
         del precision  # the engine converts from the master parameters, as it does while training
         return load_params_only(path, found)[0]
 
-    return _Model(f"{run_dir.name} step {found}", config, tokenizer, generation, found, (run_dir, run), load)
+    return _Model(f"{run_dir.name} step {found}", config, tokenizer, found, (run_dir, run), load)
 
 
 def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:

@@ -7,19 +7,17 @@ One run's report goes into its own directory, a comparison into `report/`, unles
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from bin.cli import run_main
+from bin.cli import Parser, run_main
 from dcmdp_jax.observe.report import PLOTS_DIRECTORY, write_report
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bin.report",
         description="Plots (PNG) and a self-contained HTML page of one run, or of several laid over each other.",
-        epilog="--debug shows the traceback of a failure.",
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by bin.train")
     parser.add_argument(

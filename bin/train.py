@@ -8,8 +8,9 @@ from bin.cli import run_main
 from bin.flags import parse
 from dcmdp_jax.observe.report import write_report
 from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.training.loop import Interrupted, TrainingStopped, train
+from dcmdp_jax.training.loop import TrainingStopped, train
 from dcmdp_jax.training.setup import describe, make_plan_of_run
+from dcmdp_jax.training.stop_signal import Interrupted
 
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check everything, print the plan (shapes, memory, steps), and stop.")
 

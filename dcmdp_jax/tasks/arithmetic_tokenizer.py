@@ -6,7 +6,6 @@ three special tokens named as Qwen names them. Decoding an encoding gives the te
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,8 +44,3 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def save_tokenizer(directory: str | Path) -> None:
-    """Writes the tokenizer to a directory, made where it is missing, for `AutoTokenizer.from_pretrained`."""
-    build_tokenizer().save_pretrained(str(directory))

@@ -167,3 +167,14 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | No
     if not ids:
         raise ValueError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
     return tuple(sorted(ids))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
+    """Writes a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
+
+    The list goes with an export: without it, an engine runs past the end of a chat turn. Nothing else is written
+    there, since engines take a generation_config.json's temperature and top-k as their defaults.
+    """
+    tokenizer.save_pretrained(str(directory))
+    path = Path(directory) / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": list(end_ids)}) + "\n", encoding="utf-8")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.tasks.verifier import Grades, Verifier
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -29,6 +28,7 @@ from dcmdp_jax.training.run_directory import claimed
 from dcmdp_jax.training.setup import Plan, initial_params, load_worked_solutions, make_engine
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
+from dcmdp_jax.training.stop_signal import StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, Params, Rollout, TrainState
 
@@ -42,42 +42,6 @@ _NOISE_FLOOR_COMPLETIONS = 32
 
 class TrainingStopped(RuntimeError):
     """Training gave up: too many updates in a row had no finite gradient."""
-
-
-class Interrupted(Exception):
-    """A signal asked the run to end; every finished step is saved."""
-
-    def __init__(self, signal_number: int, where: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
-        self.signal_number = signal_number
-
-
-class StopSignal:
-    """Notes SIGTERM and SIGINT, so that the loop ends between two steps. A second SIGINT interrupts at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[StopSignal]:
-        """Installs the handlers for the block."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def check(self, where: str) -> None:
-        """Raises `Interrupted` if a signal came; `where` tells people what was going on and what is kept."""
-        if self.received is not None:
-            raise Interrupted(self.received, where)
 
 
 class PhaseTimer:
@@ -392,7 +356,7 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(claimed(config))
         stack.enter_context(stop.listening())
-        plan.tokenizer.save_pretrained(str(Path(config.run_dir) / "tokenizer"))
+        save_tokenizer(plan.tokenizer, Path(config.run_dir) / "tokenizer", plan.sampling.stop_token_ids)
         trainer = Trainer(plan, stack, stop, show)
         state, resumed = trainer.start()
         step = int(state.step)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bin.cli import run_main
+from bin.cli import Parser, run_main
 
 
 def _run(main, argv, capsys, **options):
@@ -32,6 +32,12 @@ def _raiser(error):
             KeyError("x"),
             1,
             "error: KeyError: 'x' (unexpected; run again with --debug for the traceback)\n",
+        ),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
+            1,
+            "error: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. (for sampling, "
+            "make max_rows smaller; for training, training.micro_batch_tokens)\n",
         ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
@@ -80,3 +86,25 @@ def test_the_arguments_are_the_processes_by_default(monkeypatch, capsys):
     got = []
     assert _run(got.extend, None, capsys) == (0, "")
     assert got == ["p", "x"]
+
+
+def _parser():
+    parser = Parser(prog="p")
+    parser.add_argument("--samples", type=int)
+    inner = parser.add_subparsers(dest="command", metavar="COMMAND")
+    inner.add_parser("copy").add_argument("--overwrite", action="store_true")
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--sampels=4"], "--sampels=4: no such argument; did you mean --samples?"),
+        (["copy", "--overwrit"], "--overwrit: no such argument; did you mean --overwrite?"),
+        (["--zzz"], "--zzz: no such argument; see --help"),
+        (["--samples", "x"], "argument --samples: invalid int value: 'x'"),
+        (["cpy"], "argument COMMAND: invalid choice: 'cpy' (choose from 'copy')"),
+    ],
+)
+def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
+    assert _run(lambda arguments: _parser().parse_args(arguments[1:]), ["p", *argv], capsys) == (2, f"error: {line}\n")

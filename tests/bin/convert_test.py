@@ -101,11 +101,9 @@ def test_export_of_nothing(tmp_path: Path) -> None:
         main(["convert", "export", str(tmp_path), str(tmp_path / "out")])
 
 
-def test_unknown_dtype_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
+def test_unknown_dtype_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="argument --dtype: invalid choice: 'float16'"):
         main(["convert", "copy", str(source), str(tmp_path / "out"), "--dtype", "float16"])
-    assert caught.value.code == 2
-    assert "invalid choice: 'float16'" in capsys.readouterr().err
 
 
 def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

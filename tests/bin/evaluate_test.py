@@ -22,7 +22,7 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer, save_tokenizer
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
 
@@ -57,7 +57,7 @@ def _params(model, *digits):
 def hf_dir(tmp_path_factory):
     """Answers 4 or 7, each with probability 1/2."""
     base = tmp_path_factory.mktemp("hf")
-    save_tokenizer(base / "tokenizer")
+    build_tokenizer().save_pretrained(base / "tokenizer")
     save_params(_params(_model(), "4", "7"), _model(), base / "coin", dtype="float32", tokenizer_dir=base / "tokenizer")
     return base / "coin"
 
@@ -85,7 +85,7 @@ def run_dir(tmp_path_factory):
     config.evaluation.task = str(base / "held.jsonl")
     path.mkdir()
     (path / "config.json").write_text(json.dumps(to_dict(from_config_dict(config))))
-    save_tokenizer(path / "tokenizer")
+    build_tokenizer().save_pretrained(path / "tokenizer")
     checkpoints = Checkpoints(path, keep_last=2, keep_best=0)
     for step, digit in ((1, "4"), (2, "7")):
         dual = dual_init(0.1, minimum=0.0, maximum=1.0)
@@ -186,7 +186,7 @@ def test_without_out_a_run_keeps_every_evaluation(run_dir):
 def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
     # Six shapes compile several times faster for one device.
     monkeypatch.setattr(bin.evaluate, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
-    save_tokenizer(tmp_path / "tokenizer")
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     model = _model(4096)
     save_params(_params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer")
     names = ["olympiadbench", "minerva", "math500", "amc23", "aime25", "aime24"]

@@ -16,19 +16,18 @@ import pytest
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer, save_tokenizer
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
-# Reads {name: arguments}, writes {name: [exit code, stdout, stderr, seconds]}.
+# Reads {name: arguments}, writes {name: [exit code, stdout, stderr]}.
 _FORKS = """
-import json, os, runpy, sys, time
+import json, os, runpy, sys
 import bin.cli, bin.flags, dcmdp_jax.observe.report, dcmdp_jax.training.loop, dcmdp_jax.training.setup
 
 outcomes = {}
 for name, arguments in json.load(sys.stdin).items():
-    began = time.monotonic()
     files = [f"{sys.argv[1]}/{name}.{stream}" for stream in ("out", "err")]
     if not (child := os.fork()):
         for path, number in zip(files, (1, 2)):
@@ -37,7 +36,7 @@ for name, arguments in json.load(sys.stdin).items():
         runpy.run_module("bin.train", run_name="__main__")
         os._exit(99)  # run_module ends in sys.exit
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    outcomes[name] = [code, *(open(path).read() for path in files), time.monotonic() - began]
+    outcomes[name] = [code, *(open(path).read() for path in files)]
 json.dump(outcomes, sys.stdout)
 """
 
@@ -47,7 +46,7 @@ def _model_directories(base):
     model = ModelConfig(
         "qwen3", len(build_tokenizer()), 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, max_position_embeddings=256
     )
-    save_tokenizer(base / "tokenizer")
+    build_tokenizer().save_pretrained(base / "tokenizer")
     params = decoder.init_params(model, jax.random.key(0))
     directories = {}
     for name in ("whole", "missing", "mute", "endless"):
@@ -108,7 +107,10 @@ def _commands(base):
             ["--config=configs/demo.py:debug", f"--config.run_dir={base}/file/run"],
             f"config.run_dir: {base}/file/run can't be written ({base}/file); choose another directory",
         ),
-        "mesh": ([*debug, "--config.mesh.tensor=3"], "mesh data=1, fsdp=-1, tensor=3: 3 does not divide the 1 devices"),
+        "mesh": (
+            [*debug, "--config.mesh.tensor=3"],
+            "config.mesh (data=1, fsdp=-1, tensor=3): 3 does not divide the 1 devices",
+        ),
         "missing_tensor": (
             model("missing"),
             f"{models['missing']}/model.safetensors: tensor model.layers.1.input_layernorm.weight is missing",
@@ -142,7 +144,7 @@ _NAMES = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Where the commands ran, what each should say, and (code, stdout, stderr, seconds) of each."""
+    """Where the commands ran, what each should say, and (code, stdout, stderr) of each."""
     base = tmp_path_factory.mktemp("train")
     commands = _commands(base)
     given = {name: arguments for name, (arguments, _) in commands.items()}
@@ -167,19 +169,18 @@ def test_every_command_has_its_test(outcomes):
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_bad_input_is_one_line_and_code_2_within_seconds(outcomes, name):
+def test_bad_input_is_one_line_and_code_2(outcomes, name):
     base, lines, results = outcomes
-    code, out, err, seconds = results[name]
+    code, out, err = results[name]
     assert err.startswith(f"error: {lines[name]}"), err
     assert err.count("\n") == 1 and "Traceback" not in err
     assert code == 2 and out == ""
-    assert seconds < 30
     assert not (base / "run").exists()
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     base, _, results = outcomes
-    code, out, err, _ = results["dry_run"]
+    code, out, err = results["dry_run"]
     assert (code, err) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
     # Four prompts of four completions in two mini-batches of eight, in rows of 64 + 16 tokens.
@@ -191,7 +192,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
 
 
 def test_a_dry_run_of_a_model_counts_its_parameters(outcomes):
-    code, out, err, _ = outcomes[2]["dry_run_of_a_model"]
+    code, out, err = outcomes[2]["dry_run_of_a_model"]
     assert (code, err) == (0, "")
     # Embedding 104 x 16; q, o 16 x 16 each, k, v 16 x 8 each, MLP 3 x 16 x 32; norms 16, 16, 8, 8 and the last 16.
     assert f"{104 * 16 + 2 * 256 + 2 * 128 + 1536 + 48 + 16:,} parameters in float32" in out

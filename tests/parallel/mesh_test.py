@@ -39,14 +39,15 @@ def test_devices() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 3}, "mesh data=1, fsdp=3, tensor=1: needs 3 devices, there are 8; set one axis to -1 to fit"),
-        ({}, "mesh data=1, fsdp=1, tensor=1: needs 1 devices, there are 8; set one axis to -1 to fit"),
+        ({"fsdp": 3},
+         "config.mesh (data=1, fsdp=3, tensor=1): needs 3 devices, there are 8; set one axis to -1 to fit"),
+        ({}, "config.mesh (data=1, fsdp=1, tensor=1): needs 1 devices, there are 8; set one axis to -1 to fit"),
         ({"data": 4, "tensor": 4},
-         "mesh data=4, fsdp=1, tensor=4: needs 16 devices, there are 8; set one axis to -1 to fit"),
-        ({"data": -1, "fsdp": 3}, "mesh data=-1, fsdp=3, tensor=1: 3 does not divide the 8 devices"),
-        ({"data": -1, "fsdp": -1}, "mesh data=-1, fsdp=-1, tensor=1: only one axis may be -1"),
-        ({"data": 0}, "mesh data: got 0, must be at least 1, or -1 for the devices left over"),
-        ({"tensor": -2}, "mesh tensor: got -2, must be at least 1, or -1 for the devices left over"),
+         "config.mesh (data=4, fsdp=1, tensor=4): needs 16 devices, there are 8; set one axis to -1 to fit"),
+        ({"data": -1, "fsdp": 3}, "config.mesh (data=-1, fsdp=3, tensor=1): 3 does not divide the 8 devices"),
+        ({"data": -1, "fsdp": -1}, "config.mesh (data=-1, fsdp=-1, tensor=1): only one axis may be -1"),
+        ({"data": 0}, "config.mesh.data: got 0, must be at least 1, or -1 for the devices left over"),
+        ({"tensor": -2}, "config.mesh.tensor: got -2, must be at least 1, or -1 for the devices left over"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(sizes: dict[str, Any], message: str) -> None:

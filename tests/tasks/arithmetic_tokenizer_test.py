@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dcmdp_jax.tasks.arithmetic import LEVELS, ArithmeticSpec, arithmetic_problems
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer, save_tokenizer
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     directory: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
+    build_tokenizer().save_pretrained(directory)
     return AutoTokenizer.from_pretrained(str(directory))
 
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer, save_tokenizer
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import Problem
-from dcmdp_jax.tasks.prompts import encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.tasks.prompts import encode_prompts, end_token_ids, load_tokenizer, save_tokenizer
 
 
 def _problem(prompt: str, index: int = 0, context: tuple[tuple[str, str], ...] = ()) -> Problem:
@@ -93,7 +93,7 @@ def test_a_template_that_refuses_is_one_line() -> None:
 
 
 def test_load_tokenizer(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "good")
+    build_tokenizer().save_pretrained(tmp_path / "good")
     assert load_tokenizer(str(tmp_path / "good")).eos_token == "<|im_end|>"
     with pytest.raises(ValueError, match="no such directory"):
         load_tokenizer(str(tmp_path / "nowhere"))
@@ -101,6 +101,12 @@ def test_load_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not loadable") as raised:
         load_tokenizer(str(tmp_path / "empty"))
     assert "\n" not in str(raised.value)
+
+
+def test_a_saved_tokenizer_keeps_every_end_token(tmp_path: Path) -> None:
+    save_tokenizer(build_tokenizer(), tmp_path, (2, 7))
+    assert end_token_ids(load_tokenizer(str(tmp_path)), tmp_path) == (2, 7)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 7]}
 
 
 def test_end_tokens_are_the_union(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
 
     from dcmdp_jax.models import decoder
     from dcmdp_jax.models.decoder import Compute
-    from dcmdp_jax.tasks.arithmetic_tokenizer import save_tokenizer
+    from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
     from dcmdp_jax.training.checkpoint import load_params_only
 
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
         num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, tie_word_embeddings=True,
     ))  # fmt: skip
     hf.save_pretrained(source)
-    save_tokenizer(source)
+    build_tokenizer().save_pretrained(source)
     run_dir = tmp_path / "run"
     overrides = [
         f"--config.model.path={source}",
