@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m bin.train --config=configs/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,11 @@
-"""Eight fake CPU devices for everything that is sharded; set before anything imports jax."""
+"""Eight fake CPU devices for everything that is sharded; set before anything imports jax.
+
+Nearly all the time of these tests is compilation, so XLA's backend does not optimise here. The whole runs of
+training/loop_test.py are processes of their own without these flags.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()

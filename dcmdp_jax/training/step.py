@@ -256,7 +256,7 @@ def _train_step(
             _empty_logprobs(part.rows) if on_policy else (),
         )
         grads, loss, entropy, clip, buffers = _over_micro_batches(part.rows, part.micro_batches, body, start)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)
 
         def apply(params: Params, opt_state: Any) -> tuple[Params, Any]:

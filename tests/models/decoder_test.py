@@ -179,7 +179,8 @@ def test_padding_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack
     wide = np.pad(weights, ((0, 2), (0, 5)), constant_values=7.0)
     (value, logprobs), grads = _value_and_grad(params, config, plain, Compute(), weights)
     (other, more), other_grads = _value_and_grad(params, config, padded, Compute(), wide)
-    assert float(value) == pytest.approx(float(other), rel=2e-6)
+    # Terms of up to 10 that cancel: their rounding does not shrink with the sum.
+    assert float(value) == pytest.approx(float(other), abs=2e-5)
     np.testing.assert_allclose(more[:1, :19], logprobs, atol=5e-6)
     assert not np.any(more[1:])
     assert not np.any(more[0, 19:])

@@ -1,6 +1,7 @@
 """The compiled step against Algorithm 1 written out on padded arrays, and its invariances."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +47,26 @@ def _params(seed=1):
     return jax.jit(lambda key: decoder.init_params(MODEL, key))(jax.random.key(seed))
 
 
+@functools.cache
+def _programs(settings, mini_batches, mesh, compute, exact):
+    """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
+    del mini_batches  # a step serves one number, so that its cache is that of a run
+    row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
+    schedule = make_schedule(OPTIMIZER, updates=100)
+    transform = make_optimizer(OPTIMIZER, schedule)
+    dual = initial_dual(settings)
+    shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
+    step = make_train_step(
+        row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
+        schedule=schedule, always_recompute=exact, shardings=shardings,
+    )  # fmt: skip
+    create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
+    return create, step, make_rescore(row_logprobs)
+
+
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, params=None, rollout=None, optimizer=OPTIMIZER, dropped=None, ref_params=None,
+    exact=False, rollout=None, dropped=None, ref_params=None,
 ):  # fmt: skip
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
     rollout, rewards = rollout or _rollout()
@@ -60,20 +78,10 @@ def _run(
     )  # fmt: skip
     batch, _ = pack(rollout, rewards, plan, mask_truncated=settings.mask_truncated, dropped=dropped)
     compute = compute or Compute(one_segment=segments == 1, logprob_chunk=16)
-    row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
-    schedule = make_schedule(optimizer, updates=100)
-    transform = make_optimizer(optimizer, schedule)
-    dual = initial_dual(settings)
-    shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
-    step = make_train_step(
-        row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
-        schedule=schedule, always_recompute=exact, shardings=shardings,
-    )  # fmt: skip
-    create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
-    state = create(jax.tree.map(jnp.copy, _params() if params is None else params))
+    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
+    state = create(jax.tree.map(jnp.copy, _params()))
     if mesh:
         batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(row_lengths)))
-    rescore = make_rescore(row_logprobs)
     history = []
     for _ in range(steps):
         used = rescore(state.params, batch)[0] if exact else batch
@@ -93,6 +101,7 @@ def _padded(rollout):
     return ids, spans
 
 
+@jax.jit
 def _naive_logprobs(params, ids):
     """log pi of every token after the first, one completion a row, from all logits."""
     positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
@@ -101,12 +110,18 @@ def _naive_logprobs(params, ids):
     return jnp.pad(jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
 
 
+@jax.jit
+def _pull_back(params, ids, slopes):
+    """Gradient of the parameters from that of the log-probs [N, L]."""
+    return jax.vjp(lambda p: _naive_logprobs(p, ids), params)[1](slopes)[0]
+
+
 def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None):
-    """Algorithm 1 on padded rows with a Python loop over completions; AdamW written out."""
+    """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out."""
     n = len(rewards)
     ids, spans = _padded(rollout)
-    table = np.asarray(jax.jit(_naive_logprobs)(params, ids), np.float64)
-    reference = None if ref_params is None else np.asarray(jax.jit(_naive_logprobs)(ref_params, ids))
+    table = np.asarray(_naive_logprobs(params, ids), np.float64)
+    reference = None if ref_params is None else np.asarray(_naive_logprobs(ref_params, ids), np.float64)
     old = [table[i, a:b] for i, (a, b) in enumerate(spans)]
     delta = []
     for train, engine in zip(old, rollout.rollout_logprobs, strict=True):
@@ -129,34 +144,39 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
         }[settings.method]
         advantages.append(base - penalty)
 
-    def loss(params, members):
-        now = _naive_logprobs(params, ids)
-        total, weight = 0.0, 0.0
+    def loss_and_slopes(now, members):
+        """The mini-batch's loss and its derivative in each log-prob."""
+        total, weight, slopes = 0.0, 0.0, np.zeros(now.shape)
         for i in members:
             if settings.mask_truncated and rollout.finish_reasons[i] == "length":
                 continue
             (a, b), advantage = spans[i], advantages[i]
-            ratio = jnp.exp(now[i, a:b] - old[i])
-            clipped = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
-            token_losses = -jnp.minimum(ratio * advantage, clipped * advantage)
+            ratio = np.exp(now[i, a:b] - old[i])
+            clipped = np.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+            token_losses = -np.minimum(ratio * advantage, clipped * advantage)
+            slope = np.where(ratio * advantage <= clipped * advantage, -ratio * advantage, 0.0)
             if settings.kl_coefficient:
                 x = reference[i, a:b] - now[i, a:b]
-                token_losses += settings.kl_coefficient * (jnp.exp(x) - 1 - x)
-            if settings.aggregation == "seq_mean_token_mean":
-                total, weight = total + token_losses.mean(), weight + 1
-            elif settings.aggregation == "token_mean":
-                total, weight = total + token_losses.sum(), weight + (b - a)
-            else:
-                total, weight = total + token_losses.sum() / LIMIT, weight + 1
-        return total / weight
+                token_losses += settings.kl_coefficient * (np.exp(x) - 1 - x)
+                slope += settings.kl_coefficient * (1 - np.exp(x))
+            scale, unit = {
+                "seq_mean_token_mean": (1 / (b - a), 1),
+                "token_mean": (1, b - a),
+                "fixed_length": (1 / LIMIT, 1),
+            }[settings.aggregation]
+            total, weight = total + scale * token_losses.sum(), weight + unit
+            slopes[i, a:b] = scale * slope
+        return total / weight, slopes / weight
 
     leaves, tree = jax.tree.flatten(params)
     moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
     b1, b2, losses = OPTIMIZER.beta1, OPTIMIZER.beta2, []
     for m in range(mini_batches):
         members = tuple(range(m * n // mini_batches, (m + 1) * n // mini_batches))
-        value, grads = jax.jit(jax.value_and_grad(loss), static_argnums=1)(jax.tree.unflatten(tree, leaves), members)
-        losses.append(float(value))
+        current = jax.tree.unflatten(tree, leaves)
+        value, slopes = loss_and_slopes(np.asarray(_naive_logprobs(current, ids), np.float64), members)
+        grads = _pull_back(current, ids, jnp.asarray(slopes, jnp.float32))
+        losses.append(value)
         for k, g in enumerate(np.asarray(g, np.float64) for g in jax.tree.leaves(grads)):
             mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
             moments[k] = mu, nu
@@ -205,7 +225,7 @@ def test_layouts_and_micro_batches_agree():
     expected, history, _ = _run(row_lengths=(16,), tokens=10_000)
     several = Compute(logprob_chunk=5)
     for options in (
-        {"row_lengths": (8, 12, 16), "tokens": 24},
+        {"row_lengths": (8, 16), "tokens": 24},
         {"row_lengths": (32,), "segments": 8, "tokens": 32, "compute": several},
         {"row_lengths": (16,), "compute": Compute(remat="full", scan_unroll=2)},
     ):
