@@ -4,8 +4,9 @@
     python -m bin.train --config=configs/qwen3_8b.py --config.rollout.precision=fp8      heterogeneous: FP8 rollout
     python -m bin.train --config=configs/qwen3_8b.py:grpo                                the baseline
 
-`models/Qwen3-8B` is the model's Hugging Face directory. The paper used 8 GPUs. It reports, as the average over six
-benchmarks: BF16 GRPO 67.3, DC-GRPO 71.0; FP8 rollout GRPO 64.7, DC-GRPO 68.1.
+`models/Qwen3-8B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`. The
+paper used 8 GPUs. It reports, as the average over six benchmarks: BF16 GRPO 67.3, DC-GRPO 71.0; FP8 rollout GRPO 64.7,
+DC-GRPO 68.1.
 `:debug` runs the same code at toy size on a CPU.
 """
 

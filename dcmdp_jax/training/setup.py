@@ -64,6 +64,7 @@ def make_plan_of_run(config: Config) -> Plan:
         OSError: for directories and files that can't be read or written.
     """
     check_run_directory(config)
+    _check_model_path(config.model.path)
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     tokenizer = _tokenizer(config)
     model = _model(config, tokenizer)
@@ -82,6 +83,14 @@ def make_plan_of_run(config: Config) -> Plan:
         stop_token_ids=stop,
     )
     return Plan(config, model, compute, mesh, tokenizer, train, held_out, packing, sampling)
+
+
+def _check_model_path(path: str) -> None:
+    # Before the tokenizer: its loader would take a directory that is not there for a name on the Hub.
+    if path and not Path(path).is_dir():
+        raise ValueError(
+            f"config.model.path: no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one"
+        )
 
 
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase:

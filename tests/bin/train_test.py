@@ -117,7 +117,7 @@ def _commands(base):
         ),
         "no_model": (
             [*debug, f"--config.model.path={base}/nowhere"],
-            f"tokenizer {base}/nowhere: no such directory",
+            f"config.model.path: no directory {base}/nowhere; `hf download OWNER/MODEL --local-dir {base}/nowhere`",
         ),
         "no_chat_template": (model("mute"), f"tokenizer {models['mute']}: no chat template"),
         "no_end_token": (model("endless"), f"tokenizer {models['endless']}: no end-of-sequence token"),
