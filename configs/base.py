@@ -209,7 +209,7 @@ def _defaults() -> ConfigDict:
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 20
-    # The last so many, and the best so many by held-out avg@K (by mean reward without evaluation).
+    # The last so many, and the best so many by held-out avg@K (none without evaluation).
     config.checkpoint.keep_last = 2
     config.checkpoint.keep_best = 1
 

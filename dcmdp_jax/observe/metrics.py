@@ -183,6 +183,12 @@ class MetricsWriter:
         self.close()
 
 
+def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
+    """Whether a metric of `step` whose name begins with `prefix` is on disk."""
+    records = jsonl.read(Path(run_dir) / METRICS_FILE)
+    return any(record.get("step") == step and any(name.startswith(prefix) for name in record) for record in records)
+
+
 def read_metrics(run_dir: str | Path) -> Series:
     """Every metric of a run directory, lines of one step merged (the later line wins), torn last line ignored.
 

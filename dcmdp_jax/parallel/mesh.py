@@ -47,3 +47,8 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     shape = tuple(sizes[name] for name in AXES)
     # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding rule.
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Over how many devices rows are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]

@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,13 @@ def _digests(tree: Any) -> Any:
 
     def digest(leaf: jax.Array) -> jax.Array:
         width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32).reshape(-1)
-        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
+        # The flat index without flattening, which would gather a sharded leaf onto every device.
+        index, stride = jnp.zeros((), jnp.uint32), 1
+        for axis in reversed(range(leaf.ndim)):
+            index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
+            stride *= leaf.shape[axis]
+        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
     return jax.tree.map(digest, tree)
 
@@ -56,9 +62,19 @@ def _learner(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in state._asdict().items() if name != "params"}
 
 
+class Score(NamedTuple):
+    """What the best checkpoints are chosen by: higher is better, among scores of one name."""
+
+    name: str
+    value: float
+
+
 @dataclasses.dataclass
 class _BestScores(preservation_policy.PreservationPolicy):
-    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never one without a score."""
+    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never one without a score.
+
+    Only scores of the newest's name count: another evaluation's numbers say nothing beside them.
+    """
 
     count: int
 
@@ -69,8 +85,9 @@ class _BestScores(preservation_policy.PreservationPolicy):
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
         del context
-        scores = [(info.metrics or {}).get("score") for info in checkpoints]
-        ranked = sorted((score, place) for place, score in enumerate(scores) if score is not None)
+        scores = [(place, info.metrics) for place, info in enumerate(checkpoints) if info.metrics]
+        newest = scores[-1][1].get("name") if scores else None
+        ranked = sorted((metrics["score"], place) for place, metrics in scores if metrics.get("name") == newest)
         best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
         return [place in best for place in range(len(checkpoints))]
 
@@ -87,6 +104,7 @@ class Checkpoints:
             keep_best: how many of those with the highest score to keep beside them.
         """
         self._directory = Path(run_dir).resolve() / "checkpoints"
+        _drop_unreadable_scores(self._directory)
         keep = preservation_policy.AnyPreservationPolicy(
             [preservation_policy.LatestN(keep_last), _BestScores(keep_best)]
         )
@@ -102,14 +120,14 @@ class Checkpoints:
             ),
         )
 
-    def save(self, step: int, state: TrainState, *, model: ModelConfig, score: float | None) -> None:
+    def save(self, step: int, state: TrainState, *, model: ModelConfig, score: Score | None) -> None:
         """Starts writing the state after `step` steps; returns when the arrays may be donated.
 
         Args:
             step: finished training steps; nothing happens if that step is saved already.
             state: the state.
             model: the model's shape, so that the parameters can be loaded alone.
-            score: what the best are chosen by, higher is better; None: not a candidate.
+            score: what the best are chosen by; None: not a candidate.
         """
         if self._manager.latest_step() == step:
             return
@@ -131,34 +149,43 @@ class Checkpoints:
                 learner=ocp.args.StandardSave(learner),
                 meta=ocp.args.JsonSave(meta),
             ),
-            metrics={} if score is None else {"score": float(score)},
+            metrics={} if score is None else {"name": score.name, "score": float(score.value)},
         )
 
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest state that reads back whole, or None if the run has no checkpoint.
 
-        A damaged checkpoint is named in the log, moved aside to `damaged/` and the one before it is tried.
+        A damaged checkpoint is passed over for the one before it. Only once that one has been read is the damaged one
+        named in the log and moved aside to `damaged/`: when none can be read, the fault may lie elsewhere (another
+        version, a disk that is not there), and nothing is touched.
 
         Args:
             abstract: the state's shapes, dtypes and shardings.
 
         Raises:
             CheckpointError: if there are checkpoints and none can be read.
+            JaxRuntimeError, MemoryError: if the state does not fit, which is no fault of the checkpoint.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
+        damaged: dict[int, str] = {}
         for step in steps:
             try:
-                return self._read(step, abstract)
+                state = self._read(step, abstract)
+            except (jax.errors.JaxRuntimeError, MemoryError):
+                raise
             except Exception as error:  # Orbax raises whatever the storage layer met
-                reason = _first_line(error)
+                damaged[step] = _first_line(error)
+                continue
+            for broken, reason in damaged.items():
                 logger.warning(
-                    "checkpoint %d of %s is damaged (%s); trying the one before", step, self._directory, reason
+                    "checkpoint %d of %s is damaged (%s); going on from step %d", broken, self._directory, reason, step
                 )
-                self._move_aside(step)
+                self._move_aside(broken)
+            return state
         if steps:
             raise CheckpointError(
-                f"{self._directory}: none of the checkpoints {steps[::-1]} can be read; they were moved to "
-                f"{self._directory / 'damaged'}: start in a new run_dir, or delete this one"
+                f"{self._directory}: none of the checkpoints {steps[::-1]} can be read ({steps[0]}: "
+                f"{damaged[steps[0]]}); nothing was changed: mend the files, or start in a new run_dir"
             )
         return None
 
@@ -195,6 +222,16 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for pending saves and releases the directory."""
         self._manager.close()
+
+
+def _drop_unreadable_scores(directory: Path) -> None:
+    """Orbax reads every score when it opens a directory, and one that a power cut left empty would close all of it."""
+    for path in directory.glob("*/metrics/metrics"):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            logger.warning("%s is damaged: that checkpoint is no longer a candidate for the best", path)
+            shutil.rmtree(path.parent)
 
 
 def _check_digests(tree: Any, expected: Mapping[str, int]) -> None:

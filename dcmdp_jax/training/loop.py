@@ -13,16 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.evaluation.average import evaluate
 from dcmdp_jax.models import decoder, hf_weights
-from dcmdp_jax.observe.metrics import MetricsWriter
+from dcmdp_jax.observe.metrics import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
+from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.rollout.checks import unusable_completions
-from dcmdp_jax.rollout.engine import Engine
+from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.tasks.verifier import Grades, Verifier
-from dcmdp_jax.training.checkpoint import Checkpoints
+from dcmdp_jax.training.checkpoint import Checkpoints, Score
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.run_directory import claimed
 from dcmdp_jax.training.setup import Plan, initial_params, load_worked_solutions, make_engine
@@ -152,6 +154,8 @@ class Trainer:
     def _warm_up(self, params: Params) -> Params:
         self.show(f"warm-up: {self.config.warmup.steps} supervised steps on {self.config.warmup.task}")
         prompts, solutions = load_worked_solutions(self.plan)
+        # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
+        row_logprobs = make_row_logprobs(self.plan.model, self.plan.compute, temperature=1.0, mesh=self.plan.mesh)
         began = time.monotonic()
 
         def on_step(done: int, loss: float) -> None:
@@ -160,7 +164,8 @@ class Trainer:
                 self.show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
 
         return warm_up(
-            params, prompts, solutions, self.row_logprobs, self.config.warmup, seed=self.config.training.seed,
+            params, prompts, solutions, row_logprobs, self.config.warmup, seed=self.config.training.seed,
+            row_shards=row_shards(self.plan.mesh), length_multiple=128 if self.plan.kernel == "splash" else 8,
             on_step=on_step,
         )  # fmt: skip
 
@@ -177,12 +182,17 @@ class Trainer:
         )
 
     def run(self, state: TrainState, writer: MetricsWriter, *, resumed: bool) -> None:
-        """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end."""
-        config, step, score = self.config, int(state.step), None
+        """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end.
+
+        Every evaluated policy is saved, so that the best one can be kept. A signal is obeyed before an evaluation,
+        which may take longer than whoever sent it waits; the resumed run makes up for it.
+        """
+        config, step = self.config, int(state.step)
         reference = self._reference_params()
         if not resumed:
-            score = self._evaluate(state, step, writer)
-            self._save(state, step, score, writer)
+            self._save(state, step, None, writer)
+        if self._evaluation_is_due(step) and not has_record(config.run_dir, step, f"{self._evaluation}/"):
+            self._evaluate(state, step, writer)
         while step < config.training.steps:
             timer = PhaseTimer()
             with timer.phase("push"):
@@ -206,17 +216,23 @@ class Trainer:
             writer.write(step, metrics | packed | floor | _rollout_metrics(rollout, grades) | timer.metrics(rollout))
             self._write_samples(step, writer, rollout, chosen, texts, answers, grades, completions)
             self._check_skipped(metrics)
-            last = step == config.training.steps
-            if config.evaluation.every_steps and (last or step % config.evaluation.every_steps == 0):
-                score = self._evaluate(state, step, writer)
-            elif not config.evaluation.every_steps:
-                score = float(metrics["reward/mean"])
-            else:
-                score = None
-            if last or step % config.checkpoint.every_steps == 0 or self.stop.received is not None:
-                self._save(state, step, score, writer)
-            if not last:
+            if self.stop.received is not None:
+                self._save(state, step, None, writer)
                 self.stop.check(f"after step {step}, saved")
+            if self._evaluation_is_due(step):
+                try:
+                    score = self._evaluate(state, step, writer)
+                except Exception:
+                    self._save(state, step, None, writer)
+                    raise
+                self._save(state, step, score, writer)
+            elif step == config.training.steps or step % config.checkpoint.every_steps == 0:
+                self._save(state, step, None, writer)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        """Before the first step, at every so many, and after the last."""
+        every = self.config.evaluation.every_steps
+        return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
     def _choose(self, step: int) -> np.ndarray:
         count = self.config.training.prompts_per_step
@@ -234,16 +250,28 @@ class Trainer:
         usable = np.flatnonzero(~unusable_completions(rollout, drop=True))[:_NOISE_FLOOR_COMPLETIONS]
         if not usable.size:
             return {}
-        scored = self.engine.score(
-            [rollout.prompt_ids[i] for i in usable],
-            [rollout.completion_ids[i] for i in usable],
-            temperature=self.plan.sampling.temperature,
+        try:
+            scored = self.engine.score(
+                [rollout.prompt_ids[i] for i in usable],
+                [rollout.completion_ids[i] for i in usable],
+                temperature=self.plan.sampling.temperature,
+            )
+        except EngineError as error:
+            if self.config.rollout.on_non_finite != "drop":
+                raise
+            logger.warning("no noise floor: %s", error)
+            return {}
+        sampled = np.concatenate([rollout.rollout_logprobs[i] for i in usable])
+        algorithm = self.config.algorithm
+        difference = token_discrepancy(
+            np.concatenate(scored), sampled, measure=algorithm.measure, sided=algorithm.sided
         )
-        sampled = np.exp(np.concatenate([rollout.rollout_logprobs[i] for i in usable]))
-        return {"mismatch/noise_floor": float(np.abs(np.exp(np.concatenate(scored)) - sampled).mean())}
+        return {"mismatch/noise_floor": float(np.mean(difference))}
 
     def _pack(self, rollout: Rollout, grades: Grades, state: TrainState) -> tuple[Batch, dict[str, Any]]:
         dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
+        if dropped.all():
+            raise EngineError("rollout: every completion has a log-prob that is not finite; the engine is broken")
         batch, report = pack(
             rollout,
             grades.rewards,
@@ -262,15 +290,18 @@ class Trainer:
         limit = self.config.training.max_skipped_in_row
         if int(metrics["optimizer/skipped_in_row"]) >= limit:
             raise TrainingStopped(
-                f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row); lower "
-                "optimizer.learning_rate, or continue from a checkpoint with another setting"
+                f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row); export a "
+                "checkpoint (bin.convert export) and start from it (model.path) with a lower optimizer.learning_rate"
             )
 
-    def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> float | None:
-        """avg@K of the inference engine's policy on the held-out problems; None without evaluation."""
+    @property
+    def _evaluation(self) -> str:
+        """The evaluation's name in the metrics: "eval/aime24" for a file aime24.jsonl."""
+        return f"eval/{self.config.evaluation.task.partition(':')[0].rpartition('/')[2].partition('.')[0]}"
+
+    def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> Score:
+        """avg@K of the inference engine's policy on the held-out problems."""
         settings, held_out = self.config.evaluation, self.plan.held_out
-        if held_out is None:
-            return None
         self.engine.push_weights(state.params, step)
         sampling = dataclasses.replace(
             self.plan.sampling, group_size=settings.samples, temperature=settings.temperature
@@ -282,17 +313,14 @@ class Trainer:
             held_out.token_ids,
             [problem.answer for problem in held_out.problems],
             sampling,
-            task=held_out.problems[0].source,
+            task=self._evaluation,
             seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
         )
-        name = f"eval/{result.task}"
-        writer.write(step, {
-            f"{name}/avg@{result.samples}": result.average,
-            f"{name}/pass@{result.samples}": result.pass_at_k,
-        })  # fmt: skip
-        return result.average
+        average = f"{result.task}/avg@{result.samples}"
+        writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
+        return Score(f"{average} {settings.task} temperature={settings.temperature:g}", result.average)
 
-    def _save(self, state: TrainState, step: int, score: float | None, writer: MetricsWriter) -> None:
+    def _save(self, state: TrainState, step: int, score: Score | None, writer: MetricsWriter) -> None:
         # The record first: a kill between the two costs a line that the resumed run writes again.
         writer.flush()
         self.checkpoints.save(step, state, model=self.plan.model, score=score)

@@ -15,14 +15,23 @@ from dcmdp_jax.config import Config, to_dict
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
-# What may change between the parts of one run: it alters what is recorded or where it runs, not what is learnt.
+# What may change between the parts of one run: it alters what is recorded, where it runs and in what portions, and what
+# happens to what is broken; not what is learnt.
 FREE_SETTINGS = (
     "run_dir",
     "evaluation.",
     "checkpoint.",
     "observe.",
     "mesh.",
+    "model.remat",
+    "model.scan_unroll",
+    "model.logprob_chunk",
+    "rollout.max_rows",
+    "rollout.min_rows",
+    "rollout.on_non_finite",
     "task.verifier_workers",
+    "training.max_skipped_in_row",
+    "training.micro_batch_tokens",
     "training.steps",
 )
 

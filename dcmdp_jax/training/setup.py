@@ -16,7 +16,7 @@ from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -37,6 +37,7 @@ class Plan:
     Attributes:
         config: the settings.
         model: shape of the model.
+        kernel: of attention, on this mesh.
         compute: how the training stack computes.
         mesh: devices.
         tokenizer: with a chat template and an end token.
@@ -47,6 +48,7 @@ class Plan:
 
     config: Config
     model: ModelConfig
+    kernel: str
     compute: Compute
     mesh: Mesh
     tokenizer: PreTrainedTokenizerBase
@@ -75,14 +77,14 @@ def make_plan_of_run(config: Config) -> Plan:
         held_out = load_prompts(
             config, tokenizer, config.evaluation.task, split="test", limit=config.evaluation.max_problems
         )
-    compute, packing = _layout(config, mesh)
+    kernel, compute, packing = _layout(config, mesh)
     sampling = SamplingParams(
         group_size=config.rollout.group_size,
         max_completion_tokens=config.rollout.max_completion_tokens,
         temperature=config.rollout.temperature,
         stop_token_ids=stop,
     )
-    return Plan(config, model, compute, mesh, tokenizer, train, held_out, packing, sampling)
+    return Plan(config, model, kernel, compute, mesh, tokenizer, train, held_out, packing, sampling)
 
 
 def _check_model_path(path: str) -> None:
@@ -152,19 +154,21 @@ def load_worked_solutions(plan: Plan) -> tuple[list[np.ndarray], list[np.ndarray
     return encoded.token_ids, [np.array([*ids, end], np.int32) for ids in solutions]
 
 
-def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
+def _layout(config: Config, mesh: Mesh) -> tuple[str, Compute, PackingPlan]:
     platform = mesh.devices.flat[0].platform
     kernel = choose_kernel(config.model.attention, np.dtype(jax.numpy.dtype(config.model.compute_dtype)), platform)
     skips = kernel == "splash"
     segments = config.training.segments_per_row or (2**31 - 1 if skips else 1)
     row_lengths = config.training.row_lengths or default_row_lengths(config.max_total_tokens, skips_segments=skips)
+    if skips and (odd := [length for length in row_lengths if length % 128]):
+        raise ValueError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
     packing = make_plan(
         row_lengths=row_lengths,
         micro_batch_tokens=config.training.micro_batch_tokens,
         mini_batches=config.mini_batches,
         completions=config.completions_per_mini_batch,
         segments_per_row=segments,
-        row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
+        row_shards=row_shards(mesh),
     )
     compute = Compute(
         dtype=config.model.compute_dtype,
@@ -174,7 +178,7 @@ def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
         logprob_chunk=config.model.logprob_chunk,
         one_segment=segments == 1,
     )
-    return compute, packing
+    return kernel, compute, packing
 
 
 def initial_params(plan: Plan) -> Params:

@@ -25,7 +25,7 @@ from dcmdp_jax.algorithm.discrepancy import (
     mismatch_statistics,
     token_discrepancy,
 )
-from dcmdp_jax.algorithm.dual import dual_update
+from dcmdp_jax.algorithm.dual import dual_update, violation
 from dcmdp_jax.config import AlgorithmSettings
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
@@ -292,17 +292,24 @@ def _train_step(
             minimum=settings.multiplier_min,
             maximum=settings.multiplier_max,
         )
+        moved_by = jnp.where(jnp.isfinite(mean_discrepancy), violation(dual, settings.tolerance), mean_discrepancy)
+        metrics["dual/violation"] = moved_by
     metrics |= {f"policy/{name}": value for name, value in losses.clip_metrics(totals.clip).items()}
     metrics |= {
         "policy/loss": masked.mean(totals.loss),
         "policy/entropy": masked.mean(totals.entropy),
         "optimizer/grad_norm": masked.mean(totals.grad_norm),
-        "optimizer/learning_rate": jnp.asarray(schedule((state.step + 1) * batch.rewards.shape[0] - 1), jnp.float32),
+        "optimizer/learning_rate": jnp.asarray(schedule(jnp.maximum(_applied(opt_state) - 1, 0)), jnp.float32),
         "optimizer/skipped_updates": totals.skipped,
         "optimizer/skipped_in_row": skipped_in_row,
         "dual/multiplier": multiplier,
     }
     return TrainState(state.step + 1, params, opt_state, dual, skipped_in_row), metrics
+
+
+def _applied(opt_state: optax.OptState) -> jax.Array:
+    """How many updates the optimizer has made; skipped ones don't count, for its schedule either."""
+    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
 def _measure(

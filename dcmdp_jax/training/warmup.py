@@ -23,6 +23,8 @@ def warm_up(
     settings: WarmupSettings,
     *,
     seed: int,
+    row_shards: int,
+    length_multiple: int,
     on_step: Callable[[int, float], None],
 ) -> Params:
     """Minimises the mean negative log-likelihood of the solutions' tokens given their prompts.
@@ -34,23 +36,30 @@ def warm_up(
         params: start; donated.
         prompts: token ids of each prompt, int32.
         solutions: token ids of each worked solution, the end token included.
-        row_logprobs: the training stack's forward pass.
+        row_logprobs: the training stack's forward pass, at temperature 1.
         settings: steps, batch size, peak learning rate.
         seed: of the order of examples.
+        row_shards: over how many devices rows are split; a batch is a multiple of it.
+        length_multiple: what the kernel wants rows to be a multiple of.
         on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end; may raise to stop.
 
     Returns:
         Trained parameters.
 
     Raises:
-        ValueError: if a loss is not finite.
+        ValueError: if a loss is not finite, or there are fewer examples in a batch than `row_shards`.
     """
-    rows = _rows(prompts, solutions)
+    size = min(settings.batch_size, len(prompts)) // row_shards * row_shards
+    if not size:
+        raise ValueError(
+            f"config.warmup.batch_size: got {settings.batch_size}, with {len(prompts)} worked solutions; the mesh "
+            f"splits rows over {row_shards} devices, so both must be at least that"
+        )
+    rows = _rows(prompts, solutions, length_multiple)
     optimizer = _optimizer(settings)
     step = jax.jit(functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer), donate_argnums=(0, 1))
     opt_state = jax.jit(optimizer.init)(params)
     order = np.random.default_rng([seed, 0]).permutation(len(prompts))
-    size = min(settings.batch_size, len(prompts))
     position, epoch = 0, 0
     for done in range(1, settings.steps + 1):
         if position + size > len(order):
@@ -88,10 +97,10 @@ def _step(
     return optax.apply_updates(params, updates), opt_state, value
 
 
-def _rows(prompts: Sequence[np.ndarray], solutions: Sequence[np.ndarray]) -> Rows:
+def _rows(prompts: Sequence[np.ndarray], solutions: Sequence[np.ndarray], length_multiple: int) -> Rows:
     """One example a row, all of one length."""
     lengths = [len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)]
-    shape = (len(prompts), -(-max(lengths) // 8) * 8)
+    shape = (len(prompts), -(-max(lengths) // length_multiple) * length_multiple)
     ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     mask = np.zeros(shape, bool)
     for i, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):

@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dcmdp_jax.algorithm.dual import dual_init, dual_update
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.checkpoint import (
     CheckpointError,
     Checkpoints,
+    Score,
     digests,
     latest_checkpoint,
     load_model_config,
@@ -94,7 +98,7 @@ def _on_disk(tmp_path):
 def test_a_state_comes_back_bit_for_bit(opened, dtype):
     state = _state(dtype=dtype)
     checkpoints = opened()
-    checkpoints.save(3, state, model=_MODEL, score=0.5)
+    checkpoints.save(3, state, model=_MODEL, score=Score("eval", 0.5))
     checkpoints.wait()
     restored = opened().restore(_abstract(state))
     _same_bits(state, restored)
@@ -142,7 +146,7 @@ def test_the_best_are_kept_beside_the_last(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=2)
     # Step 3 has no score: no candidate, whatever the others have.
     for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, 0.1), (6, 0.3)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=score)
+        checkpoints.save(step, _state(step), model=_MODEL, score=None if score is None else Score("eval", score))
         checkpoints.wait()
     checkpoints.close()
     assert _on_disk(tmp_path) == [2, 4, 6]
@@ -151,7 +155,7 @@ def test_the_best_are_kept_beside_the_last(opened, tmp_path):
 def test_of_equal_scores_the_newer_is_the_best(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.5), (2, 0.5), (3, 0.1)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=score)
+        checkpoints.save(step, _state(step), model=_MODEL, score=None if score is None else Score("eval", score))
         checkpoints.wait()
     checkpoints.close()
     assert _on_disk(tmp_path) == [2, 3]
@@ -160,10 +164,10 @@ def test_of_equal_scores_the_newer_is_the_best(opened, tmp_path):
 def test_the_best_are_still_known_after_a_restart(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.2)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=score)
+        checkpoints.save(step, _state(step), model=_MODEL, score=None if score is None else Score("eval", score))
     checkpoints.wait()
     checkpoints = opened(keep_last=1, keep_best=1)
-    checkpoints.save(3, _state(3), model=_MODEL, score=0.5)
+    checkpoints.save(3, _state(3), model=_MODEL, score=Score("eval", 0.5))
     checkpoints.wait()
     checkpoints.close()
     assert _on_disk(tmp_path) == [1, 3]
@@ -247,14 +251,63 @@ def test_a_run_goes_on_after_damage_and_saves_the_damaged_step_again(opened, two
     assert sorted(path.name for path in (two / "damaged").iterdir()) == ["2", "2-1"]
 
 
-def test_when_all_are_damaged_that_is_an_error_and_they_are_moved_aside(opened, two):
+def test_when_all_are_damaged_that_is_an_error_and_nothing_is_touched(opened, two):
     for step in (1, 2):
         _flip(two / str(step) / "params")
     with pytest.raises(CheckpointError) as raised:
         opened().restore(_abstract(_state()))
     line = str(raised.value)
-    assert line.startswith(f"{two}: none of the checkpoints [1, 2] can be read") and "\n" not in line
-    assert sorted(path.name for path in (two / "damaged").iterdir()) == ["1", "2"]
+    assert line.startswith(f"{two}: none of the checkpoints [1, 2] can be read (2: ")
+    assert "\n" not in line
+    assert _on_disk(two.parent) == [1, 2] and not (two / "damaged").exists()
+
+
+def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(checkpoint, "_check_digests", full)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        opened().restore(_abstract(_state()))
+    assert _on_disk(two.parent) == [1, 2] and not (two / "damaged").exists()
+
+
+def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, score in ((1, 0.9), (2, 0.2)):
+        checkpoints.save(step, _state(step), model=_MODEL, score=Score("eval", score))
+    checkpoints.wait()
+    path = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
+    path.write_bytes(b"")
+    checkpoints = opened(keep_last=1, keep_best=1)
+    assert caplog.messages == [f"{path} is damaged: that checkpoint is no longer a candidate for the best"]
+    _same_bits(_state(2), checkpoints.restore(_abstract(_state())))
+    checkpoints.save(3, _state(3), model=_MODEL, score=Score("eval", 0.5))
+    checkpoints.wait()
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [1, 3]
+
+
+def test_scores_of_another_evaluation_do_not_compete(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, name, score in ((1, "easy", 0.9), (2, "hard", 0.2), (3, "hard", 0.1)):
+        checkpoints.save(step, _state(step), model=_MODEL, score=Score(name, score))
+        checkpoints.wait()
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [2, 3]
+
+
+def test_a_digest_by_hand():
+    # Bits times odd numbers by flat index: 5 * 1 + 6 * 3 + 7 * 5 + 8 * 7; a scalar's is its own bits.
+    tree = {"a": jnp.array([[5, 6], [7, 8]], jnp.int32), "b": jnp.float32(1.0)}
+    assert digests(tree) == {"['a']": 114, "['b']": 0x3F800000}
+
+
+def test_a_digest_gathers_nothing():
+    mesh = make_mesh(fsdp=-1)
+    sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    leaf = jax.device_put(jnp.ones((16, 64)), sharding)
+    assert "all-gather" not in checkpoint._digests.lower({"a": leaf}).compile().as_text()
 
 
 def test_what_a_killed_save_left_is_neither_read_nor_kept(opened, two, tmp_path):

@@ -24,8 +24,9 @@ from dcmdp_jax.types import Rollout
 MODEL = ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
 BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}})
 # A large epsilon makes the update proportional to the gradient: Adam's own division would hide a wrong scale.
-OPTIMIZER = dataclasses.replace(BASE.optimizer, learning_rate=0.3, epsilon=1.0, max_grad_norm=0.0)
+OPTIMIZER = dataclasses.replace(BASE.optimizer, learning_rate=0.3, schedule="linear", epsilon=1.0, max_grad_norm=0.0)
 ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4)
+UPDATES = 100
 TEMPERATURE = 0.8
 GROUP, PROMPTS, LIMIT = 4, 4, 9
 
@@ -52,7 +53,7 @@ def _programs(settings, mini_batches, mesh, compute, exact):
     """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
-    schedule = make_schedule(OPTIMIZER, updates=100)
+    schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     transform = make_optimizer(OPTIMIZER, schedule)
     dual = initial_dual(settings)
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
@@ -181,7 +182,8 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
             mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
             moments[k] = mu, nu
             direction = mu / (1 - b1 ** (m + 1)) / (np.sqrt(nu / (1 - b2 ** (m + 1))) + OPTIMIZER.epsilon)
-            leaves[k] = jnp.asarray(leaves[k] - OPTIMIZER.learning_rate * direction, jnp.float32)
+            rate = OPTIMIZER.learning_rate * (1 - m / UPDATES)
+            leaves[k] = jnp.asarray(leaves[k] - rate * direction, jnp.float32)
     raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
     bounded = np.clip(raised, settings.multiplier_min, settings.multiplier_max)
     return jax.tree.unflatten(tree, leaves), np.mean(losses), mean_delta, bounded
@@ -215,6 +217,7 @@ def test_step_is_algorithm_one(mini_batches, changes):
     _close(state.params, expected)
     assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
+    assert history[0]["optimizer/learning_rate"] == pytest.approx(0.3 * (1 - (mini_batches - 1) / UPDATES))
     if settings.method == "dc_grpo":
         # The step used the old multiplier, and reports it; the new one waits for the next step.
         assert history[0]["dual/multiplier"] == np.float32(settings.multiplier)
@@ -241,12 +244,16 @@ def test_layouts_and_micro_batches_agree():
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
 def test_eight_devices_equal_one(shape):
     mesh = make_mesh(*shape)
-    expected, one, _ = _run(mini_batches=1, steps=2)
-    state, eight, step = _run(mini_batches=1, steps=2, mesh=mesh)
+    settings = dataclasses.replace(ALGORITHM, dual_window=2)
+    expected, one, _ = _run(mini_batches=1, steps=2, settings=settings)
+    state, eight, step = _run(mini_batches=1, steps=2, settings=settings, mesh=mesh)
     _close(state.params, expected.params, 1e-5)
     for name in ("discrepancy/mean", "optimizer/grad_norm", "policy/loss", "dual/multiplier"):
         assert eight[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-6), name
     assert step._cache_size() == 1
+    # What lambda moved by: the mean of both steps' discrepancies, less the tolerance.
+    first, second = (metrics["discrepancy/mean"] for metrics in one)
+    assert one[1]["dual/violation"] == pytest.approx((first + second) / 2 - 0.05, rel=1e-5)
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -275,6 +282,8 @@ def test_update_that_is_not_finite_is_skipped_and_counted():
     state, history, _ = _run(rollout=(rollout, rewards))
     assert history[0]["optimizer/skipped_updates"] == 1
     assert state.skipped_in_row == 0
+    # The one update that was made is the optimizer's first, at the schedule's first rate.
+    assert history[0]["optimizer/learning_rate"] == pytest.approx(0.3)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     adam = state.opt_state[0]
     assert isinstance(adam, optax.ScaleByAdamState) and adam.count == 1

@@ -28,12 +28,13 @@ def _settings(steps, batch_size=3, learning_rate=0.1):
     return WarmupSettings(task="x", steps=steps, batch_size=batch_size, learning_rate=learning_rate)
 
 
-def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs):
+def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, row_shards=1):
     seen = []
     params = {"table": jnp.zeros((8, 8), jnp.float32) if start is None else jnp.asarray(start)}
     trained = warm_up(
-        params, _PROMPTS, _SOLUTIONS, logprobs, settings, seed=seed, on_step=lambda *values: seen.append(values)
-    )
+        params, _PROMPTS, _SOLUTIONS, logprobs, settings, seed=seed, row_shards=row_shards, length_multiple=8,
+        on_step=lambda *values: seen.append(values),
+    )  # fmt: skip
     return np.asarray(trained["table"]), seen
 
 
@@ -119,8 +120,9 @@ def test_the_callback_may_stop_it():
 
     with pytest.raises(KeyboardInterrupt):
         warm_up(
-            {"table": jnp.zeros((8, 8))}, _PROMPTS, _SOLUTIONS, _table_logprobs, _settings(100), seed=0, on_step=stop
-        )
+            {"table": jnp.zeros((8, 8))}, _PROMPTS, _SOLUTIONS, _table_logprobs, _settings(100), seed=0, row_shards=1,
+            length_multiple=8, on_step=stop,
+        )  # fmt: skip
 
 
 def test_a_decoder_learns_by_the_training_stacks_own_forward():
@@ -134,7 +136,21 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
         make_row_logprobs(model, Compute(one_segment=True), temperature=1.0, mesh=None),
         _settings(100, learning_rate=0.02),
         seed=0,
+        row_shards=1,
+        length_multiple=8,
         on_step=lambda done, loss: seen.append(loss),
     )
     # A decoder sees what stands before the 6: nothing is left that it can't learn.
     assert seen[0] < np.log(8) and seen[-1] < 0.05
+
+
+def test_a_batch_is_whole_on_every_device():
+    # Two rows of the three fit two devices; the order of the seed decides which, so the loss is that of a batch of two.
+    table, seen = _train(_settings(1, batch_size=3), row_shards=2)
+    expected, of_two = _train(_settings(1, batch_size=2))
+    np.testing.assert_array_equal(table, expected)
+    assert seen == of_two
+    with pytest.raises(
+        ValueError, match=r"config\.warmup\.batch_size: got 3, with 3 worked solutions; the mesh splits"
+    ):
+        _train(_settings(1, batch_size=3), row_shards=4)

@@ -110,7 +110,8 @@ def _forward_rows(
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
     kernel = choose_kernel("auto", dtype, program.mesh.devices.flat[0].platform)
-    if kernel == "splash" and length % 128:
+    # Splash wants blocks of 128, and can't be split over devices by the compiler.
+    if kernel == "splash" and (length % 128 or program.mesh.size > 1):
         kernel = "xla"
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
     # The barrier keeps XLA from recomputing cosines in every layer's fusion.
