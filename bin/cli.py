@@ -13,6 +13,7 @@ _EXPECTED = 2
 _UNEXPECTED = 1
 _INTERRUPTED = 130
 _DEBUG = "--debug"
+_DISK_FULL = "No space left on device"  # an OSError's own words, and the end of Orbax's page about it
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's errors begin
 
 
@@ -83,7 +84,7 @@ def run_main(
     except Exception as error:
         code = _UNEXPECTED
         hint = "" if debug else " (unexpected; run again with --debug for the traceback)"
-        if _OUT_OF_MEMORY in str(error):
+        if _OUT_OF_MEMORY in str(error) and _DISK_FULL not in str(error):
             hint = " (for sampling, make max_rows smaller; for training, training.micro_batch_tokens)"
         _complain(f"error: {type(error).__name__}: {_one_line(error)}{hint}", debug)
     sys.exit(code)
@@ -96,6 +97,8 @@ def _complain(line: str, debug: bool) -> None:
 
 
 def _one_line(error: Exception) -> str:
+    if _DISK_FULL in str(error):
+        return "no space left on the disk; make room, and the same command goes on"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.strerror}: {error.filename}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -64,15 +64,25 @@ def _check(directory: Path) -> None:
     print(f"{directory}: fits its config.json")
 
 
+def _check_apart(source: Path, out_dir: Path) -> None:
+    """Refuses an output that would replace what it is made of, --overwrite or not."""
+    source, out_dir = source.resolve(), out_dir.resolve()
+    if out_dir == source or out_dir in source.parents:
+        raise ValueError(f"OUT_DIR {out_dir}: holds {source}, which would be lost; choose another directory")
+
+
 def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
+    _check_apart(source, out_dir)
     config = read_config(source)
     tokenizer_dir = source if has_tokenizer(source) else None
     _write(load_params(source, config, dtype=dtype), config, out_dir, dtype, tokenizer_dir, overwrite)
 
 
 def _export(run_dir: Path, step: int | None, out_dir: Path, dtype: str, overwrite: bool) -> None:
-    from dcmdp_jax.training.checkpoint import load_params_only  # Orbax takes seconds to import; only this needs it
+    # Orbax takes seconds to import; only this needs it.
+    from dcmdp_jax.training.checkpoint import latest_checkpoint, load_params_only
 
+    _check_apart(latest_checkpoint(run_dir)[0], out_dir)
     params, config, step, tokenizer_dir = load_params_only(run_dir, step)
     print(f"checkpoint of step {step}")
     _write(params, config, out_dir, dtype, tokenizer_dir, overwrite)

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bin.cli import Parser, run_main
 from configs.base import get_config
+from dcmdp_jax.config import from_config_dict, to_dict
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
 from dcmdp_jax.models.config import ModelConfig, read_config
@@ -210,9 +211,9 @@ def _checkpoint_model(path: Path, step: int | None) -> _Model:
     config, found, tokenizer = load_model_config(path, step)
     run_dir = tokenizer.parent
     try:
-        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{run_dir / 'config.json'}: not the settings of a run ({error!r})") from error
+        run = to_dict(from_config_dict(json.loads((run_dir / "config.json").read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{run_dir / 'config.json'}: not the settings of a run ({error})") from error
 
     def load(precision: str) -> Params:
         del precision  # the engine converts from the master parameters, as it does while training

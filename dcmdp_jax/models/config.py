@@ -168,6 +168,12 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"config.json: {name} is {value!r}, expected {kind.__name__}")
         return kind(value)
 
+    def flag(name: str) -> bool:
+        value = fields.get(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {name} is {value!r}, expected true or false")
+        return value
+
     heads, hidden_size = number("num_attention_heads", int), number("hidden_size", int)
     max_positions = number("max_position_embeddings", int, 32768)
     theta, scaling = _rope(fields, max_positions)
@@ -185,9 +191,9 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=number("rms_norm_eps", float, 1e-6),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=flag("tie_word_embeddings"),
         # Qwen2 always has the biases and no field for them.
-        attention_bias=model_type == "qwen2" or bool(fields.get("attention_bias", False)),
+        attention_bias=model_type == "qwen2" or flag("attention_bias"),
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range", float, 0.02),
     )
@@ -243,11 +249,16 @@ def read_config(directory: str | Path) -> ModelConfig:
         raise FileNotFoundError(f"{directory}: no config.json, not a Hugging Face model directory")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
-    return from_hf(fields)
+    try:
+        return from_hf(fields)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        if str(error).startswith("config.json: "):
+            raise
+        raise ValueError(f"{path}: a field is malformed ({error})") from error
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:

@@ -33,6 +33,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 _TENSORBOARD_FLUSH_SECONDS = 10
+_TENSORBOARD_QUEUE = 10_000
 
 Scalar = float | int | np.generic | np.ndarray | jax.Array
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -72,7 +73,7 @@ class MetricsWriter:
         if resume_step is not None and resume_step < 0:
             raise ValueError(f"resume_step is {resume_step}; allowed: 0 or more, or None for a new run")
         if wandb_project is not None:
-            _require_wandb(wandb_project)
+            require_wandb(wandb_project)
         self._wandb = None
         self._listener = listener
         self._pending: list[tuple[int, dict[str, Scalar]]] = []
@@ -96,6 +97,7 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(
             str(run_dir / TENSORBOARD_DIRECTORY),
             purge_step=0 if resume_step is None else resume_step + 1,
+            max_queue=_TENSORBOARD_QUEUE,
             flush_secs=_TENSORBOARD_FLUSH_SECONDS,
             filename_suffix=f".{os.getpid()}.{0 if resume_step is None else resume_step}",
         )
@@ -154,13 +156,29 @@ class MetricsWriter:
             values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
             self._metrics.write(jsonl.encode({"step": step, **values}))
             self._metrics.flush()
-            for name, value in values.items():
-                if np.isfinite(value):
-                    self._tensorboard.add_scalar(name, value, step)
+            self._mirror(step, values)
             if self._wandb is not None:
                 self._wandb.log({"step": step, **values})
             if self._listener is not None:
                 self._listener(step, values)
+
+    def _mirror(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars to TensorBoard, for as long as its writer lives.
+
+        tensorboardX writes in a thread, behind a queue of a fixed length. A full disk ends that thread, and then the
+        queue would block the run, in the next `put` or at the process's exit.
+        """
+        if self._tensorboard is None:
+            return
+        events = self._tensorboard.file_writer.event_writer
+        if not events._worker.is_alive():
+            _LOG.warning("TensorBoard's files can't be written (is the disk full?); going on without them")
+            events._event_queue.cancel_join_thread()
+            self._tensorboard = None
+            return
+        for name, value in values.items():
+            if np.isfinite(value):
+                self._tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is pending and close every file. A second call does nothing."""
@@ -172,7 +190,9 @@ class MetricsWriter:
         finally:
             self._metrics.close()
             self._samples.close()
-            self._tensorboard.close()
+            self._mirror(0, {})
+            if self._tensorboard is not None:
+                self._tensorboard.close()
             if self._wandb is not None:
                 self._wandb.finish()
 
@@ -240,7 +260,8 @@ def _prepare(path: Path, resume_step: int | None) -> None:
         _LOG.warning("a new run begins in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
 
 
-def _require_wandb(project: str) -> None:
+def require_wandb(project: str) -> None:
+    """Raises ValueError if Weights & Biases is not installed."""
     try:
         import wandb  # noqa: F401 - only whether it can be imported
     except ImportError:

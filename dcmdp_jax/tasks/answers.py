@@ -26,6 +26,9 @@ _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*)\}\s*$")
 _MATH_SEGMENT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
 _JOINERS = re.compile(r"(?:\s|,|;|\band\b|\bor\b)*")
 _WRAPPER = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm)\s*\{([^{}]*)\}")
+_WHOLE_WRAPPER = re.compile(
+    r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|bm|underline)\s*\{"
+)
 _UNIT_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
 _UNIT_TEXT = re.compile(
     rf"(?<=[\w)}}\]])\s*\\(?:text|mbox|textnormal|textrm|textbf)\s*\{{\s*[^{{}}]*\}}{_UNIT_EXPONENT}\s*$"
@@ -65,7 +68,7 @@ _REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?=\s*[\[\](){}|.\\])(?!\\[a-zA-Z])\s*(?:\.(?!\d))?", ""),
-        (r"\\(?:displaystyle|limits|hfill|boldsymbol)(?![a-zA-Z])", ""),
+        (r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?!\s*\{))(?![a-zA-Z])", ""),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\(?:\$|£|€)|[€£¥]|\\(?:pounds|euro)(?![a-zA-Z])", ""),
@@ -150,8 +153,7 @@ def normalize_answer(answer: str) -> str:
     text = _outside_delimiters(text)
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
-    text = text.replace("$", "").strip()
-    text = _strip_units(text)
+    text = _strip_units(_unwrapped_value(text.replace("$", "").strip()))
     if not _WORDS.fullmatch(unwrap_text(text)):
         text = _CONJUNCTION.sub(", ", text)
     text = re.sub(r"\s+", " ", text).strip()
@@ -165,10 +167,19 @@ def without_spaces(text: str) -> str:
 
 def unwrap_text(text: str) -> str:
     r"""Replaces `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
-    text = _WRAPPER.sub(r"\1", text).strip()
-    while text.startswith("{") and _closing_brace(text, 1) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text
+    text = _WRAPPER.sub(r"\1", text)
+    closes = _closing_braces(text)
+    start, end = 0, len(text)
+    while start < end:
+        if text[start].isspace():
+            start += 1
+        elif text[end - 1].isspace():
+            end -= 1
+        elif closes.get(start) == end - 1:
+            start, end = start + 1, end - 1
+        else:
+            break
+    return text[start:end]
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -304,19 +315,29 @@ def answer_defect(answer: str) -> str | None:
     return None
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 1
-    position = start
+def _closing_braces(text: str) -> dict[int, int]:
+    """Each opening brace's position to that of the brace that closes it, in one pass; escaped ones don't count."""
+    closes: dict[int, int] = {}
+    opened: list[int] = []
+    position = 0
     while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return position
+        if text[position] == "\\":
+            position += 1
+        elif text[position] == "{":
+            opened.append(position)
+        elif text[position] == "}" and opened:
+            closes[opened.pop()] = position
         position += 1
-    return None
+    return closes
+
+
+def _unwrapped_value(text: str) -> str:
+    r"""`\textbf{42}` and `\mathbf{\frac{1}{2}}` without the command around the whole; words keep theirs."""
+    wrapper = _WHOLE_WRAPPER.match(text)
+    if wrapper is None or _closing_braces(text).get(wrapper.end() - 1) != len(text) - 1:
+        return text
+    inside = text[wrapper.end() : -1].strip()
+    return inside if re.search(r"\d", inside) else text
 
 
 def _groups_digits(text: str, position: int) -> bool:

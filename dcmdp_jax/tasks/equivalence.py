@@ -17,6 +17,8 @@ from dcmdp_jax.tasks.answers import (
     compare_literals,
     extract_answer,
     normalize_answer,
+    parse_number,
+    same_number,
     split_elements,
     split_tolerance,
     strip_percent,
@@ -78,11 +80,20 @@ def _same(left: str, right: str) -> bool:
     ordered = _ordered(left, right)
     if ordered is not None:
         return ordered
+    if _contradicts(left, right):
+        return False
     shorter = _without_label(left, right)
     if shorter != (left, right):
         return _same(*shorter)
     decided = compare_literals(left, right)
     return _algebra(left, right) if decided is None else decided
+
+
+def _contradicts(left: str, right: str) -> bool:
+    """Whether a chain of equalities on the left (`4 = 5`) holds a number that is not the number on the right."""
+    value = parse_number(right)
+    numbers = [parse_number(part) for part in _EQUALS.split(left)]
+    return len(numbers) > 1 and value is not None and any(n is not None and not same_number(n, value) for n in numbers)
 
 
 def _without_approximation(text: str) -> str:

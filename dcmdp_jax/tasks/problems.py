@@ -118,6 +118,8 @@ def problem_from_row(row: Mapping[str, Any] | str | bytes, *, source: str, index
     defect = answer_defect(answer)
     if defect is not None:
         raise ValueError(f"the answer {defect}: {answer!r}" if answer else f"the answer {defect}")
+    if any("\ud800" <= character <= "\udfff" for character in prompt + answer):
+        raise ValueError("holds half of a surrogate pair, which is no character")
     if row.get("context"):
         prompt = f"{row['context']}\n\n{prompt}"
     data_source = row.get("data_source")
@@ -191,6 +193,8 @@ def _parse_json(text: str | bytes) -> Mapping[str, Any]:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError:
         raise ValueError("not valid UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"the row is a JSON {type(row).__name__}, not an object")
     return row

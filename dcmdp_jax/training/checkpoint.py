@@ -263,7 +263,7 @@ def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
     if path.name.isdigit() and (path / "params").is_dir():
         return path.parent, int(path.name)
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = [int(p.name) for p in directory.glob("*") if p.name.isdigit() and (p / "params").is_dir()]
+    steps = [int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir()]
     if not steps:
         raise CheckpointError(f"{run_dir}: no checkpoint there; give a run directory or one of its checkpoints")
     return directory, max(steps)
@@ -316,8 +316,10 @@ def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:
     """One checkpoint's directory and its step."""
     directory, newest = latest_checkpoint(run_dir)
     step = newest if step is None else step
-    if not (directory / str(step) / "params").is_dir():
+    if not (directory / str(step)).is_dir():
         raise CheckpointError(f"{directory}: no checkpoint of step {step}")
+    if not (directory / str(step) / "params").is_dir():
+        raise CheckpointError(f"{directory / str(step)}: damaged (params is missing); choose another step")
     return directory / str(step), step
 
 

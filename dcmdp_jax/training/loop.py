@@ -26,8 +26,8 @@ from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.tasks.verifier import Grades, Verifier
 from dcmdp_jax.training.checkpoint import Checkpoints, Score
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
-from dcmdp_jax.training.run_directory import claimed
-from dcmdp_jax.training.setup import Plan, initial_params, load_worked_solutions, make_engine
+from dcmdp_jax.training.run_directory import claimed, record_config
+from dcmdp_jax.training.setup import Plan, initial_params, make_engine
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
 from dcmdp_jax.training.stop_signal import StopSignal
@@ -153,7 +153,7 @@ class Trainer:
 
     def _warm_up(self, params: Params) -> Params:
         self.show(f"warm-up: {self.config.warmup.steps} supervised steps on {self.config.warmup.task}")
-        prompts, solutions = load_worked_solutions(self.plan)
+        prompts, solutions = self.plan.worked_solutions
         # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
         row_logprobs = make_row_logprobs(self.plan.model, self.plan.compute, temperature=1.0, mesh=self.plan.mesh)
         began = time.monotonic()
@@ -393,6 +393,7 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
                 f"{step}; raise it or choose another run_dir"
             )
+        record_config(config)
         progress = stack.enter_context(Progress(config.training.steps, step))
         writer = stack.enter_context(
             MetricsWriter(

@@ -49,6 +49,9 @@ def check_run_directory(config: Config) -> None:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise OSError(f"config.run_dir: {run_dir} can't be written ({existing}); choose another directory")
+    for name in ("checkpoints", "tensorboard", "tokenizer"):
+        if (run_dir / name).exists() and not (run_dir / name).is_dir():
+            raise OSError(f"config.run_dir: {run_dir / name} is no directory; move it away, or choose another run_dir")
     path = run_dir / CONFIG_FILE
     if not path.exists():
         return
@@ -71,7 +74,7 @@ def check_run_directory(config: Config) -> None:
 
 @contextmanager
 def claimed(config: Config) -> Iterator[Path]:
-    """Makes the directory, writes config.json, and holds a lock on it until the block ends.
+    """Makes the directory and holds a lock on it until the block ends.
 
     Raises:
         ValueError: if another process is running in it.
@@ -88,10 +91,15 @@ def claimed(config: Config) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"config.run_dir: another process is running in {run_dir}; choose another") from None
-        temporary = run_dir / (CONFIG_FILE + ".new")
-        temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(run_dir / CONFIG_FILE)
         yield run_dir
+
+
+def record_config(config: Config) -> None:
+    """Writes config.json, atomically. Only once the run has a state: a config that failed must bind no directory."""
+    path = Path(config.run_dir) / CONFIG_FILE
+    temporary = path.with_name(CONFIG_FILE + ".new")
+    temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.observe.metrics import require_wandb
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
@@ -42,6 +43,7 @@ class Plan:
         mesh: devices.
         tokenizer: with a chat template and an end token.
         train, held_out: encoded problems; `held_out` is None without evaluation.
+        worked_solutions: prompts and solutions of the warm-up, token ids; None without one.
         packing: shapes of a batch.
         sampling: the distribution training samples from.
     """
@@ -54,6 +56,7 @@ class Plan:
     tokenizer: PreTrainedTokenizerBase
     train: EncodedPrompts
     held_out: EncodedPrompts | None
+    worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None
     packing: PackingPlan
     sampling: SamplingParams
 
@@ -66,17 +69,21 @@ def make_plan_of_run(config: Config) -> Plan:
         OSError: for directories and files that can't be read or written.
     """
     check_run_directory(config)
+    if config.observe.wandb_project:
+        require_wandb(config.observe.wandb_project)
     _check_model_path(config.model.path)
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     tokenizer = _tokenizer(config)
     model = _model(config, tokenizer)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
-    train = load_prompts(config, tokenizer, config.task.train, split="train")
+    train = _load_prompts(config, tokenizer, "config.task.train", config.task.train, split="train")
     held_out = None
     if config.evaluation.every_steps:
-        held_out = load_prompts(
-            config, tokenizer, config.evaluation.task, split="test", limit=config.evaluation.max_problems
-        )
+        held_out = _load_prompts(
+            config, tokenizer, "config.evaluation.task", config.evaluation.task, split="test",
+            limit=config.evaluation.max_problems,
+        )  # fmt: skip
+    worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
     kernel, compute, packing = _layout(config, mesh)
     sampling = SamplingParams(
         group_size=config.rollout.group_size,
@@ -84,7 +91,7 @@ def make_plan_of_run(config: Config) -> Plan:
         temperature=config.rollout.temperature,
         stop_token_ids=stop,
     )
-    return Plan(config, model, kernel, compute, mesh, tokenizer, train, held_out, packing, sampling)
+    return Plan(config, model, kernel, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling)
 
 
 def _check_model_path(path: str) -> None:
@@ -124,34 +131,30 @@ def _model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
     return model
 
 
-def load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, location: str, *, split: str, limit: int = 0
+def _load_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, setting: str, location: str, *, split: str, limit: int = 0
 ) -> EncodedPrompts:
-    """Problems of a location as token ids under the config's template, suffix and length limit.
+    """Problems of a location as token ids under the config's template, suffix and length limit."""
+    try:
+        problems = load_problems(location, split=split, limit=limit or None, on_bad_row=config.task.on_bad_row)
+        return encode_prompts(
+            problems,
+            tokenizer,
+            prompt_suffix=config.task.prompt_suffix,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+        )
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
 
-    Raises:
-        ValueError: as `load_problems` and `encode_prompts`.
-    """
-    problems = load_problems(location, split=split, limit=limit or None, on_bad_row=config.task.on_bad_row)
-    return encode_prompts(
-        problems, tokenizer, prompt_suffix=config.task.prompt_suffix, max_prompt_tokens=config.task.max_prompt_tokens
-    )
 
-
-def load_worked_solutions(plan: Plan) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution.
-
-    Raises:
-        ValueError: if a problem has no worked solution, or as `load_prompts`.
-    """
-    location = plan.config.warmup.task
-    encoded = load_prompts(plan.config, plan.tokenizer, location, split="train")
+def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
+    location = config.warmup.task
+    encoded = _load_prompts(config, tokenizer, "config.warmup.task", location, split="train")
     if bare := [problem.index for problem in encoded.problems if not problem.solution]:
         raise ValueError(f"config.warmup.task: row {bare[0]} of {location} has no worked solution")
-    texts = [problem.solution for problem in encoded.problems]
-    solutions = plan.tokenizer(texts, add_special_tokens=False)["input_ids"]
-    end = plan.tokenizer.eos_token_id
-    return encoded.token_ids, [np.array([*ids, end], np.int32) for ids in solutions]
+    solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]
+    return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]
 
 
 def _layout(config: Config, mesh: Mesh) -> tuple[str, Compute, PackingPlan]:

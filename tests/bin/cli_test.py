@@ -39,6 +39,11 @@ def _raiser(error):
             "error: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. (for sampling, "
             "make max_rows smaller; for training, training.micro_batch_tokens)\n",
         ),
+        (
+            ValueError("RESOURCE_EXHAUSTED: Error writing ...\nFailed to write: No space left on device"),
+            2,
+            "error: no space left on the disk; make room, and the same command goes on\n",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )

@@ -132,3 +132,10 @@ def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert (out_dir / "tokenizer.json").read_text() == '{"of": "the run"}'
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step 7"):
         main(["convert", "export", str(run_dir), str(tmp_path / "none"), "--step", "7"])
+
+
+def test_an_output_that_holds_its_source_is_refused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (source, source.parent):
+        with pytest.raises(ValueError, match="which would be lost; choose another directory"):
+            main(["convert", "copy", str(source), str(out), "--overwrite"])
+    assert (source / "config.json").is_file()

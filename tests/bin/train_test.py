@@ -128,17 +128,32 @@ def _commands(base):
         ),
         "malformed_row": (
             [*debug, f"--config.task.train={base}/rows.jsonl"],
-            f"{base}/rows.jsonl:2: no answer in any of the fields",
+            f"config.task.train: {base}/rows.jsonl:2: no answer in any of the fields",
         ),
-        "empty_data": ([*debug, f"--config.task.train={base}/empty.jsonl"], f"{base}/empty.jsonl: the file is empty"),
-        "no_data": ([*debug, f"--config.task.train={base}/none.parquet"], f"data {base}/none.parquet: no such file"),
+        "empty_data": (
+            [*debug, f"--config.task.train={base}/empty.jsonl"],
+            f"config.task.train: {base}/empty.jsonl: the file is empty",
+        ),
+        "warm_up_data": (
+            [*debug, f"--config.warmup.task={base}/none.jsonl"],
+            f"config.warmup.task: data {base}/none.jsonl: no such file",
+        ),
+        "not_installed": (
+            [*debug, "--config.observe.wandb_project=x"],
+            "wandb_project is 'x' but Weights & Biases is not installed",
+        ),
+        "no_data": (
+            [*debug, f"--config.task.train={base}/none.parquet"],
+            f"config.task.train: data {base}/none.parquet: no such file",
+        ),
     }
 
 
 _NAMES = (
     "misspelt_flag", "misspelt_own_flag", "ill_typed_flag", "misspelt_file", "misspelt_choice", "group_of_one",
     "nucleus", "mini_batch", "unwritable", "mesh", "missing_tensor", "no_model", "no_chat_template", "no_end_token",
-    "too_long_for_the_model", "malformed_row", "empty_data", "no_data",
+    "too_long_for_the_model", "malformed_row", "empty_data", "warm_up_data",
+    "not_installed", "no_data",
 )  # fmt: skip
 
 

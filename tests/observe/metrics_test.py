@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -258,3 +259,23 @@ def test_read_says_when_the_directory_is_missing_or_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is no run directory: a file"):
         read_metrics(tmp_path / "file")
+
+
+def test_a_full_disk_under_tensorboard_does_not_hold_up_the_run(tmp_path, monkeypatch, caplog):
+    writer = MetricsWriter(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    events = writer._tensorboard.file_writer.event_writer
+    monkeypatch.setattr(events._ev_writer, "write_event", full)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    writer.write(1, {"reward/mean": 0.5})
+    writer.flush()
+    events._worker.join(timeout=30)
+    assert not events._worker.is_alive()
+    for step in (2, 3):
+        writer.write(step, {"reward/mean": 0.25 * step})
+    writer.close()
+    assert [record["reward/mean"] for record in _lines(tmp_path)] == [0.5, 0.5, 0.75]
+    assert caplog.messages == ["TensorBoard's files can't be written (is the disk full?); going on without them"]

@@ -39,6 +39,13 @@ _JUDGED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "veri
         (r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}", r"\frac{E_{1}+2E_{2}}{3}"),
         (r"\begin{bmatrix}1 & 2\\3 & 4\end{bmatrix}", r"\begin{pmatrix}1&2\\3&\frac{8}{2}\end{pmatrix}"),
         (r"\infty", r"\infty"),
+        (r"\text{42}", "42"),
+        (r"\mathbf{\frac{1}{2}}", "0.5"),
+        (r"\underline{42}", "42"),
+        (r"{\bf 42}", "42"),
+        (r"\textbf{5 cm}", "5"),
+        ("2+3=5", "5"),
+        ("a+b=5", "5"),
     ],
 )
 def test_equivalent(prediction: str, gold: str) -> None:
@@ -49,6 +56,8 @@ def test_equivalent(prediction: str, gold: str) -> None:
     ("prediction", "gold"),
     [
         ("x+2", "x+1"),
+        ("4=5", "5"),
+        ("x=3=5", "5"),
         ("|x|", "x"),
         (r"\sqrt{x^2}", "x"),
         ("2^{100}", "1267650600228229401496703205377"),

@@ -11,7 +11,7 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config import from_config_dict, to_dict
-from dcmdp_jax.training.run_directory import check_run_directory, claimed
+from dcmdp_jax.training.run_directory import check_run_directory, claimed, record_config
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,8 +29,9 @@ def _config(run_dir, **changes):
 @pytest.fixture
 def run_dir(tmp_path):
     """A directory that a run has written to."""
-    with claimed(_config(tmp_path / "run")):
-        pass
+    config = _config(tmp_path / "run")
+    with claimed(config):
+        record_config(config)
     return tmp_path / "run"
 
 
@@ -39,9 +40,23 @@ def test_a_check_makes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_claim_makes_the_directory_and_writes_the_config(tmp_path):
+def test_a_claim_makes_the_directory_and_binds_it_to_nothing(tmp_path):
+    with claimed(_config(tmp_path / "run")):
+        pass
+    check_run_directory(_config(tmp_path / "run", training__seed=7))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "tokenizer"])
+def test_a_file_where_a_directory_belongs_is_named(run_dir, name):
+    (run_dir / name).write_text("")
+    with pytest.raises(OSError, match=re.escape(f"config.run_dir: {run_dir / name} is no")):
+        check_run_directory(_config(run_dir))
+
+
+def test_the_record_is_the_config(tmp_path):
     config = _config(tmp_path / "a" / "run", training__row_lengths=(80, 96))
     with claimed(config) as path:
+        record_config(config)
         assert path == tmp_path / "a" / "run"
         saved = json.loads((path / "config.json").read_text())
     assert saved == to_dict(config) and from_config_dict(saved) == config
@@ -148,7 +163,7 @@ def test_a_run_may_be_moved(run_dir, tmp_path):
 def test_the_number_of_steps_is_fixed_where_the_learning_rate_ends_with_it(tmp_path, schedule):
     config = _config(tmp_path / "run", optimizer__schedule=schedule)
     with claimed(config):
-        pass
+        record_config(config)
     longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=99))
     with pytest.raises(ValueError, match=r"holds a run with training\.steps=2, this config has 99"):
         check_run_directory(longer)
