@@ -76,7 +76,7 @@ def _same(left: str, right: str) -> bool:
     if len(left_items) > 1 or len(right_items) > 1:
         if len(left_items) == 1:
             left_items = left.split(",")  # `5,113` may be the list 5, 113
-        return _match_all(left_items, right_items) if len(left_items) == len(right_items) else _algebra(left, right)
+        return len(left_items) == len(right_items) and _match_all(left_items, right_items)
     ordered = _ordered(left, right)
     if ordered is not None:
         return ordered
