@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -73,6 +75,8 @@ def run_main(
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = _DEBUG in arguments[1:end]
     arguments = [word for place, word in enumerate(arguments) if not (0 < place < end and word == _DEBUG)]
+    if argv is None and not debug:
+        _quieten_threads()
     try:
         code = main(arguments) or 0
     except KeyboardInterrupt:
@@ -88,6 +92,16 @@ def run_main(
             hint = " (for sampling, make max_rows smaller; for training, training.micro_batch_tokens)"
         _complain(f"error: {type(error).__name__}: {_one_line(error)}{hint}", debug)
     sys.exit(code)
+
+
+def _quieten_threads() -> None:
+    """Leaves a failed checkpoint to the main thread, which raises the same error.
+
+    Orbax's threads would each print a traceback of it first, and its abandoned coroutines another at the exit.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    threading.excepthook = lambda _: None
+    sys.unraisablehook = lambda _: None
 
 
 def _complain(line: str, debug: bool) -> None:
