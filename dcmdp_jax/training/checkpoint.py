@@ -152,7 +152,7 @@ class Checkpoints:
             metrics={} if score is None else {"name": score.name, "score": float(score.value)},
         )
 
-    def restore(self, abstract: TrainState) -> TrainState | None:
+    def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
         """The newest state that reads back whole, or None if the run has no checkpoint.
 
         A damaged checkpoint is passed over for the one before it. Only once that one has been read is the damaged one
@@ -161,17 +161,18 @@ class Checkpoints:
 
         Args:
             abstract: the state's shapes, dtypes and shardings.
+            model: the shape of the model; a checkpoint of another is not damaged, but not this run's.
 
         Raises:
-            CheckpointError: if there are checkpoints and none can be read.
+            CheckpointError: if there are checkpoints and none can be read, or one is of another model.
             JaxRuntimeError, MemoryError: if the state does not fit, which is no fault of the checkpoint.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged: dict[int, str] = {}
         for step in steps:
             try:
-                state = self._read(step, abstract)
-            except (jax.errors.JaxRuntimeError, MemoryError):
+                state = self._read(step, abstract, model)
+            except (CheckpointError, jax.errors.JaxRuntimeError, MemoryError):
                 raise
             except Exception as error:  # Orbax raises whatever the storage layer met
                 damaged[step] = _first_line(error)
@@ -189,19 +190,25 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int, abstract: TrainState) -> TrainState:
+    def _read(self, step: int, abstract: TrainState, model: ModelConfig) -> TrainState:
+        saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        _check_record(saved)
+        wanted = json.loads(json.dumps(dataclasses.asdict(model)))
+        for name, value in saved["model"].items():
+            if value != wanted[name]:
+                raise CheckpointError(
+                    f"{self._directory / str(step)}: its model has {name}={value!r}, this config's has "
+                    f"{wanted[name]!r}; choose another run_dir"
+                )
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardRestore(abstract.params),
                 learner=ocp.args.StandardRestore(_learner(abstract)),
-                meta=ocp.args.JsonRestore(),
             ),
         )
-        meta = restored["meta"]
-        _check_record(meta)
         for item in ("params", "learner"):
-            _check_digests(restored[item], meta["digests"][item])
+            _check_digests(restored[item], saved["digests"][item])
         return TrainState(params=restored["params"], **restored["learner"])
 
     def _move_aside(self, step: int) -> None:

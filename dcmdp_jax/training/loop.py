@@ -139,7 +139,7 @@ class Trainer:
             shapes,
             self.shardings,
         )
-        if (state := self.checkpoints.restore(abstract)) is not None:
+        if (state := self.checkpoints.restore(abstract, self.plan.model)) is not None:
             self.show(f"resuming {self.config.run_dir} after step {int(state.step)}")
             return state, True
         params = initial_params(self.plan)

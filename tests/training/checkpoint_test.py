@@ -100,7 +100,7 @@ def test_a_state_comes_back_bit_for_bit(opened, dtype):
     checkpoints = opened()
     checkpoints.save(3, state, model=_MODEL, score=Score("eval", 0.5))
     checkpoints.wait()
-    restored = opened().restore(_abstract(state))
+    restored = opened().restore(_abstract(state), _MODEL)
     _same_bits(state, restored)
     # What a careless checkpoint forgets: moments, their count, the multiplier and its window.
     assert int(restored.opt_state[0].count) == 1 and int(restored.dual.filled) == 1
@@ -115,7 +115,7 @@ def test_what_is_saved_is_the_state_at_the_call_even_if_its_buffers_are_donated(
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), tree), donate_argnums=0)
     jax.block_until_ready(overwrite(state))
     checkpoints.wait()
-    _same_bits(kept, opened().restore(_abstract(kept)))
+    _same_bits(kept, opened().restore(_abstract(kept), _MODEL))
 
 
 def test_a_sharded_state_restores_onto_other_devices_with_the_same_bits(opened):
@@ -129,17 +129,17 @@ def test_a_sharded_state_restores_onto_other_devices_with_the_same_bits(opened):
     checkpoints = opened()
     checkpoints.save(3, sharded, model=_MODEL, score=None)
     checkpoints.wait()
-    _same_bits(state, opened().restore(_abstract(state)))
+    _same_bits(state, opened().restore(_abstract(state), _MODEL))
 
 
 def test_an_empty_run_has_nothing_to_restore(opened):
-    assert opened().restore(_abstract(_state())) is None
+    assert opened().restore(_abstract(_state()), _MODEL) is None
 
 
 def test_the_newest_is_restored_and_the_last_few_are_kept(opened, tmp_path):
     _saved(opened, 1, 2, 3, 4, keep_last=2)
     assert _on_disk(tmp_path) == [3, 4]
-    _same_bits(_state(4), opened().restore(_abstract(_state())))
+    _same_bits(_state(4), opened().restore(_abstract(_state()), _MODEL))
 
 
 def test_the_best_are_kept_beside_the_last(opened, tmp_path):
@@ -177,7 +177,7 @@ def test_a_step_is_saved_once(opened):
     checkpoints = _saved(opened, 3)
     checkpoints.save(3, _state(5), model=_MODEL, score=None)
     checkpoints.wait()
-    _same_bits(_state(3), opened().restore(_abstract(_state())))
+    _same_bits(_state(3), opened().restore(_abstract(_state()), _MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(opened, two, c
     damage(two / "2" / item)
     with caplog.at_level(logging.WARNING):
         checkpoints = opened()
-        restored = checkpoints.restore(_abstract(_state()))
+        restored = checkpoints.restore(_abstract(_state()), _MODEL)
     _same_bits(_state(1), restored)
     said = [record.getMessage() for record in caplog.records if record.name == "dcmdp_jax.training.checkpoint"]
     assert len(said) == 1 and "\n" not in said[0]
@@ -242,12 +242,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(opened, two, c
 def test_a_run_goes_on_after_damage_and_saves_the_damaged_step_again(opened, two):
     _flip(two / "2" / "params")
     checkpoints = opened()
-    assert int(checkpoints.restore(_abstract(_state())).step) == 1
+    assert int(checkpoints.restore(_abstract(_state()), _MODEL).step) == 1
     checkpoints.save(2, _state(2), model=_MODEL, score=None)
     checkpoints.wait()
-    _same_bits(_state(2), opened().restore(_abstract(_state())))
+    _same_bits(_state(2), opened().restore(_abstract(_state()), _MODEL))
     _flip(two / "2" / "params")
-    assert int(opened().restore(_abstract(_state())).step) == 1
+    assert int(opened().restore(_abstract(_state()), _MODEL).step) == 1
     assert sorted(path.name for path in (two / "damaged").iterdir()) == ["2", "2-1"]
 
 
@@ -255,11 +255,21 @@ def test_when_all_are_damaged_that_is_an_error_and_nothing_is_touched(opened, tw
     for step in (1, 2):
         _flip(two / str(step) / "params")
     with pytest.raises(CheckpointError) as raised:
-        opened().restore(_abstract(_state()))
+        opened().restore(_abstract(_state()), _MODEL)
     line = str(raised.value)
     assert line.startswith(f"{two}: none of the checkpoints [1, 2] can be read (2: ")
     assert "\n" not in line
     assert _on_disk(two.parent) == [1, 2] and not (two / "damaged").exists()
+
+
+def test_a_checkpoint_of_another_model_is_named_and_left_alone(opened, two):
+    with pytest.raises(CheckpointError) as raised:
+        opened().restore(_abstract(_state()), dataclasses.replace(_MODEL, intermediate_size=7))
+    assert str(raised.value) == (
+        f"{two}/2: its model has intermediate_size={_MODEL.intermediate_size}, this config's has 7; "
+        "choose another run_dir"
+    )
+    assert _on_disk(two.parent) == [1, 2]
 
 
 def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
@@ -268,7 +278,7 @@ def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "_check_digests", full)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        opened().restore(_abstract(_state()))
+        opened().restore(_abstract(_state()), _MODEL)
     assert _on_disk(two.parent) == [1, 2] and not (two / "damaged").exists()
 
 
@@ -281,7 +291,7 @@ def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
     path.write_bytes(b"")
     checkpoints = opened(keep_last=1, keep_best=1)
     assert caplog.messages == [f"{path} is damaged: that checkpoint is no longer a candidate for the best"]
-    _same_bits(_state(2), checkpoints.restore(_abstract(_state())))
+    _same_bits(_state(2), checkpoints.restore(_abstract(_state()), _MODEL))
     checkpoints.save(3, _state(3), model=_MODEL, score=Score("eval", 0.5))
     checkpoints.wait()
     checkpoints.close()
@@ -316,7 +326,7 @@ def test_what_a_killed_save_left_is_neither_read_nor_kept(opened, two, tmp_path)
     _truncate(half / "params")
     assert latest_checkpoint(tmp_path) == (two, 2)
     assert load_params_only(tmp_path)[2] == 2
-    _same_bits(_state(2), opened().restore(_abstract(_state())))
+    _same_bits(_state(2), opened().restore(_abstract(_state()), _MODEL))
     assert not half.exists()
 
 
