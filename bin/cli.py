@@ -112,7 +112,7 @@ def _complain(line: str, debug: bool) -> None:
 
 def _one_line(error: Exception) -> str:
     if _DISK_FULL in str(error):
-        return "no space left on the disk; make room, and the same command goes on"
+        return "no space left on the disk; make room and run the same command again"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.strerror}: {error.filename}"
     return " ".join(str(error).split()) or type(error).__name__

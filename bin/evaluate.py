@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bin.cli import Parser, run_main
 from configs.base import get_config
-from dcmdp_jax.config import from_config_dict, to_dict
+from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
 from dcmdp_jax.models.config import ModelConfig, read_config
@@ -32,7 +32,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.local.weights import PRECISIONS
-from dcmdp_jax.tasks.problems import load_problems
+from dcmdp_jax.tasks.problems import load_problems, source_name
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.tasks.verifier import Verifier
 from dcmdp_jax.types import Params
@@ -178,7 +178,7 @@ def _split_tasks(text: str) -> dict[str, str]:
     for location in locations:
         if not location:
             raise argparse.ArgumentTypeError(f"got {text!r}, an empty name is no task")
-        name = location if location.startswith("arithmetic") else Path(location).stem
+        name = location if location.startswith("arithmetic") else source_name(location)
         if name in tasks:
             raise argparse.ArgumentTypeError(f"{tasks[name]} and {location} are both called {name!r}; rename one")
         tasks[name] = location
@@ -211,7 +211,8 @@ def _checkpoint_model(path: Path, step: int | None) -> _Model:
     config, found, tokenizer = load_model_config(path, step)
     run_dir = tokenizer.parent
     try:
-        run = to_dict(from_config_dict(json.loads((run_dir / "config.json").read_text(encoding="utf-8"))))
+        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        from_config_dict(run)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{run_dir / 'config.json'}: not the settings of a run ({error})") from error
 

@@ -183,6 +183,12 @@ def test_a_value_past_either_end_is_refused_with_the_bounds(name):
         assert _error(**_set(name, value)).startswith(f"{name}: got {value}, must be {bounds}")
 
 
+@pytest.mark.parametrize(("name", "value"), [("optimizer.epsilon", 0.0), ("algorithm.clip_low", 1.0)])
+def test_what_would_break_late_is_refused_at_once(name, value):
+    # 0 / 0 in Adam for a gradient of 0; a surrogate that the loss function itself refuses.
+    assert _error(**_set(name, value)).startswith(f"{name}: got {value}, must be")
+
+
 @pytest.mark.parametrize(
     ("name", "lowest"),
     [

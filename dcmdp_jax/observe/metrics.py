@@ -156,29 +156,28 @@ class MetricsWriter:
             values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
             self._metrics.write(jsonl.encode({"step": step, **values}))
             self._metrics.flush()
-            self._mirror(step, values)
+            if (tensorboard := self._live_tensorboard()) is not None:
+                for name, value in values.items():
+                    if np.isfinite(value):
+                        tensorboard.add_scalar(name, value, step)
             if self._wandb is not None:
                 self._wandb.log({"step": step, **values})
             if self._listener is not None:
                 self._listener(step, values)
 
-    def _mirror(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars to TensorBoard, for as long as its writer lives.
+    def _live_tensorboard(self) -> Any:
+        """The TensorBoard writer, or None once its thread has died.
 
         tensorboardX writes in a thread, behind a queue of a fixed length. A full disk ends that thread, and then the
         queue would block the run, in the next `put` or at the process's exit.
         """
-        if self._tensorboard is None:
-            return
-        events = self._tensorboard.file_writer.event_writer
-        if not events._worker.is_alive():
-            _LOG.warning("TensorBoard's files can't be written (is the disk full?); going on without them")
-            events._event_queue.cancel_join_thread()
-            self._tensorboard = None
-            return
-        for name, value in values.items():
-            if np.isfinite(value):
-                self._tensorboard.add_scalar(name, value, step)
+        if self._tensorboard is not None:
+            events = self._tensorboard.file_writer.event_writer
+            if not events._worker.is_alive():
+                _LOG.warning("TensorBoard's files can't be written (is the disk full?); going on without them")
+                events._event_queue.cancel_join_thread()
+                self._tensorboard = None
+        return self._tensorboard
 
     def close(self) -> None:
         """Write what is pending and close every file. A second call does nothing."""
@@ -190,9 +189,8 @@ class MetricsWriter:
         finally:
             self._metrics.close()
             self._samples.close()
-            self._mirror(0, {})
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            if (tensorboard := self._live_tensorboard()) is not None:
+                tensorboard.close()
             if self._wandb is not None:
                 self._wandb.finish()
 

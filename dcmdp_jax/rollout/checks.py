@@ -16,7 +16,7 @@ def unusable_completions(rollout: Rollout, *, drop: bool) -> np.ndarray:
         drop: return them to be left out and counted; otherwise any is an error.
 
     Raises:
-        EngineError: naming the first such completion, token and value, unless `drop`.
+        EngineError: naming the first such completion, token and value, unless `drop`; or if all are unusable.
     """
     unusable = np.zeros(len(rollout.completion_ids), bool)
     for i, logprobs in enumerate(rollout.rollout_logprobs):
@@ -30,4 +30,6 @@ def unusable_completions(rollout: Rollout, *, drop: bool) -> np.ndarray:
                 f"{logprobs[t]}; the engine's numbers are broken, or set rollout.on_non_finite=drop to leave it out"
             )
         unusable[i] = True
+    if unusable.all():
+        raise EngineError("rollout: no completion has usable log-probs; the engine's numbers are broken")
     return unusable

@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from dcmdp_jax.tasks.numbers import parse_number, same_number
+
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is no answer: it is not graded."""
 
-_MAX_LITERAL_DIGITS = 400
-_RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _BRACE_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -25,10 +25,9 @@ _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*\|>")
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*)\}\s*$")
 _MATH_SEGMENT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
 _JOINERS = re.compile(r"(?:\s|,|;|\band\b|\bor\b)*")
-_WRAPPER = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm)\s*\{([^{}]*)\}")
-_WHOLE_WRAPPER = re.compile(
-    r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|bm|underline)\s*\{"
-)
+_TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline)\s*\{"
+_WRAPPER = re.compile(_TEXT_COMMANDS + r"([^{}]*)\}")
+_WHOLE_WRAPPER = re.compile(_TEXT_COMMANDS)
 _UNIT_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
 _UNIT_TEXT = re.compile(
     rf"(?<=[\w)}}\]])\s*\\(?:text|mbox|textnormal|textrm|textbf)\s*\{{\s*[^{{}}]*\}}{_UNIT_EXPONENT}\s*$"
@@ -45,14 +44,6 @@ _CONJUNCTION = re.compile(
 )
 _IDLE_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _INTEGER = re.compile(r"[+-]?\d+")
-_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+))((?:\.\d+)?)")
-_DECIMAL = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?(?:[eE]([+-]?\d+))?")
-_SCIENTIFIC = re.compile(
-    r"(?P<sign>[+-]?)(?:(?P<mantissa>\d+\.?\d*|\.\d+)\s*(?:\\times|\\cdot|\*|×)\s*)?"
-    r"10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[+-]?\s*\d+)\s*\}|\(\s*(?P<round>[+-]?\d+)\s*\)|(?P<bare>[+-]?\d+))"
-)
-_FRACTION = re.compile(r"([+-]?)\s*(\d+\s+|\d+)?\s*\\frac\s*\{\s*([+-]?\d+)\s*\}\s*\{\s*([+-]?\d+)\s*\}")
-_SLASH = re.compile(r"([+-]?)(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
 _BASED = re.compile(r"([+-]?\d+)_\{?(\d+)\}?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\bpercent(?:age)?\b|\bpct\b)", re.IGNORECASE)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z\s'\-]*")
@@ -182,26 +173,6 @@ def unwrap_text(text: str) -> str:
     return text[start:end]
 
 
-def parse_number(text: str) -> Fraction | None:
-    r"""Reads a literal number exactly; None for anything that is not one.
-
-    Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
-    `\frac{a}{b}` and mixed numbers. Never goes through a float: `105263157894736842` is itself. Literals of more than
-    400 digits or exponents beyond 400 are not read.
-    """
-    text = text.strip()
-    if not text or len(text) > _MAX_LITERAL_DIGITS:
-        return None
-    grouped = _GROUPED.fullmatch(text)
-    if grouped:
-        text = grouped[1] + re.sub("[, ]", "", grouped[2]) + grouped[3]
-    for reader in (_read_decimal, _read_scientific, _read_fraction):
-        value = reader(text)
-        if value is not None:
-            return value
-    return None
-
-
 def is_percentage(answer: str) -> bool:
     r"""Whether an answer is given in percent (`28\%`, `28 percent`)."""
     return _PERCENT.search(answer) is not None
@@ -210,17 +181,6 @@ def is_percentage(answer: str) -> bool:
 def strip_percent(text: str) -> str:
     """The answer without its percent sign or word."""
     return _PERCENT.sub("", text).strip()
-
-
-def same_number(prediction: Fraction, gold: Fraction) -> bool:
-    """Whether two literal numbers agree: exactly for an integer gold, to 1e-6 of the gold's size otherwise.
-
-    The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written digit do not agree
-    unless they agree to a millionth.
-    """
-    if prediction == gold:
-        return True
-    return gold.denominator != 1 and abs(prediction - gold) <= _RELATIVE_TOLERANCE * abs(gold)
 
 
 def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> list[str]:
@@ -373,39 +333,6 @@ def _strip_units(text: str) -> str:
 def _canonical_integer(text: str) -> str:
     digits = text.lstrip("+-").lstrip("0") or "0"
     return f"-{digits}" if text.startswith("-") and digits != "0" else digits
-
-
-def _sign(text: str) -> int:
-    return -1 if text == "-" else 1
-
-
-def _read_decimal(text: str) -> Fraction | None:
-    match = _DECIMAL.fullmatch(text)
-    if match is None or not (match[2] or match[3]):
-        return None
-    exponent = int(match[4] or 0)
-    if abs(exponent) > _MAX_LITERAL_DIGITS:
-        return None
-    digits = (match[2] or "") + (match[3] or "")
-    return _sign(match[1]) * Fraction(int(digits)) * Fraction(10) ** (exponent - len(match[3] or ""))
-
-
-def _read_scientific(text: str) -> Fraction | None:
-    match = _SCIENTIFIC.fullmatch(text)
-    if match is None:
-        return None
-    exponent = int((match["braced"] or match["round"] or match["bare"]).replace(" ", ""))
-    if abs(exponent) > _MAX_LITERAL_DIGITS:
-        return None
-    mantissa = _read_decimal(match["mantissa"]) if match["mantissa"] else Fraction(1)
-    return _sign(match["sign"]) * mantissa * Fraction(10) ** exponent
-
-
-def _read_fraction(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
-    if match is None or int(match[4]) == 0:
-        return None
-    return _sign(match[1]) * (Fraction(int(match[2] or 0)) + Fraction(int(match[3]), int(match[4])))
 
 
 def _compare_words(left: str, right: str) -> bool | None:

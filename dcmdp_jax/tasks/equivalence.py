@@ -17,13 +17,12 @@ from dcmdp_jax.tasks.answers import (
     compare_literals,
     extract_answer,
     normalize_answer,
-    parse_number,
-    same_number,
     split_elements,
     split_tolerance,
     strip_percent,
     without_spaces,
 )
+from dcmdp_jax.tasks.numbers import parse_number, same_number
 
 _OPEN, _CLOSE = "([{", ")]}"
 _INTERVAL_ENDS = re.compile(r"([\[(]).*([\])])", re.DOTALL)

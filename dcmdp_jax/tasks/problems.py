@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dcmdp_jax.tasks.answers import answer_defect, last_boxed, parse_number, split_elements
+from dcmdp_jax.tasks.answers import answer_defect, last_boxed, split_elements
+from dcmdp_jax.tasks.numbers import parse_number
 
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -81,7 +82,7 @@ def load_problems(
         return arithmetic_problems(parse_spec(location))[:limit]
     problems: list[Problem] = []
     skipped = 0
-    source = Path(location).stem
+    source = source_name(location)
     for index, (place, row) in enumerate(_rows(location, split)):
         if limit is not None and index >= limit:
             break
@@ -97,6 +98,11 @@ def load_problems(
     if not problems:
         raise ValueError(f"{location}: no usable row" if skipped else f"{location}: the file is empty")
     return problems
+
+
+def source_name(location: str) -> str:
+    """What a location's problems are called where they don't say: a file's name without suffix, or "arithmetic"."""
+    return Path(location.partition(":")[0]).stem
 
 
 def problem_from_row(row: Mapping[str, Any] | str | bytes, *, source: str, index: int) -> Problem:

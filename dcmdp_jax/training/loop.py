@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.tasks.verifier import Grades, Verifier
 from dcmdp_jax.training.checkpoint import Checkpoints, Score
+from dcmdp_jax.training.measures import PhaseTimer, rollout_metrics
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan, initial_params, make_engine
@@ -44,32 +46,6 @@ _NOISE_FLOOR_COMPLETIONS = 32
 
 class TrainingStopped(RuntimeError):
     """Training gave up: too many updates in a row had no finite gradient."""
-
-
-class PhaseTimer:
-    """Seconds of each phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._began = time.monotonic()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times a block."""
-        began = time.monotonic()
-        yield
-        self.seconds[f"time/{name}"] = time.monotonic() - began
-
-    def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """The phases, the total, and tokens per second."""
-        total = time.monotonic() - self._began
-        sampled = sum(len(ids) for ids in rollout.completion_ids)
-        tokens = sampled + sum(len(ids) for ids in rollout.prompt_ids)
-        return self.seconds | {
-            "time/total": total,
-            "throughput/tokens_per_second": tokens / total,
-            "throughput/sampled_tokens_per_second": sampled / self.seconds["time/generate"],
-        }
 
 
 def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
@@ -156,6 +132,7 @@ class Trainer:
         prompts, solutions = self.plan.worked_solutions
         # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
         row_logprobs = make_row_logprobs(self.plan.model, self.plan.compute, temperature=1.0, mesh=self.plan.mesh)
+        length_multiple = 128 if self.plan.compute.attention == "splash" else 8
         began = time.monotonic()
 
         def on_step(done: int, loss: float) -> None:
@@ -165,8 +142,7 @@ class Trainer:
 
         return warm_up(
             params, prompts, solutions, row_logprobs, self.config.warmup, seed=self.config.training.seed,
-            row_shards=row_shards(self.plan.mesh), length_multiple=128 if self.plan.kernel == "splash" else 8,
-            on_step=on_step,
+            row_shards=row_shards(self.plan.mesh), length_multiple=length_multiple, on_step=on_step,
         )  # fmt: skip
 
     @property
@@ -213,7 +189,7 @@ class Trainer:
                 jax.block_until_ready(metrics)
             step += 1
             completions = metrics.pop("completions/discrepancy")
-            writer.write(step, metrics | packed | floor | _rollout_metrics(rollout, grades) | timer.metrics(rollout))
+            writer.write(step, metrics | packed | floor | rollout_metrics(rollout, grades) | timer.metrics(rollout))
             self._write_samples(step, writer, rollout, chosen, texts, answers, grades, completions)
             self._check_skipped(metrics)
             if self.stop.received is not None:
@@ -223,6 +199,7 @@ class Trainer:
                 try:
                     score = self._evaluate(state, step, writer)
                 except Exception:
+                    # The step is done, whatever becomes of its evaluation.
                     self._save(state, step, None, writer)
                     raise
                 self._save(state, step, score, writer)
@@ -248,8 +225,6 @@ class Trainer:
     def _noise_floor(self, rollout: Rollout) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
         usable = np.flatnonzero(~unusable_completions(rollout, drop=True))[:_NOISE_FLOOR_COMPLETIONS]
-        if not usable.size:
-            return {}
         try:
             scored = self.engine.score(
                 [rollout.prompt_ids[i] for i in usable],
@@ -257,6 +232,7 @@ class Trainer:
                 temperature=self.plan.sampling.temperature,
             )
         except EngineError as error:
+            # A diagnostic does not end a run that was told to go on without what is broken.
             if self.config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)
@@ -270,8 +246,6 @@ class Trainer:
 
     def _pack(self, rollout: Rollout, grades: Grades, state: TrainState) -> tuple[Batch, dict[str, Any]]:
         dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
-        if dropped.all():
-            raise EngineError("rollout: every completion has a log-prob that is not finite; the engine is broken")
         batch, report = pack(
             rollout,
             grades.rewards,
@@ -297,7 +271,7 @@ class Trainer:
     @property
     def _evaluation(self) -> str:
         """The evaluation's name in the metrics: "eval/aime24" for a file aime24.jsonl."""
-        return f"eval/{self.config.evaluation.task.partition(':')[0].rpartition('/')[2].partition('.')[0]}"
+        return f"eval/{source_name(self.config.evaluation.task)}"
 
     def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> Score:
         """avg@K of the inference engine's policy on the held-out problems."""
@@ -354,19 +328,6 @@ class Trainer:
         ])  # fmt: skip
 
 
-def _rollout_metrics(rollout: Rollout, grades: Grades) -> dict[str, float]:
-    lengths = [len(ids) for ids in rollout.completion_ids]
-    return {
-        "completion/length_mean": float(np.mean(lengths)),
-        "completion/length_min": min(lengths),
-        "completion/length_max": max(lengths),
-        "completion/truncated_fraction": float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
-        "reward/verifier_timeouts": grades.timeouts,
-        "reward/verifier_errors": grades.errors,
-        "reward/no_answer_fraction": grades.unparsed / len(lengths),
-    }
-
-
 def train(plan: Plan, *, show: Callable[[str], None]) -> None:
     """Runs a plan to its end, from its newest checkpoint if the run directory has one.
 
@@ -384,7 +345,6 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(claimed(config))
         stack.enter_context(stop.listening())
-        save_tokenizer(plan.tokenizer, Path(config.run_dir) / "tokenizer", plan.sampling.stop_token_ids)
         trainer = Trainer(plan, stack, stop, show)
         state, resumed = trainer.start()
         step = int(state.step)
@@ -394,6 +354,7 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
                 f"{step}; raise it or choose another run_dir"
             )
         record_config(config)
+        save_tokenizer(plan.tokenizer, Path(config.run_dir) / "tokenizer", plan.sampling.stop_token_ids)
         progress = stack.enter_context(Progress(config.training.steps, step))
         writer = stack.enter_context(
             MetricsWriter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 
@@ -38,8 +39,7 @@ class Plan:
     Attributes:
         config: the settings.
         model: shape of the model.
-        kernel: of attention, on this mesh.
-        compute: how the training stack computes.
+        compute: how the training stack computes, its attention kernel the one of this mesh.
         mesh: devices.
         tokenizer: with a chat template and an end token.
         train, held_out: encoded problems; `held_out` is None without evaluation.
@@ -50,7 +50,6 @@ class Plan:
 
     config: Config
     model: ModelConfig
-    kernel: str
     compute: Compute
     mesh: Mesh
     tokenizer: PreTrainedTokenizerBase
@@ -76,22 +75,21 @@ def make_plan_of_run(config: Config) -> Plan:
     tokenizer = _tokenizer(config)
     model = _model(config, tokenizer)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
-    train = _load_prompts(config, tokenizer, "config.task.train", config.task.train, split="train")
+    train = _load_prompts(config, tokenizer, "task.train", split="train")
     held_out = None
     if config.evaluation.every_steps:
         held_out = _load_prompts(
-            config, tokenizer, "config.evaluation.task", config.evaluation.task, split="test",
-            limit=config.evaluation.max_problems,
-        )  # fmt: skip
+            config, tokenizer, "evaluation.task", split="test", limit=config.evaluation.max_problems
+        )
     worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
-    kernel, compute, packing = _layout(config, mesh)
+    compute, packing = _layout(config, mesh)
     sampling = SamplingParams(
         group_size=config.rollout.group_size,
         max_completion_tokens=config.rollout.max_completion_tokens,
         temperature=config.rollout.temperature,
         stop_token_ids=stop,
     )
-    return Plan(config, model, kernel, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling)
+    return Plan(config, model, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling)
 
 
 def _check_model_path(path: str) -> None:
@@ -132,9 +130,10 @@ def _model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
 
 
 def _load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, setting: str, location: str, *, split: str, limit: int = 0
+    config: Config, tokenizer: PreTrainedTokenizerBase, setting: str, *, split: str, limit: int = 0
 ) -> EncodedPrompts:
-    """Problems of a location as token ids under the config's template, suffix and length limit."""
+    """Problems of the location that a setting names, as token ids under the config's template, suffix and limit."""
+    location = functools.reduce(getattr, setting.split("."), config)
     try:
         problems = load_problems(location, split=split, limit=limit or None, on_bad_row=config.task.on_bad_row)
         return encode_prompts(
@@ -144,20 +143,19 @@ def _load_prompts(
             max_prompt_tokens=config.task.max_prompt_tokens,
         )
     except ValueError as error:
-        raise ValueError(f"{setting}: {error}") from error
+        raise ValueError(f"config.{setting}: {error}") from error
 
 
 def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
-    location = config.warmup.task
-    encoded = _load_prompts(config, tokenizer, "config.warmup.task", location, split="train")
+    encoded = _load_prompts(config, tokenizer, "warmup.task", split="train")
     if bare := [problem.index for problem in encoded.problems if not problem.solution]:
-        raise ValueError(f"config.warmup.task: row {bare[0]} of {location} has no worked solution")
+        raise ValueError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
     solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]
     return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]
 
 
-def _layout(config: Config, mesh: Mesh) -> tuple[str, Compute, PackingPlan]:
+def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
     platform = mesh.devices.flat[0].platform
     kernel = choose_kernel(config.model.attention, np.dtype(jax.numpy.dtype(config.model.compute_dtype)), platform)
     skips = kernel == "splash"
@@ -177,11 +175,11 @@ def _layout(config: Config, mesh: Mesh) -> tuple[str, Compute, PackingPlan]:
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
         scan_unroll=config.model.scan_unroll,
-        attention=config.model.attention,
+        attention=kernel,
         logprob_chunk=config.model.logprob_chunk,
         one_segment=segments == 1,
     )
-    return kernel, compute, packing
+    return compute, packing
 
 
 def initial_params(plan: Plan) -> Params:

@@ -282,7 +282,7 @@ def _train_step(
 
     old_logprobs = buffers if on_policy else recomputed
     metrics, mean_discrepancy = _measure(batch, old_logprobs, settings)
-    dual = state.dual
+    dual, gap = state.dual, mean_discrepancy - settings.tolerance
     if settings.method == "dc_grpo":
         dual = dual_update(
             dual,
@@ -292,8 +292,7 @@ def _train_step(
             minimum=settings.multiplier_min,
             maximum=settings.multiplier_max,
         )
-        moved_by = jnp.where(jnp.isfinite(mean_discrepancy), violation(dual, settings.tolerance), mean_discrepancy)
-        metrics["dual/violation"] = moved_by
+        gap = jnp.where(jnp.isfinite(gap), violation(dual, settings.tolerance), gap)
     metrics |= {f"policy/{name}": value for name, value in losses.clip_metrics(totals.clip).items()}
     metrics |= {
         "policy/loss": masked.mean(totals.loss),
@@ -303,6 +302,8 @@ def _train_step(
         "optimizer/skipped_updates": totals.skipped,
         "optimizer/skipped_in_row": skipped_in_row,
         "dual/multiplier": multiplier,
+        "dual/tolerance": jnp.float32(settings.tolerance),
+        "dual/violation": gap,
     }
     return TrainState(state.step + 1, params, opt_state, dual, skipped_in_row), metrics
 
@@ -349,8 +350,6 @@ def _measure(
         "mismatch/k3": mismatch["kl_k3"],
         "mismatch/pearson": mismatch["pearson"],
         "mismatch/effective_sample_size": mismatch["effective_sample_size"],
-        "dual/violation": mean_discrepancy - settings.tolerance,
-        "dual/tolerance": jnp.float32(settings.tolerance),
         "completions/discrepancy": masked.completion_means(delta, mask, index, total),
     }
     return metrics, mean_discrepancy

@@ -1,11 +1,15 @@
 """The guard every command runs under: one line, the right exit code, a traceback only on demand."""
 
 import errno
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bin.cli import Parser, run_main
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(main, argv, capsys, **options):
@@ -42,7 +46,7 @@ def _raiser(error):
         (
             ValueError("RESOURCE_EXHAUSTED: Error writing ...\nFailed to write: No space left on device"),
             2,
-            "error: no space left on the disk; make room, and the same command goes on\n",
+            "error: no space left on the disk; make room and run the same command again\n",
         ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
@@ -113,3 +117,26 @@ def _parser():
 )
 def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
     assert _run(lambda arguments: _parser().parse_args(arguments[1:]), ["p", *argv], capsys) == (2, f"error: {line}\n")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [([], "error: bad\n"), (["--debug"], "OSError: the thread's")])
+def test_a_thread_leaves_its_failure_to_the_main_thread(arguments, said):
+    program = """
+import sys, threading
+from bin.cli import run_main
+
+def main(_):
+    def fail():
+        raise OSError("the thread's")
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    raise ValueError("bad")
+
+run_main(main)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr == said if not arguments else said in done.stderr

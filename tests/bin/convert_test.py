@@ -130,12 +130,15 @@ def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
             np.testing.assert_array_equal(written[name], value)
         assert read_config(out_dir) == CONFIG
         assert (out_dir / "tokenizer.json").read_text() == '{"of": "the run"}'
+    for out_dir in (run_dir.parent, run_dir, run_dir / "checkpoints" / "1"):
+        with pytest.raises(ValueError, match="which it is made of; choose another directory"):
+            main(["convert", "export", str(run_dir), str(out_dir), "--overwrite"])
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step 7"):
         main(["convert", "export", str(run_dir), str(tmp_path / "none"), "--step", "7"])
 
 
-def test_an_output_that_holds_its_source_is_refused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for out in (source, source.parent):
-        with pytest.raises(ValueError, match="which would be lost; choose another directory"):
+def test_an_output_that_overlaps_its_source_is_refused(source: Path) -> None:
+    for out in (source, source.parent, source / "copy"):
+        with pytest.raises(ValueError, match="which it is made of; choose another directory"):
             main(["convert", "copy", str(source), str(out), "--overwrite"])
     assert (source / "config.json").is_file()

@@ -24,6 +24,7 @@ _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PL
 # Reads {name: arguments}, writes {name: [exit code, stdout, stderr]}.
 _FORKS = """
 import json, os, runpy, sys
+sys.modules["wandb"] = None  # not installed, whatever this environment holds
 import bin.cli, bin.flags, dcmdp_jax.observe.report, dcmdp_jax.training.loop, dcmdp_jax.training.setup
 
 outcomes = {}

@@ -167,8 +167,35 @@ def test_read_config_names_the_file(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match=f"^{path}: must hold a JSON object, got list"):
         read_config(tmp_path)
+    path.write_bytes(b"\xff{}")
+    with pytest.raises(ValueError, match=f"^{path}: not valid JSON"):
+        read_config(tmp_path)
     path.write_text(json.dumps(to_hf(SMALL, dtype="float32")))
     assert read_config(tmp_path) == SMALL
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": "abc"},
+        {"rope_scaling": [1]},
+        {"model_type": ["qwen3"]},
+        {"max_position_embeddings": math.inf},
+        {"num_attention_heads": 0, "head_dim": None},
+    ],
+    ids=str,
+)
+def test_a_malformed_field_is_an_error_that_names_the_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B | change))
+    with pytest.raises(ValueError, match=f"^{path}: a field is malformed"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tie_word_embeddings", "attention_bias"])
+def test_a_word_is_no_truth_value(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: {name} is 'false', expected true or false"):
+        from_hf(QWEN3_8B | {name: "false"})
 
 
 def test_yarn_attention_factor() -> None:

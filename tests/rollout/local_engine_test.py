@@ -370,6 +370,9 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
         EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*on_non_finite=drop"
     ):
         unusable_completions(rollout, drop=False)
+    poisoned = made.generate([np.array([3, 1], np.int32)], sampling, seed=0, step=0)
+    with pytest.raises(EngineError, match="no completion has usable log-probs"):
+        unusable_completions(poisoned, drop=True)
     with pytest.raises(EngineError, match=r"completion 1: the log-prob of token \d is nan"):
         made.score([clean, clean], [np.array([1, 1, 1]), np.array([1, 3, 1])], temperature=1.0)
 

@@ -272,6 +272,14 @@ def test_a_checkpoint_of_another_model_is_named_and_left_alone(opened, two):
     assert _on_disk(two.parent) == [1, 2]
 
 
+def test_a_newest_step_without_parameters_is_named_not_passed_over(two):
+    shutil.rmtree(two / "2" / "params")
+    with pytest.raises(CheckpointError) as raised:
+        load_model_config(two.parent)
+    assert str(raised.value) == f"{two}/2: damaged (params is missing); choose another step"
+    assert load_model_config(two.parent, 1)[1] == 1
+
+
 def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

@@ -70,7 +70,11 @@ def _digests(run_dir, step):
 
 
 def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment, tmp_path):
-    settings = ("--config.training.steps=6", "--config.checkpoint.every_steps=2")
+    # Evaluations are due at every step, so wherever the signal comes the resumed run has one to make up for.
+    settings = (
+        "--config.training.steps=6", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=1",
+        "--config.checkpoint.keep_last=9",
+    )  # fmt: skip
     _finish(_start(environment, tmp_path / "whole", *settings))
 
     broken = tmp_path / "broken"
@@ -91,12 +95,19 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment
     assert _digests(broken, 6) == _digests(tmp_path / "whole", 6)
     whole, resumed = _records(tmp_path / "whole"), _records(broken)
     assert sorted(whole) == list(range(7))
+    assert all("eval/arithmetic/avg@2" in record for record in whole.values())
+    # Every evaluated policy is kept until the newer ones push it out, whatever checkpoint.every_steps is.
+    assert sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()) == list("0123456")
     assert resumed == whole
     assert (broken / "report.html").is_file()
 
 
 def test_sigterm_saves_and_says_so(environment, tmp_path):
-    process = _start(environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0")
+    # At another temperature than the run below, which keeps its step 0 as well.
+    process = _start(
+        environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0",
+        "--config.rollout.temperature=0.5", "--config.checkpoint.keep_last=9",
+    )  # fmt: skip
     deadline = time.monotonic() + 400
     while len(_records(tmp_path / "run")) < 2:
         assert process.poll() is None and time.monotonic() < deadline
@@ -106,6 +117,10 @@ def test_sigterm_saves_and_says_so(environment, tmp_path):
     assert "stopped by SIGTERM" in output and "Traceback" not in output
     last = max(_records(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+
+    _finish(_start(environment, tmp_path / "other", "--config.training.steps=1", "--config.evaluation.every_steps=0"))
+    # The warm-up knows nothing of the sampling temperature.
+    assert _digests(tmp_path / "run", 0)["params"] == _digests(tmp_path / "other", 0)["params"]
 
 
 def test_exact_engine_has_no_discrepancy_in_a_whole_run(environment, tmp_path):
