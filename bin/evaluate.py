@@ -1,6 +1,8 @@
 """avg@K and pass@K of a model on any tasks, in the layout of the paper's tables.
 
     python -m bin.evaluate MODEL --tasks aime24.jsonl,amc23.jsonl [--precision fp8] [--max_completion_tokens N]
+    python -m bin.evaluate MODEL --tasks aime24.jsonl --engine vllm                         stock vLLM, as a sidecar
+    python -m bin.evaluate MODEL --tasks aime24.jsonl --engine remote --server URL          a vLLM server of your own
 
 MODEL is a Hugging Face directory, or a run directory (or a checkpoint in it) written by bin.train. The defaults are the
 paper's evaluation: temperature 0.7, top-p 1, 32768 tokens, avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500,
@@ -10,6 +12,7 @@ Minerva and OlympiadBench, known by their file names: aime24, aime25, amc23, mat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,22 +26,28 @@ from transformers import PreTrainedTokenizerBase
 
 from bin.cli import Parser, run_main
 from configs.base import get_config
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config import ENGINE_CHOICES, VllmSettings, from_config_dict
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
 from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import check_manifest, load_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.local.weights import PRECISIONS
+from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.remote import RemoteEngine
+from dcmdp_jax.rollout.vllm.settings import check_installation
 from dcmdp_jax.tasks.problems import load_problems, source_name
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.tasks.verifier import Verifier
+from dcmdp_jax.training.setup import make_probe
 from dcmdp_jax.types import Params
 
 _UNLIMITED = 2**31 - 1
 _MOST_VERIFIERS = 8
+# Of one completion on a server: 32768 tokens at a few a second, and the wait in its queue.
+_REMOTE_TIMEOUT_S = 7200.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +85,32 @@ def main(argv: list[str]) -> None:
         top_p=settings["top_p"],
         stop_token_ids=end_token_ids(tokenizer, model.tokenizer),
     )
-    engine = _engine(model, tasks, settings)
     out = _out_path(arguments.out, model)
-    engine.push_weights(model.load(settings["precision"]), model.step or 0)
+    with contextlib.closing(_engine(model, tasks, settings, out)) as engine:
+        if settings["engine"] != "remote":
+            engine.push_weights(model.load(settings["precision"]), model.step or 0)
+        results = _evaluate(engine, model, tokenizer, tasks, sampling, settings, arguments.method, out)
+    print(format_table(arguments.method or model.name, results))
+    if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:
+        said = ", ".join(f"{count} of {name}" for name, count in dropped.items())
+        print(f"left out, prompt over --max_prompt_tokens={settings['max_prompt_tokens']}: {said}")
+    print(f"wrote {out}")
+
+
+def _evaluate(
+    engine: Engine,
+    model: _Model,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: dict[str, EncodedPrompts],
+    sampling: SamplingParams,
+    settings: dict[str, Any],
+    method: str | None,
+    out: Path,
+) -> list[EvaluationResult]:
     results: list[EvaluationResult] = []
-    method = arguments.method or model.name
     with Verifier(num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS)) as verifier:
         for name, prompts in tasks.items():
-            samples = paper_samples(name) if arguments.samples is None else arguments.samples
+            samples = settings["samples"] or paper_samples(name)
             began = time.monotonic()
             result = evaluate(
                 engine,
@@ -98,12 +125,8 @@ def main(argv: list[str]) -> None:
             results.append(result)
             _report_progress(result, len(tasks), len(results), time.monotonic() - began)
             # After every task: a long evaluation that dies keeps what it has.
-            _write(out, _record(method, model, settings, results, tasks))
-    print(format_table(method, results))
-    if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:
-        said = ", ".join(f"{count} of {name}" for name, count in dropped.items())
-        print(f"left out, prompt over --max_prompt_tokens={settings['max_prompt_tokens']}: {said}")
-    print(f"wrote {out}")
+            _write(out, _record(method or model.name, model, settings, results, tasks))
+    return results
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,9 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         help=".jsonl or .parquet files, arithmetic:... or Hub names (default: a run's evaluation.task)",
     )
     add("--step", type=_whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    add("--precision", choices=PRECISIONS, help="of the engine's weights (default: a run's own, else bfloat16)")
-    add("--compute_dtype", choices=("float32", "bfloat16"), help="of activations (default: a run's own, else bfloat16)")
-    add("--kv_cache_dtype", choices=("auto", "fp8"), help="of the key-value cache (default: a run's own, else auto)")
+    add("--engine", choices=(*ENGINE_CHOICES, "remote"), help="what samples (default: a run's own, else local)")
+    add("--server", metavar="URL", help="with --engine remote: http(s)://HOST:PORT or the path of a Unix socket")
+    add("--precision", help="of the engine's weights, as rollout.precision (default: a run's own, else bfloat16)")
+    add("--compute_dtype", help="of activations, as rollout.compute_dtype (default: a run's own, else bfloat16)")
+    add("--kv_cache_dtype", help="of the key-value cache, as rollout.kv_cache_dtype (default: a run's own, else auto)")
     add("--samples", type=_whole(1), metavar="K", help="completions a problem (default: the paper's K, others 8)")
     add("--temperature", type=float, default=0.7, help="default %(default)s, as the paper; 0 is greedy")
     add("--top_p", type=float, default=1.0, help="nucleus mass, default %(default)s, as the paper")
@@ -229,6 +254,7 @@ def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
     run = model.run[1] if model.run else base.to_dict()
     given = {name: value for name, value in vars(arguments).items() if name not in ("model", "method", "out", "step")}
     defaults = {
+        "engine": run["rollout"]["engine"],
         "prompt_suffix": run["task"]["prompt_suffix"],
         "precision": run["rollout"]["precision"],
         "compute_dtype": run["rollout"]["compute_dtype"],
@@ -236,6 +262,16 @@ def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
     }
     for name, value in defaults.items():
         given[name] = value if given[name] is None else given[name]
+    for name, allowed in ENGINE_CHOICES.get(given["engine"], {}).items():
+        option = name.removeprefix("rollout.")
+        if given[option] not in allowed:
+            raise ValueError(
+                f"--{option}: got {given[option]!r}, allowed with --engine {given['engine']} are {', '.join(allowed)}"
+            )
+    if (given["engine"] == "remote") != (given["server"] is not None):
+        raise ValueError("--server: goes with --engine remote, which needs it: http(s)://HOST:PORT or a socket's path")
+    if given["engine"] == "remote" and given["temperature"] and not 0.01 <= given["temperature"] <= 2:
+        raise ValueError(f"--temperature: got {given['temperature']}, a vLLM server takes 0 or 0.01 to 2")
     if given["tasks"] is None:
         if not run["evaluation"]["task"]:
             raise ValueError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")
@@ -259,8 +295,8 @@ def _prompts(location: str, tokenizer: PreTrainedTokenizerBase, settings: dict[s
     return encode_prompts(problems, tokenizer, prompt_suffix=settings["prompt_suffix"], max_prompt_tokens=limit)
 
 
-def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> LocalEngine:
-    """The engine, if the longest prompt and completion fit the model."""
+def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str, Any], out: Path) -> Engine:
+    """The engine, if the longest prompt and completion fit the model. A sidecar's log goes beside `out`."""
     longest, name = max((max(map(len, prompts.token_ids)), name) for name, prompts in tasks.items())
     room = model.config.max_position_embeddings - longest
     if room < 1:
@@ -274,14 +310,24 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
             f"tokens, {name}) more than the model's max_position_embeddings={model.config.max_position_embeddings}; "
             f"--max_completion_tokens={room} fits"
         )
+    total = longest + settings["max_completion_tokens"]
+    if settings["engine"] == "remote":
+        return RemoteEngine(
+            model.config, server=settings["server"], max_total_tokens=total, timeout_s=_REMOTE_TIMEOUT_S,
+            max_concurrent=settings["max_rows"],
+        )  # fmt: skip
+    precision = {name: settings[name] for name in ("precision", "compute_dtype", "kv_cache_dtype")}
+    if settings["engine"] == "vllm":
+        rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
+        sidecar = VllmSettings(**rollout["vllm"])
+        # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
+        check_installation(sidecar, settings["precision"])
+        return VllmEngine(
+            model.config, sidecar, directory=out.with_suffix(".vllm"), **precision, max_total_tokens=total,
+            max_rows=settings["max_rows"], probe=make_probe(model.config, Compute(), make_mesh(data=-1)),
+        )  # fmt: skip
     return LocalEngine(
-        model.config,
-        precision=settings["precision"],
-        compute_dtype=settings["compute_dtype"],
-        kv_cache_dtype=settings["kv_cache_dtype"],
-        max_total_tokens=longest + settings["max_completion_tokens"],
-        max_rows=settings["max_rows"],
-        mesh=make_mesh(data=-1),
+        model.config, **precision, max_total_tokens=total, max_rows=settings["max_rows"], mesh=make_mesh(data=-1)
     )
 
 

@@ -96,14 +96,15 @@ def _defaults() -> ConfigDict:
     config.task.verifier_timeout = 5.0
 
     config.rollout = ConfigDict()
-    # local: the embedded JAX engine.
+    # local: the embedded JAX engine; vllm: stock vLLM in a process of its own.
     config.rollout.engine = "local"
-    # Weights of the engine: exact (the training stack recomputes the log-probs: no discrepancy), float32, bfloat16,
-    # int8, fp8 (quantised per output channel at each push).
+    # Weights of the engine. local: exact (the training stack recomputes the log-probs: no discrepancy), float32,
+    # bfloat16, int8, fp8 (quantised per output channel at each push). vllm: float32, float16, bfloat16, int8 (W8A8, per
+    # channel and token), fp8_per_block.
     config.rollout.precision = "bfloat16"
-    # Activations of the engine.
+    # Activations of the engine, and in vLLM all weights that are not quantised.
     config.rollout.compute_dtype = "bfloat16"
-    # auto: the compute dtype; fp8: float8_e4m3fn.
+    # auto: the compute dtype; fp8: float8_e4m3fn; vllm has fp8_e5m2 too.
     config.rollout.kv_cache_dtype = "auto"
     # Completions decoded side by side; more are done in turns.
     config.rollout.max_rows = 256
@@ -118,6 +119,32 @@ def _defaults() -> ConfigDict:
     config.rollout.top_p = 1.0
     # A log-prob that is NaN or infinite: "error" stops and names the token, "drop" leaves the completion out, counted.
     config.rollout.on_non_finite = "error"
+
+    config.rollout.vllm = ConfigDict()
+    # Interpreter that has vLLM. Empty: this one.
+    config.rollout.vllm.python = ""
+    # Devices that each layer is split over; experts whole on one of them each, or split too.
+    config.rollout.vllm.tensor_parallel_size = 1
+    config.rollout.vllm.expert_parallel = False
+    # CUDA_VISIBLE_DEVICES of the sidecar, so that it has GPUs of its own. Empty: the trainer's, shared.
+    config.rollout.vllm.visible_devices = ""
+    # Share of each of its GPUs; on a shared one the trainer gets what is left, less a tenth (ours).
+    config.rollout.vllm.memory_share = 0.4
+    # GiB of the key-value cache; 0: on a GPU what memory_share leaves, on a CPU what max_rows need, at most a third of
+    # the free memory.
+    config.rollout.vllm.kv_cache_gib = 0.0
+    # Threads of the CPU build; more than one is slow on a machine that does anything else.
+    config.rollout.vllm.cpu_threads = 1
+    # Further arguments of vllm.LLM, a JSON object: '{"block_size": 64}'.
+    config.rollout.vllm.engine_args = ""
+    # Seconds until the engine is ready, and without a sign of life during a request; then it is started again.
+    config.rollout.vllm.start_timeout_s = 600.0
+    config.rollout.vllm.stall_timeout_s = 300.0
+    # Failures in a row after which the run ends.
+    config.rollout.vllm.max_restarts = 5
+    # Mean |difference| of log-probs between trainer and engine on fixed sequences after each push, nats; above it the
+    # push failed. 0: 0.01, 0.1, 0.5 for float32, float16, bfloat16, 1.5 for 8 bits (ours).
+    config.rollout.vllm.probe_tolerance = 0.0
 
     config.algorithm = ConfigDict()
     # grpo, dual_grpo (multiplier fixed at 1), threshold_grpo, dc_grpo; paper [3, 4].

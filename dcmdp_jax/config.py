@@ -59,6 +59,24 @@ class TaskSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class VllmSettings:
+    """The vLLM sidecar, used with `rollout.engine=vllm`."""
+
+    python: str
+    tensor_parallel_size: int
+    expert_parallel: bool
+    visible_devices: str
+    memory_share: float
+    kv_cache_gib: float
+    cpu_threads: int
+    engine_args: str
+    start_timeout_s: float
+    stall_timeout_s: float
+    max_restarts: int
+    probe_tolerance: float
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutSettings:
     """The inference engine and the distribution it samples from."""
 
@@ -73,6 +91,7 @@ class RolloutSettings:
     temperature: float
     top_p: float
     on_non_finite: str
+    vllm: VllmSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,10 +234,10 @@ CHOICES = {
     "model.remat": ("none", "dots", "full"),
     "model.attention": ("auto", "xla", "cudnn", "splash"),
     "task.on_bad_row": ("error", "skip"),
-    "rollout.engine": ("local",),
-    "rollout.precision": ("exact", "float32", "bfloat16", "int8", "fp8"),
-    "rollout.compute_dtype": ("float32", "bfloat16"),
-    "rollout.kv_cache_dtype": ("auto", "fp8"),
+    "rollout.engine": ("local", "vllm"),
+    "rollout.precision": ("exact", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_per_block"),
+    "rollout.compute_dtype": ("float32", "bfloat16", "float16"),
+    "rollout.kv_cache_dtype": ("auto", "fp8", "fp8_e5m2"),
     "rollout.on_non_finite": ("error", "drop"),
     "algorithm.method": ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo"),
     "algorithm.measure": ("diff", "ratio", "log"),
@@ -227,6 +246,20 @@ CHOICES = {
     "algorithm.aggregation": ("seq_mean_token_mean", "token_mean", "fixed_length"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+
+# What each engine has of them.
+ENGINE_CHOICES = {
+    "local": {
+        "rollout.precision": ("exact", "float32", "bfloat16", "int8", "fp8"),
+        "rollout.compute_dtype": ("float32", "bfloat16"),
+        "rollout.kv_cache_dtype": ("auto", "fp8"),
+    },
+    "vllm": {
+        "rollout.precision": ("float32", "float16", "bfloat16", "int8", "fp8_per_block"),
+        "rollout.compute_dtype": ("float32", "bfloat16", "float16"),
+        "rollout.kv_cache_dtype": ("auto", "fp8", "fp8_e5m2"),
+    },
 }
 
 # name: (lowest, highest), both allowed; None is no bound.
@@ -240,6 +273,14 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.min_rows": (1, None),
     "rollout.group_size": (2, None),
     "rollout.max_completion_tokens": (1, None),
+    "rollout.vllm.tensor_parallel_size": (1, None),
+    "rollout.vllm.memory_share": (0.01, 1),
+    "rollout.vllm.kv_cache_gib": (0, None),
+    "rollout.vllm.cpu_threads": (1, None),
+    "rollout.vllm.start_timeout_s": (1, None),
+    "rollout.vllm.stall_timeout_s": (1, None),
+    "rollout.vllm.max_restarts": (0, None),
+    "rollout.vllm.probe_tolerance": (0, None),
     "algorithm.multiplier_min": (0, None),
     "algorithm.tolerance": (0, None),
     "algorithm.dual_learning_rate": (0, None),
@@ -357,12 +398,19 @@ def _get(config: Config, dotted: str) -> Any:
     return value
 
 
+def _check_choice(config: Config, name: str, allowed: tuple[str, ...], when: str = "") -> None:
+    if (value := _get(config, name)) not in allowed:
+        near = [choice for choice in allowed if str(value) and choice.startswith(str(value))]
+        near = near or difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"config.{name}: got {value!r}, allowed{when} are {', '.join(allowed)}{hint}")
+
+
 def _validate(config: Config) -> None:
     for name, allowed in CHOICES.items():
-        if (value := _get(config, name)) not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"config.{name}: got {value!r}, allowed are {', '.join(allowed)}{hint}")
+        _check_choice(config, name, allowed)
+    for name, allowed in ENGINE_CHOICES[config.rollout.engine].items():
+        _check_choice(config, name, allowed, f" with rollout.engine={config.rollout.engine}")
     for name, (low, high) in RANGES.items():
         value = _get(config, name)
         if not ((low is None or value >= low) and (high is None or value <= high)):
@@ -376,6 +424,8 @@ def _validate(config: Config) -> None:
         )
     if not config.rollout.temperature > 0:
         raise ValueError(f"config.rollout.temperature: got {config.rollout.temperature}, must be above 0 to train")
+    if config.rollout.engine == "vllm":
+        _check_vllm_dtypes(config.rollout)
     training, algorithm = config.training, config.algorithm
     if training.prompts_per_step % training.prompts_per_mini_batch:
         raise ValueError(
@@ -406,3 +456,18 @@ def _validate(config: Config) -> None:
         raise ValueError("config.evaluation.task: empty; name a task or set evaluation.every_steps=0")
     if not config.run_dir:
         raise ValueError("config.run_dir: empty; name the directory that the run writes to")
+
+
+def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
+    """vLLM has one dtype for whatever is not quantised."""
+    precision, dtype = rollout.precision, rollout.compute_dtype
+    if precision in ("float32", "float16", "bfloat16") and precision != dtype:
+        raise ValueError(
+            f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM has one dtype for "
+            f"weights and activations, set both alike"
+        )
+    if precision in ("int8", "fp8_per_block") and dtype != "bfloat16":
+        raise ValueError(
+            f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM computes "
+            "quantised layers in bfloat16, set that"
+        )

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from configs.base import get_config
-from dcmdp_jax.config import CHOICES, RANGES, Config, from_config_dict, setting_names, to_dict, unknown_setting
+from dcmdp_jax.config import (
+    CHOICES,
+    ENGINE_CHOICES,
+    RANGES,
+    Config,
+    from_config_dict,
+    setting_names,
+    to_dict,
+    unknown_setting,
+)
 
 
 def _values():
@@ -170,8 +179,22 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(name):
 
 @pytest.mark.parametrize("name", sorted(CHOICES))
 def test_every_choice_is_allowed(name):
+    """With the engine that has it; vLLM wants one dtype for weights and activations."""
     for choice in CHOICES[name]:
-        from_config_dict(_with(**_set(name, choice)))
+        settings = _set(name, choice)
+        if choice not in ENGINE_CHOICES["local"].get(name, (choice,)):
+            settings = _set("rollout.engine", "vllm") | settings
+            if name in ("rollout.precision", "rollout.compute_dtype") and choice == "float16":
+                settings |= _set("rollout.precision", "float16") | _set("rollout.compute_dtype", "float16")
+        from_config_dict(_with(**settings))
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINE_CHOICES))
+def test_an_engine_refuses_what_only_the_other_has(engine):
+    for name, allowed in ENGINE_CHOICES[engine].items():
+        for choice in set(CHOICES[name]) - set(allowed):
+            with pytest.raises(ValueError, match=f"{name}: got '{choice}', allowed with rollout.engine={engine} are"):
+                from_config_dict(_with(**_set("rollout.engine", engine), **_set(name, choice)))
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))

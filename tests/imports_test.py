@@ -18,17 +18,19 @@ _MAY_IMPORT = {
     "dcmdp_jax.tasks": set(),
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models", "dcmdp_jax.parallel"},
+    "dcmdp_jax.rollout.vllm": {"dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
     "dcmdp_jax.observe": set(),
     "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.algorithm", "dcmdp_jax.models", "dcmdp_jax.parallel",
-        "dcmdp_jax.tasks", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.observe", "dcmdp_jax.evaluation",
+        "dcmdp_jax.tasks", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm",
+        "dcmdp_jax.observe", "dcmdp_jax.evaluation",
     },
     "configs": set(),
     "bin": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
-        "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.observe", "dcmdp_jax.evaluation",
-        "dcmdp_jax.training", "configs",
+        "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
+        "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",
     },
 }  # fmt: skip
 
@@ -46,7 +48,10 @@ _LIBRARIES = {
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.tasks",),
-    "torch": (),
+    "torch": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
+    "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
+    "msgpack": ("dcmdp_jax.rollout.vllm.wire",),
+    "httpx": ("dcmdp_jax.rollout.vllm",),
     "tensorflow": (),
 }
 
@@ -151,6 +156,12 @@ def test_the_verifiers_processes_start_without_jax_and_transformers(module):
 @pytest.mark.parametrize("module", [name for name in _SOURCES if name.startswith("dcmdp_jax.tasks")])
 def test_tasks_need_no_accelerator(module):
     assert "jax" not in {name.split(".")[0] for name in _reached(module)}
+
+
+@pytest.mark.parametrize("module", ["sidecar", "worker", "wire", "segments", "manifest"])
+def test_the_sidecar_runs_where_there_is_no_jax(module):
+    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.rollout.vllm.{module}")}
+    assert not roots & {"jax", "flax", "optax", "orbax", "ml_collections"}
 
 
 @pytest.mark.parametrize(

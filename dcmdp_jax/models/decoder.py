@@ -275,3 +275,22 @@ def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
     return normed.astype(x.dtype) * params["norm"]["scale"].astype(x.dtype)
+
+
+def check_params(params: Params, config: ModelConfig) -> None:
+    """Refuses parameters that are not those of the model.
+
+    Raises:
+        ValueError: naming the first parameter that is missing, superfluous or of another shape.
+    """
+
+    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf) for path, leaf in leaves}
+
+    expected, given = shapes(param_shapes(config)), shapes(params)
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise ValueError(
+                f"params: {name} has shape {given.get(name, 'missing')}, the model has {expected.get(name, 'no such')}"
+            )

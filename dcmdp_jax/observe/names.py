@@ -50,6 +50,11 @@ _TABLE = (
     Metric(
         "mismatch/noise_floor", "discrepancy", "mean discrepancy of the engine against itself in another batch shape"
     ),
+    Metric(
+        "mismatch/probe",
+        "nats",
+        "mean |log p_train - log p_engine| on fixed sequences, right after the push",
+    ),
     Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
     Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
     Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),

@@ -1,6 +1,8 @@
-"""What must hold of a rollout before anything is learnt from it, whichever engine it came from."""
+"""What must hold of an engine's input, and of a rollout before anything is learnt from it, whichever engine it is."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,3 +35,38 @@ def unusable_completions(rollout: Rollout, *, drop: bool) -> np.ndarray:
     if unusable.all():
         raise EngineError("rollout: no completion has usable log-probs; the engine's numbers are broken")
     return unusable
+
+
+def checked_sequences(
+    sequences: Sequence[np.ndarray], what: str, *, vocab_size: int, limit: int, reserve: int = 0
+) -> list[np.ndarray]:
+    """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or too long.
+
+    Args:
+        sequences: token ids.
+        what: their name in errors, "prompt".
+        vocab_size: ids are below it.
+        limit: tokens of a sequence and `reserve` together.
+        reserve: tokens that are to come after it.
+
+    Raises:
+        ValueError: naming the first that is wrong.
+    """
+    if not len(sequences):
+        raise ValueError(f"{what}s: got none, at least one is needed")
+    checked = []
+    for index, sequence in enumerate(sequences):
+        ids = np.asarray(sequence)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ValueError(f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{what} {index}: dtype {ids.dtype}, token ids must be integers")
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            token = ids[outside][0]
+            raise ValueError(f"{what} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
+        if ids.size + reserve > limit:
+            extra = f" and max_completion_tokens={reserve}" if reserve else ""
+            raise ValueError(f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}")
+        checked.append(ids.astype(np.int32))
+    return checked

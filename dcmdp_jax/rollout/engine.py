@@ -51,8 +51,12 @@ class Engine(Protocol):
     being `prompt * group_size + member`: neither batch composition nor earlier calls change it.
     """
 
-    def push_weights(self, params: Params, policy_version: int) -> None:
-        """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use."""
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use.
+
+        Returns:
+            What was measured on the way, by the names of observe/names.py.
+        """
 
     def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
         """Samples `group_size` completions for each prompt of int32 token ids.

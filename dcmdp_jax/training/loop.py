@@ -172,7 +172,7 @@ class Trainer:
         while step < config.training.steps:
             timer = PhaseTimer()
             with timer.phase("push"):
-                self.engine.push_weights(state.params, step)
+                pushed = self.engine.push_weights(state.params, step)
             chosen = self._choose(step)
             with timer.phase("generate"):
                 rollout = self.engine.generate(
@@ -189,7 +189,9 @@ class Trainer:
                 jax.block_until_ready(metrics)
             step += 1
             completions = metrics.pop("completions/discrepancy")
-            writer.write(step, metrics | packed | floor | rollout_metrics(rollout, grades) | timer.metrics(rollout))
+            writer.write(
+                step, metrics | pushed | packed | floor | rollout_metrics(rollout, grades) | timer.metrics(rollout)
+            )
             self._write_samples(step, writer, rollout, chosen, texts, answers, grades, completions)
             self._check_skipped(metrics)
             if self.stop.received is not None:

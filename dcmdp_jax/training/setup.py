@@ -23,11 +23,14 @@ from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan
+from dcmdp_jax.rollout.vllm.client import Probe, VllmEngine
+from dcmdp_jax.rollout.vllm.settings import check_installation
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.run_directory import check_run_directory
-from dcmdp_jax.types import Params
+from dcmdp_jax.training.step import make_row_logprobs
+from dcmdp_jax.types import Params, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,9 @@ def make_plan_of_run(config: Config) -> Plan:
         OSError: for directories and files that can't be read or written.
     """
     check_run_directory(config)
+    if config.rollout.engine == "vllm":
+        # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
+        check_installation(config.rollout.vllm, config.rollout.precision)
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
     _check_model_path(config.model.path)
@@ -194,18 +200,61 @@ def initial_params(plan: Plan) -> Params:
 
 
 def make_engine(plan: Plan) -> Engine:
-    """The inference engine of `rollout.engine`."""
-    rollout = plan.config.rollout
+    """The inference engine of `rollout.engine`, ready for weights.
+
+    Raises:
+        EngineError, MemoryError: in one line, if it does not start.
+    """
+    config, rollout = plan.config, plan.config.rollout
+    precision = {
+        "precision": rollout.precision,
+        "compute_dtype": rollout.compute_dtype,
+        "kv_cache_dtype": rollout.kv_cache_dtype,
+    }
+    if rollout.engine == "vllm":
+        return VllmEngine(
+            plan.model,
+            rollout.vllm,
+            directory=Path(config.run_dir) / "vllm",
+            **precision,
+            max_total_tokens=config.max_total_tokens,
+            max_rows=rollout.max_rows,
+            probe=make_probe(plan.model, plan.compute, plan.mesh),
+        )
     return LocalEngine(
         plan.model,
-        precision=rollout.precision,
-        compute_dtype=rollout.compute_dtype,
-        kv_cache_dtype=rollout.kv_cache_dtype,
-        max_total_tokens=plan.config.max_total_tokens,
+        **precision,
+        max_total_tokens=config.max_total_tokens,
         max_rows=rollout.max_rows,
         min_rows=rollout.min_rows,
         mesh=plan.mesh,
     )
+
+
+def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
+    """The training stack's own log-probs of a few short rows, as the step computes them."""
+    row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
+    compiled = jax.jit(lambda params, rows: row_logprobs(params, rows)[0])
+
+    def probe(params: Params, ids: np.ndarray) -> np.ndarray:
+        count, tokens = ids.shape
+        shards, multiple = row_shards(mesh), 128 if compute.attention == "splash" else 1
+        padded = np.zeros((-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32)
+        padded[:count, :tokens] = ids
+        places = np.broadcast_to(np.arange(padded.shape[1], dtype=np.int32), padded.shape)
+        real = np.zeros(padded.shape, bool)
+        real[:count, :tokens] = True
+        rows = Rows(
+            input_ids=padded,
+            position_ids=places,
+            segment_ids=real.astype(np.int32),
+            completion_mask=real & (places > 0),
+            completion_index=np.zeros_like(padded),
+            rollout_logprobs=np.zeros(padded.shape, np.float32),
+        )
+        return np.asarray(compiled(params, rows))[:count, 1:tokens]
+
+    return probe
 
 
 def describe(plan: Plan) -> str:
@@ -228,7 +277,7 @@ def describe(plan: Plan) -> str:
         f"devices      {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} ({mesh})",
         f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}, "
         f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}",
-        f"engine       {config.rollout.engine}, {config.rollout.precision}",
+        f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}",
         f"problems     {len(plan.train.problems):,} to train on ({plan.train.dropped} dropped: prompt too long)"
         + (f", {len(plan.held_out.problems):,} held out" if plan.held_out else ""),
         f"step         {config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} "

@@ -12,9 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import check_params
+from dcmdp_jax.rollout.checks import checked_sequences
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local import decode
-from dcmdp_jax.rollout.local.weights import PRECISIONS, check_params, convert, fingerprint, source_fingerprint
+from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, source_fingerprint
 from dcmdp_jax.types import Params, Rollout
 
 logger = logging.getLogger(__name__)
@@ -106,10 +108,13 @@ class LocalEngine:
         """CRC-32 of the checksums of the weights in use (see `weights.fingerprint`); None without weights."""
         return self._fingerprint
 
-    def push_weights(self, params: Params, policy_version: int) -> None:
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Copies the trainer's parameters in the engine's precision and proves the copy by its checksums.
 
         Quantised precisions quantise again at every push. The trainer may donate or delete `params` afterwards.
+
+        Returns:
+            Nothing measured: an empty dict.
 
         Raises:
             ValueError: for parameters that are not those of the model.
@@ -127,6 +132,7 @@ class LocalEngine:
         self._weights, self._policy_version = weights, policy_version
         self._fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self._fingerprint)
+        return {}
 
     def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
         """Samples `group_size` completions for each prompt.
@@ -149,7 +155,8 @@ class LocalEngine:
         for name, value in (("seed", seed), ("step", step)):
             if not 0 <= value < 2**32:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
-        prompts = self._checked(prompts, "prompt", reserve=sampling.max_completion_tokens)
+        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
+        prompts = checked_sequences(prompts, "prompt", **limits, reserve=sampling.max_completion_tokens)
         longest = self._prompt_buckets[-1]
         for index, prompt in enumerate(prompts):
             if prompt.size > longest:
@@ -271,10 +278,11 @@ class LocalEngine:
             raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
         if not temperature >= 0:
             raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
-        prompts = self._checked(prompts, "prompt", reserve=0)
-        completions = self._checked(completions, "completion", reserve=0)
+        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
+        prompts = checked_sequences(prompts, "prompt", **limits)
+        completions = checked_sequences(completions, "completion", **limits)
         rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        self._checked(rows, "prompt and completion", reserve=0)
+        checked_sequences(rows, "prompt and completion", **limits)
         inverse = np.float32(1 / temperature if temperature else 1)
         buckets = [_bucket(row.size, _powers_of_two(self.max_total_tokens)) for row in rows]
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
@@ -300,29 +308,6 @@ class LocalEngine:
     def close(self) -> None:
         """Drops the weights; compiled programs stay. Safe to call twice."""
         self._weights = self._policy_version = self._fingerprint = None
-
-    def _checked(self, sequences: Sequence[np.ndarray], what: str, *, reserve: int) -> list[np.ndarray]:
-        """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or too long."""
-        if not len(sequences):
-            raise ValueError(f"{what}s: got none, at least one is needed")
-        checked = []
-        for index, sequence in enumerate(sequences):
-            ids = np.asarray(sequence)
-            if ids.ndim != 1 or ids.size == 0:
-                raise ValueError(f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids")
-            if not np.issubdtype(ids.dtype, np.integer):
-                raise ValueError(f"{what} {index}: dtype {ids.dtype}, token ids must be integers")
-            outside = (ids < 0) | (ids >= self.config.vocab_size)
-            if outside.any():
-                token = ids[outside][0]
-                raise ValueError(f"{what} {index}: token id {token} is outside 0 .. {self.config.vocab_size - 1}")
-            if ids.size + reserve > self.max_total_tokens:
-                extra = f" and max_completion_tokens={reserve}" if reserve else ""
-                raise ValueError(
-                    f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={self.max_total_tokens}"
-                )
-            checked.append(ids.astype(np.int32))
-        return checked
 
 
 def _check_finite(scored: list[np.ndarray]) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from dcmdp_jax.models import quantize
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import param_shapes
 from dcmdp_jax.types import Params
 
 PRECISIONS = ("exact", "float32", "bfloat16", *quantize.PRECISIONS)
@@ -86,22 +85,3 @@ def _source_checksums(params: Params, precision: str) -> tuple[jax.Array, jax.Ar
 def source_fingerprint(params: Params, precision: str) -> np.ndarray:
     """`fingerprint` of what `convert` should make, computed from the stacked parameters of the trainer alone."""
     return np.concatenate(jax.device_get(_source_checksums(params, precision)))
-
-
-def check_params(params: Params, config: ModelConfig) -> None:
-    """Refuses parameters that are not those of the model.
-
-    Raises:
-        ValueError: naming the first parameter that is missing, superfluous or of another shape.
-    """
-
-    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path, simple=True, separator="."): np.shape(leaf) for path, leaf in leaves}
-
-    expected, given = shapes(param_shapes(config)), shapes(params)
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
-            raise ValueError(
-                f"params: {name} has shape {given.get(name, 'missing')}, the model has {expected.get(name, 'no such')}"
-            )

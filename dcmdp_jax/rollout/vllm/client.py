@@ -1,0 +1,410 @@
+"""The trainer's side of vLLM: the `Engine` protocol over a sidecar."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import check_params
+from dcmdp_jax.rollout.checks import checked_sequences
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.vllm import settings as vllm_settings
+from dcmdp_jax.rollout.vllm.bridge import WeightBridge
+from dcmdp_jax.rollout.vllm.manifest import differing
+from dcmdp_jax.rollout.vllm.seeds import request_seeds
+from dcmdp_jax.rollout.vllm.segments import Segment, available_bytes
+from dcmdp_jax.rollout.vllm.supervisor import SCRIPT, Launch, Sidecar, SidecarBroken, Supervisor
+from dcmdp_jax.types import Params, Rollout
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Probe = Callable[[Params, np.ndarray], np.ndarray]
+"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1."""
+
+_PROBE_ROWS, _PROBE_TOKENS = 2, 32
+# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
+# random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
+_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
+_PROBE_TOLERANCE_8_BIT = 1.5
+_LEAST_TEMPERATURE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class _Publication:
+    """Weights that lie in a segment.
+
+    Attributes:
+        serial: counts publications.
+        segment: which of the two.
+        policy_version: the trainer's step.
+        checksums: of what was sent, [tensors] uint64.
+        probe: the trainer's own log-probs of the probe sequences, or None without a probe.
+    """
+
+    serial: int
+    segment: int
+    policy_version: int
+    checksums: np.ndarray
+    probe: np.ndarray | None
+
+
+class VllmEngine:
+    """Keeps the `Engine` protocol with stock vLLM in a process of its own.
+
+    Sampling is a function of (seed, step, row): each completion is a request with its own seed (`seeds.request_seeds`).
+    Log-probs depend on batch composition too, by rounding, so a call that is interrupted is sampled again whole: the
+    prefix cache is emptied before each call, and the same call gives the same bits.
+
+    A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of shared memory, and
+    is asked again; log-probs that are not finite are asked for once more of a new one before they are believed.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        settings: VllmSettings,
+        *,
+        directory: Path,
+        precision: str,
+        compute_dtype: str,
+        kv_cache_dtype: str = "auto",
+        max_total_tokens: int,
+        max_rows: int,
+        probe: Probe | None,
+        script: Path = SCRIPT,
+    ) -> None:
+        """Checks everything, then starts vLLM and waits until it is ready (seconds on CPU, a minute on a GPU).
+
+        Args:
+            config: the model.
+            settings: of the sidecar.
+            directory: of the sidecar: config.json, log, temporary files. Made if it is not there.
+            precision: of the weights: "float32", "float16", "bfloat16", "int8", "fp8_per_block".
+            compute_dtype: vLLM's dtype.
+            kv_cache_dtype: "auto", "fp8" (e4m3), "fp8_e5m2".
+            max_total_tokens: longest prompt with its completion.
+            max_rows: completions in flight; more wait in vLLM's queue.
+            probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
+            script: the sidecar.
+
+        Raises:
+            ValueError: for a setting, an interpreter, a vLLM version that can't be; before anything is started.
+            MemoryError: if shared memory for two copies of the weights is not to be had, saying how much is.
+            EngineError: if vLLM does not start.
+        """
+        _, cpu = vllm_settings.check_installation(settings, precision)
+        vllm_settings.check_model(config)
+        self.config = config
+        self.precision = precision
+        self.max_total_tokens = max_total_tokens
+        self._bridge = WeightBridge(config, dtype=compute_dtype, int8=precision == "int8")
+        size = self._bridge.num_bytes
+        if 2 * size > (available := available_bytes()):
+            raise MemoryError(
+                f"vLLM sidecar: two copies of the weights in shared memory need {2 * size / 2**30:.2f} GiB, "
+                f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or rollout.compute_dtype"
+            )
+        directory = directory.resolve()
+        vllm_settings.write_model_config(
+            config, directory, precision=precision, compute_dtype=compute_dtype, max_total_tokens=max_total_tokens
+        )
+        launch = Launch(
+            python=vllm_settings.interpreter(settings.python),
+            directory=directory,
+            engine=vllm_settings.engine_arguments(
+                config, settings, directory, precision=precision, compute_dtype=compute_dtype,
+                kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
+                available=available - 2 * size,
+            ),
+            environment=vllm_settings.environment(settings, cpu=cpu),
+            cpu=cpu,
+            start_timeout_s=settings.start_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            script=script,
+        )  # fmt: skip
+        self._probe = probe
+        self._probe_ids = _probe_ids(config.vocab_size, min(_PROBE_TOKENS, max_total_tokens))
+        self._probe_tolerance = settings.probe_tolerance or _default_probe_tolerance(precision, kv_cache_dtype)
+        self._publication: _Publication | None = None
+        self._published = 0
+        self._segments: tuple[Segment, ...] = ()
+        try:
+            self._segments = tuple(Segment(f"dcmdp-weights-{index}", size) for index in range(2))
+            listed = [list(tensor) for tensor in self._bridge.manifest]
+            self._supervisor = Supervisor(
+                lambda: Sidecar(launch, listed, self._segments, size), max_restarts=settings.max_restarts
+            )
+        except BaseException:
+            for segment in self._segments:
+                segment.close()
+            raise
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the weights last published; None before."""
+        return None if self._publication is None else self._publication.policy_version
+
+    def publish_weights(self, params: Params, policy_version: int) -> None:
+        """Writes the parameters into the free half of the double buffer; the next call has the engine load them.
+
+        Disturbs no call that another thread is waiting for: that one ends with the weights it began with.
+
+        Raises:
+            ValueError: for parameters that are not those of the model.
+            EngineError: if the trainer's own log-probs are not finite. The weights before stay in use.
+        """
+        check_params(params, self.config)
+        serial, policy_version = self._published + 1, int(policy_version)
+        checksums = self._bridge.publish(params, self._segments[serial % 2], policy_version)
+        probe = None if self._probe is None else np.asarray(self._probe(params, self._probe_ids))
+        if probe is not None and not np.isfinite(probe).all():
+            raise EngineError(
+                f"weights of version {policy_version}: the trainer's own log-probs of the probe are not finite; its "
+                "parameters are broken"
+            )
+        self._published = serial
+        self._publication = _Publication(serial, serial % 2, policy_version, checksums, probe)
+
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Publishes the parameters and has the engine load them; returns when they are proven to be in use.
+
+        The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the prefix cache was
+        emptied, and the engine's log-probs of fixed sequences are near the trainer's own. A sidecar that fails it is
+        never used half-updated: it is started again and gets the weights again.
+
+        Returns:
+            "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats.
+
+        Raises:
+            ValueError: for parameters that are not those of the model.
+            EngineError: if it fails again and again, or as `publish_weights`.
+        """
+        self.publish_weights(params, policy_version)
+        publication = self._publication
+        difference = self._supervisor.run(lambda sidecar: self._load(sidecar, publication))
+        return {} if difference is None else {"mismatch/probe": difference}
+
+    def _load(self, sidecar: Sidecar, publication: _Publication) -> float | None:
+        version = publication.policy_version
+        # Until the answer is here, the sidecar has no weights that could be used.
+        sidecar.serial = None
+        header, arrays = sidecar.request(
+            "push", {"segment": publication.segment, "policy_version": version}, answer="pushed"
+        )
+        for consumed in arrays["checksums"]:
+            if wrong := differing(self._bridge.manifest, publication.checksums, consumed):
+                raise SidecarBroken(
+                    f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived changed"
+                )
+        if header.get("policy_version") != version:
+            raise SidecarBroken(f"weights of version {version}: the sidecar says {header.get('policy_version')}")
+        difference = None
+        if publication.probe is not None:
+            difference = self._probed(sidecar, publication)
+        sidecar.serial = publication.serial
+        return difference
+
+    def _probed(self, sidecar: Sidecar, publication: _Publication) -> float:
+        scored = self._scored(sidecar, list(self._probe_ids), [1] * len(self._probe_ids), 1.0)
+        difference = float(np.mean(np.abs(np.stack(scored) - publication.probe)))
+        if not difference <= self._probe_tolerance:
+            raise SidecarBroken(
+                f"weights of version {publication.policy_version}: the engine's log-probs of the probe are "
+                f"{difference:.3g} nats from the trainer's on average, allowed are {self._probe_tolerance:g} "
+                "(rollout.vllm.probe_tolerance)"
+            )
+        return difference
+
+    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
+        """Samples `group_size` completions for each prompt.
+
+        Args:
+            prompts: int32 token ids, one array per prompt.
+            sampling: the distribution.
+            seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
+
+        Returns:
+            The completions in order, `prompt * group_size + member`; arrays are read-only views of shared memory.
+
+        Raises:
+            ValueError: as `LocalEngine.generate`, or for a temperature between 0 and 0.01, which vLLM would change. No
+                request was begun then.
+            EngineError: if no weights were published, or the sidecar fails again and again.
+        """
+        if self._publication is None:
+            raise EngineError("no weights: push_weights must come before generate")
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature: got {sampling.temperature}, vLLM takes 0 (greedy) or at least {_LEAST_TEMPERATURE}"
+            )
+        prompts = checked_sequences(
+            prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
+            reserve=sampling.max_completion_tokens,
+        )  # fmt: skip
+        count = len(prompts) * sampling.group_size
+        rows = np.repeat(np.arange(len(prompts), dtype=np.int32), sampling.group_size)
+        header = {
+            "sampling": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p if sampling.temperature else 1.0,
+                "max_tokens": sampling.max_completion_tokens,
+                "stop_token_ids": list(sampling.stop_token_ids),
+            }
+        }
+        arrays = {
+            "prompt_ids": np.concatenate(prompts),
+            "prompt_lengths": np.array([prompt.size for prompt in prompts], np.int32),
+            "rows": rows,
+            "seeds": request_seeds(seed, step, np.arange(count)),
+        }
+
+        def sample(sidecar: Sidecar) -> Rollout:
+            publication = self._ready(sidecar)
+            reply = sidecar.request("generate", header, arrays, answer="generated")
+            tokens, logprobs = self._checked_answer(reply.arrays, count, sampling)
+            if reply.header.get("policy_version") != publication.policy_version:
+                raise SidecarBroken(f"generate: sampled with version {reply.header.get('policy_version')}")
+            return Rollout(
+                prompt_ids=[prompts[row] for row in rows],
+                completion_ids=tokens,
+                rollout_logprobs=logprobs,
+                finish_reasons=["stop" if stopped else "length" for stopped in reply.arrays["stopped"]],
+                group_ids=rows,
+                policy_version=publication.policy_version,
+            )
+
+        return self._believed(sample, lambda rollout: rollout.rollout_logprobs)
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """The engine's own log-probs of given completions, each row in one pass as a prompt.
+
+        They differ from those reported while sampling by rounding alone: the engine's noise floor.
+
+        Args:
+            prompts: int32 token ids, one array per completion.
+            completions: int32 token ids.
+            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
+
+        Returns:
+            Per completion [T] float32 nats, full support.
+
+        Raises:
+            ValueError, EngineError: as `LocalEngine.score`.
+        """
+        if self._publication is None:
+            raise EngineError("no weights: push_weights must come before score")
+        if len(prompts) != len(completions):
+            raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
+        if not temperature >= 0:
+            raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
+        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
+        prompts = checked_sequences(prompts, "prompt", **limits)
+        completions = checked_sequences(completions, "completion", **limits)
+        rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
+        rows = checked_sequences(rows, "prompt and completion", **limits)
+
+        def scored(sidecar: Sidecar) -> list[np.ndarray]:
+            self._ready(sidecar)
+            return self._scored(sidecar, rows, [prompt.size for prompt in prompts], temperature or 1.0)
+
+        results = self._believed(scored, lambda arrays: arrays)
+        for index, values in enumerate(results):
+            if not np.isfinite(values).all():
+                token = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise EngineError(f"completion {index}: the log-prob of token {token} is {values[token]}")
+        return results
+
+    def close(self) -> None:
+        """Ends the sidecar and gives the shared memory back. Safe to call twice."""
+        self._supervisor.close()
+        self._publication = None
+        for segment in self._segments:
+            segment.close()
+
+    def _ready(self, sidecar: Sidecar) -> _Publication:
+        """The newest publication, loaded: a sidecar that was started anew has no weights."""
+        publication = self._publication
+        if sidecar.serial != publication.serial:
+            self._load(sidecar, publication)
+        return publication
+
+    def _believed(self, call: Callable[[Sidecar], T], values: Callable[[T], Sequence[np.ndarray]]) -> T:
+        """The call's result; if it has a value that is not finite, that of a new sidecar, whatever it is.
+
+        A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what
+        becomes of those is the trainer's to decide (`checks.unusable_completions`).
+        """
+        doubted = False
+
+        def tried(sidecar: Sidecar) -> T:
+            nonlocal doubted
+            result = call(sidecar)
+            if not doubted and not all(np.isfinite(array).all() for array in values(result)):
+                doubted = True
+                raise SidecarBroken("log-probs that are not finite")
+            return result
+
+        return self._supervisor.run(tried)
+
+    def _scored(
+        self, sidecar: Sidecar, rows: list[np.ndarray], starts: list[int], temperature: float
+    ) -> list[np.ndarray]:
+        arrays = {
+            "row_ids": np.concatenate(rows).astype(np.int32),
+            "row_lengths": np.array([row.size for row in rows], np.int32),
+            "starts": np.array(starts, np.int32),
+        }
+        logprobs = sidecar.request("score", {"temperature": temperature}, arrays, answer="scored").arrays["logprobs"]
+        lengths = arrays["row_lengths"] - arrays["starts"]
+        if logprobs.shape != (lengths.sum(),):
+            raise SidecarBroken(f"score: {logprobs.shape} log-probs for {lengths.sum()} tokens")
+        return np.split(logprobs, np.cumsum(lengths)[:-1])
+
+    def _checked_answer(
+        self, arrays: dict[str, np.ndarray], count: int, sampling: SamplingParams
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Token ids and log-probs by completion, after everything about them that can be known was checked."""
+        try:
+            tokens, logprobs, lengths, stopped = (
+                arrays[name] for name in ("token_ids", "logprobs", "lengths", "stopped")
+            )
+        except KeyError as error:
+            raise SidecarBroken(f"generate: no {error} in the answer") from None
+        if lengths.shape != (count,) or stopped.shape != (count,):
+            raise SidecarBroken(f"generate: {lengths.size} completions for {count} requests")
+        if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
+            raise SidecarBroken(
+                f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
+                f"{sampling.max_completion_tokens}"
+            )
+        if not tokens.shape == logprobs.shape == (lengths.sum(),):
+            raise SidecarBroken(f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}")
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise SidecarBroken(f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer")
+        ends = np.cumsum(lengths)
+        last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
+        if not np.array_equal(last_is_stop, stopped.astype(bool)):
+            raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
+        return np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
+
+
+def _probe_ids(vocab_size: int, tokens: int) -> np.ndarray:
+    """[rows, tokens] int32, the same for the same vocabulary."""
+    return np.random.default_rng(0).integers(0, vocab_size, (_PROBE_ROWS, tokens), dtype=np.int32)
+
+
+def _default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
+    if kv_cache_dtype != "auto":
+        return _PROBE_TOLERANCE_8_BIT
+    return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)

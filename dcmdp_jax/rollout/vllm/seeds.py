@@ -1,0 +1,33 @@
+"""One seed for each request to a vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Seeds that are functions of (seed, step, row) alone, whatever other rows are asked for.
+
+    The first 64-bit word of numpy's SeedSequence([seed, step, row]), whose values numpy keeps from version to version,
+    shifted right by one: vLLM takes a signed 64-bit seed and reads -1 as "none". Its CPU build looks at the low 32 bits
+    only; they are hashed as well as the others.
+
+    Args:
+        seed, step: 0 .. 2^32 - 1.
+        rows: [n] row numbers, `prompt * group_size + member`, 0 .. 2^32 - 1 each.
+
+    Returns:
+        [n] int64 in 0 .. 2^63 - 1.
+
+    Raises:
+        ValueError: for a number out of range, where SeedSequence would take two words and other triples could collide.
+    """
+    triples = [(int(seed), int(step), int(row)) for row in rows]
+    for triple in triples:
+        for name, value in zip(("seed", "step", "row"), triple, strict=True):
+            if not 0 <= value < 2**32:
+                raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
+    words = [np.random.SeedSequence(triple).generate_state(1, np.uint64)[0] for triple in triples]
+    return (np.asarray(words, np.uint64) >> np.uint64(1)).astype(np.int64)

@@ -1,0 +1,325 @@
+"""The process that holds vLLM: it samples, scores and takes weights, one request after the other.
+
+    python sidecar.py DESCRIPTOR PARENT
+
+DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
+the engine; `wire.PROTOCOL` counts every change of this vocabulary:
+
+    start     engine arguments, manifest, segments        -> ready
+    push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
+    generate  prompts, seeds, sampling                    -> progress ..., generated
+    score     rows                                        -> progress ..., scored
+    health                                                -> healthy
+    close                                                 -> closed, and the process ends
+
+`refused` answers a request that was not begun and leaves everything as it was; `failed` says why the process ends. This
+file and worker.py alone import torch or vllm; both run under the sidecar's own interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_S = 0.5
+_BLOCKED = ("torchvision", "torchaudio", "torchcodec")
+
+
+def _find_package() -> None:
+    """Makes this package importable from where this file lies, and nothing else from there.
+
+    The interpreter may be another one than the trainer's: its own packages must win, ours need not be installed in it.
+    Runs again in worker processes that vLLM spawns.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    if "dcmdp_jax" not in sys.modules:
+        root = Path(here).parents[1]
+        spec = importlib.util.spec_from_file_location(
+            "dcmdp_jax", root / "__init__.py", submodule_search_locations=[str(root)]
+        )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["dcmdp_jax"] = package
+        spec.loader.exec_module(package)
+
+
+_find_package()
+
+import numpy as np  # noqa: E402
+
+from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
+
+
+class Refused(ValueError):
+    """A request that was not begun."""
+
+
+class EngineHost:
+    """vLLM's engine in this process."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        """Imports vLLM and builds the engine; weights are random until the first push.
+
+        Args:
+            fields: of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
+                segment_bytes, cpu.
+        """
+        if fields["cpu"]:
+            # The CPU build arrives with CUDA builds of these, which break at import; None makes them "not installed".
+            for name in _BLOCKED:
+                sys.modules[name] = None  # type: ignore[assignment]
+        import vllm
+
+        from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
+
+        self._segments, self._size = fields["segments"], fields["segment_bytes"]
+        self._manifest = fields["manifest"]
+        tensors = manifest.parse(self._manifest, self._size)
+        _check_manifest(fields["engine"]["model"], tensors)
+        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls="dcmdp_jax.rollout.vllm.worker.WeightReceiver")
+        self.engine = self.llm.llm_engine
+        self.version: int | None = None
+        self.vllm_version = vllm.__version__
+        self._requests = 0
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """One token, sampled and scored with random weights: what the engine can't run is an error of its start."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def push(self, fields: dict[str, Any]) -> np.ndarray:
+        """Loads a segment in every worker; returns checksums, [workers, tensors] uint64."""
+        version = fields["policy_version"]
+        self.version = None
+        path = f"/proc/{os.getpid()}/fd/{self._segments[fields['segment']]}"
+        sums = self.llm.collective_rpc("dcmdp_receive", args=(path, self._size, self._manifest, version))
+        self._reset_prefix_cache()
+        self.version = version
+        return np.array(sums, np.uint64)
+
+    def _reset_prefix_cache(self) -> None:
+        """Blocks of other weights must not be found; and a call must not depend on the calls before it."""
+        if self.llm.reset_prefix_cache() is not True:
+            raise RuntimeError("the prefix cache could not be reset")
+
+    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray], alive: Any) -> dict[str, np.ndarray]:
+        """Samples one completion for each seed; `rows` says of which prompt."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+        params = [
+            SamplingParams(
+                **fields["sampling"],
+                seed=seed,
+                logprobs=0,
+                flat_logprobs=True,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for seed in arrays["seeds"].tolist()
+        ]
+        outputs = self._run([prompts[row] for row in arrays["rows"].tolist()], params, alive)
+        completions = [output.outputs[0] for output in outputs]
+        return {
+            "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
+            "logprobs": np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions]),
+            "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
+            "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
+        }
+
+    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray], alive: Any) -> dict[str, np.ndarray]:
+        """Log-probs of the tokens of each row after its first `starts` tokens, at a temperature."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        rows = _split(arrays["row_ids"], arrays["row_lengths"])
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        self.llm.collective_rpc("dcmdp_scale_logits", args=(fields["temperature"],))
+        try:
+            outputs = self._run(rows, [params] * len(rows), alive)
+        finally:
+            self.llm.collective_rpc("dcmdp_scale_logits", args=(1.0,))
+        scored = []
+        for output, row, start in zip(outputs, rows, arrays["starts"].tolist(), strict=True):
+            listed = output.prompt_logprobs
+            scored.append(np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32))
+        return {"logprobs": np.concatenate(scored)}
+
+    def _run(self, prompts: list[list[int]], params: list[Any], alive: Any) -> list[Any]:
+        """All requests to their end. A refused one leaves none of the others behind."""
+        if self.version is None:
+            raise Refused("no weights were pushed")
+        self._reset_prefix_cache()
+        places: dict[str, int] = {}
+        try:
+            for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+                self._requests += 1
+                places[str(self._requests)] = place
+                self.engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, sampling)
+        except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
+            self.engine.abort_request(list(places))
+            raise Refused(f"request {len(places) - 1}: {_one_line(error)}") from error
+        outputs: list[Any] = [None] * len(prompts)
+        told = time.monotonic()
+        done = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    outputs[places[output.request_id]] = output
+                    done += 1
+            if (now := time.monotonic()) - told > _PROGRESS_S:
+                told = now
+                alive(done)
+        return outputs
+
+
+def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    ends = np.cumsum(lengths)
+    return [ids[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+
+
+def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
+    """Holds the manifest against the model that transformers builds from the same config.json, on no device.
+
+    A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "num_experts"):
+        # transformers stores experts fused, checkpoints don't; the trainer's own table stands alone there.
+        return
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    given = {t.name: t.shape for t in tensors if not t.name.endswith("_scale")}
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise ValueError(
+                f"manifest: {name} has shape {given.get(name, 'missing')}, the model of {directory}/config.json has "
+                f"{expected.get(name, 'no such')}"
+            )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+    return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
+
+
+def _memory() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _clear_temporary() -> None:
+    """vLLM's rendezvous file is needed until the engine stands; sockets are named no longer either."""
+    for path in Path(os.environ["TMPDIR"]).iterdir():
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def _serve(connection: wire.Connection, host: EngineHost) -> None:
+    """Answers frames until `close` or until the trainer is gone."""
+
+    def alive(done: int) -> None:
+        if select.select([connection], [], [], 0)[0]:
+            # Nothing may come before the answer: it is the end of the file, or a trainer that lost count.
+            connection.receive(timeout_s=0.1)
+            raise wire.WireError("a frame before the last one was answered")
+        connection.send("progress", {"done": done})
+
+    while True:
+        header, arrays = connection.receive()
+        op = header["op"]
+        began = time.monotonic()
+        try:
+            if op == "push":
+                sums = host.push(header)
+                connection.send(
+                    "pushed", {"policy_version": host.version, "seconds": time.monotonic() - began}, {"checksums": sums}
+                )
+            elif op in ("generate", "score"):
+                answer = host.generate if op == "generate" else host.score
+                results = answer(header, arrays, alive)
+                done = "generated" if op == "generate" else "scored"
+                fields = {"policy_version": host.version, "seconds": time.monotonic() - began}
+                connection.send(done, fields, results, share=True)
+            elif op == "health":
+                running = host.engine.get_num_unfinished_requests()
+                fields = {"policy_version": host.version, "running": running, "resident_bytes": _memory()}
+                connection.send("healthy", fields)
+            elif op == "close":
+                connection.send("closed")
+                return
+            else:
+                raise Refused(f"{op!r} is no request")
+        except Refused as error:
+            connection.send("refused", {"message": str(error)})
+
+
+def main() -> None:
+    """Builds the engine that the first frame asks for, and serves."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    # Ctrl-C is the trainer's to handle; it closes us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = wire.Connection(socket.socket(fileno=descriptor))
+    status = 1
+    try:
+        header = connection.receive(timeout_s=60).header
+        if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
+            raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
+        host = EngineHost(header)
+        _clear_temporary()
+        connection.send("ready", {"protocol": wire.PROTOCOL, "vllm": host.vllm_version, "pid": os.getpid()})
+        _serve(connection, host)
+        status = 0
+    except wire.WireError as error:
+        sys.stderr.write(f"sidecar: {error}\n")
+    except BaseException as error:  # whatever it is, the trainer is told and the process ends
+        traceback.print_exc()
+        with contextlib.suppress(OSError, ValueError):
+            connection.send("failed", {"message": _one_line(error)}, timeout_s=10)
+    finally:
+        sys.stderr.flush()
+        # No tidying up by libraries: a broken engine may hang in it, and there is nothing to save.
+        _kill_children()
+        os._exit(status)
+
+
+def _kill_children() -> None:
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+if __name__ == "__main__":
+    main()

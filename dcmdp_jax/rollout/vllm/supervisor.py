@@ -1,0 +1,317 @@
+"""Starts the sidecar, watches it, and starts it again when it breaks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dcmdp_jax.rollout.engine import EngineError
+from dcmdp_jax.rollout.vllm import wire
+from dcmdp_jax.rollout.vllm.segments import Segment
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SCRIPT = Path(__file__).with_name("sidecar.py")
+_LOG, _TEMPORARY = "sidecar.log", "tmp"
+_LAST_LINES = 20
+_FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
+_END_S = 5.0
+
+
+class SidecarBroken(RuntimeError):
+    """The sidecar died, hung, or answered nonsense: what it held is lost, what was asked may be asked again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How to start a sidecar.
+
+    Attributes:
+        python: interpreter that has vLLM.
+        directory: its working directory: log, and temporary files while it runs. Exists.
+        engine: arguments of `vllm.LLM`.
+        environment: variables set for it besides the trainer's own.
+        cpu: the CPU build.
+        start_timeout_s: from the start of the process to an engine that is ready.
+        stall_timeout_s: without any sign of life during a request.
+        script: what the interpreter runs.
+    """
+
+    python: str
+    directory: Path
+    engine: Mapping[str, Any]
+    environment: Mapping[str, str]
+    cpu: bool
+    start_timeout_s: float
+    stall_timeout_s: float
+    script: Path = SCRIPT
+
+
+class Sidecar:
+    """A running sidecar. Any failure ends it."""
+
+    def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
+        """Starts the process and waits until its engine is ready.
+
+        Raises:
+            EngineError: if the engine refuses what it is built from, with its reason.
+            SidecarBroken: if the process dies or says nothing in time.
+        """
+        self._launch = launch
+        self._temporary = launch.directory / _TEMPORARY
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(mode=0o700)
+        self._lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self.serial: int | None = None
+        """Of the weights in use, as their sender counts them."""
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
+        began = time.monotonic()
+        with theirs:
+            self._process = subprocess.Popen(
+                [launch.python, str(launch.script), str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=launch.directory,
+                env=_environment(launch),
+                pass_fds=inherited,
+                # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
+                start_new_session=True,
+            )
+        self._connection = wire.Connection(ours)
+        self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
+        self._log.start()
+        ready = self._exchange(
+            "start",
+            {
+                "protocol": wire.PROTOCOL,
+                "engine": dict(launch.engine),
+                "manifest": manifest,
+                "segments": inherited[1:],
+                "segment_bytes": segment_bytes,
+                "cpu": launch.cpu,
+            },
+            answer="ready",
+            timeout_s=launch.start_timeout_s,
+            starting=True,
+        ).header
+        self.vllm_version: str = ready["vllm"]
+        logger.info("vLLM %s ready after %.1f s, process %d", self.vllm_version, time.monotonic() - began, self.pid)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def request(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float | None = None,
+    ) -> wire.Message:
+        """Asks and waits for the answer; signs of progress on the way begin the time limit anew.
+
+        Raises:
+            ValueError: if the sidecar refuses the request; it is unharmed.
+            SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
+        """
+        return self._exchange(op, header, arrays, answer=answer, timeout_s=timeout_s or self._launch.stall_timeout_s)
+
+    def _exchange(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float,
+        starting: bool = False,
+    ) -> wire.Message:
+        try:
+            self._connection.send(op, header, arrays, timeout_s=timeout_s)
+            while (message := self._connection.receive(timeout_s=timeout_s)).header["op"] == "progress":
+                pass
+        except (wire.WireError, TimeoutError) as error:
+            raise self._broken(f"{op}: {error}") from error
+        received = message.header["op"]
+        if received == "refused":
+            raise ValueError(str(message.header.get("message")))
+        if received == "failed":
+            reason = str(message.header.get("message"))
+            self.kill()
+            if starting:
+                raise EngineError(f"vLLM does not start: {reason}; its log is {self._launch.directory / _LOG}")
+            raise SidecarBroken(f"{op}: {reason}")
+        if received != answer:
+            raise self._broken(f"{op}: answered {received!r}, not {answer!r}")
+        return message
+
+    def _broken(self, what: str) -> SidecarBroken:
+        # A process that just died has not been collected yet; one that hangs is not going to end.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        code = self._process.returncode
+        self.kill()
+        return SidecarBroken(f"{what} ({_ending(code)})")
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        self._log.join(1.0)
+        return "\n".join(self._lines)
+
+    def close(self) -> None:
+        """Asks it to end, and makes it. Safe to call twice."""
+        if self._process.poll() is None:
+            with contextlib.suppress(SidecarBroken, ValueError):
+                self.request("close", answer="closed", timeout_s=_END_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it and what it started, and removes its temporary files. Safe to call twice."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+        # Its children die with it, and the one that cleans up after them needs a moment to do so.
+        deadline = time.monotonic() + _END_S
+        while _group_lives(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._log.join(1.0)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _keep_log(self) -> None:
+        """Copies its output to the log; a full disk costs the log, not the run."""
+        path = self._launch.directory / _LOG
+        log: Any = None
+        try:
+            log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed below, and on a failed write
+        except OSError as error:
+            logger.warning("%s: %s; the sidecar's output is not kept", path, error.strerror)
+        for line in self._process.stdout:
+            self._lines.append(line.decode("utf-8", "replace").rstrip()[:2000])
+            try:
+                if log is not None:
+                    log.write(line)
+            except OSError as error:
+                logger.warning("%s: %s; the sidecar's output is no longer kept", path, error.strerror)
+                log.close()
+                log = None
+        if log is not None:
+            log.close()
+        self._process.stdout.close()
+
+
+class Supervisor:
+    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit."""
+
+    def __init__(self, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
+        """Starts the first sidecar.
+
+        Args:
+            start: starts a sidecar.
+            max_restarts: failures in a row after which the run ends.
+        """
+        self._start = start
+        self._max_restarts = max_restarts
+        self._sidecar: Sidecar | None = self._started()
+        self._lock = threading.Lock()
+
+    def _started(self) -> Sidecar:
+        try:
+            return self._start()
+        except SidecarBroken as error:
+            raise EngineError(f"the vLLM sidecar does not start: {error}") from error
+
+    def _restarted(self) -> Sidecar:
+        try:
+            return self._start()
+        except EngineError as error:
+            # An engine that once stood and is refused now lacks memory or a device: that may pass.
+            raise SidecarBroken(str(error)) from error
+
+    def run(self, call: Callable[[Sidecar], T]) -> T:
+        """The result of `call` on a sidecar that works.
+
+        Args:
+            call: everything that must be asked of one sidecar; asked whole of the next if it breaks.
+
+        Raises:
+            EngineError: after `max_restarts` restarts in a row without success, with the reason and the end of the log.
+        """
+        failures = 0
+        with self._lock:
+            while True:
+                lines = ""
+                try:
+                    if self._sidecar is None:
+                        self._sidecar = self._restarted()
+                    return call(self._sidecar)
+                except SidecarBroken as error:
+                    failures += 1
+                    if self._sidecar is not None:
+                        self._sidecar.kill()
+                        lines = self._sidecar.last_lines()
+                        self._sidecar = None
+                    if failures > self._max_restarts:
+                        raise EngineError(
+                            f"the vLLM sidecar failed {failures} times in a row, at last: {error}"
+                            + (f"; the end of its log:\n{lines}" if lines else "")
+                        ) from error
+                    pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
+                    logger.warning("vLLM sidecar: %s; restart %d in %.1f s", error, failures, pause)
+                    time.sleep(pause)
+
+    def close(self) -> None:
+        """Ends the sidecar. Safe to call twice."""
+        with self._lock:
+            if self._sidecar is not None:
+                self._sidecar.close()
+                self._sidecar = None
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    # Relative to its own working directory, so that sockets in it have short names however long that one is.
+    temporary = f"/proc/self/cwd/{_TEMPORARY}"
+    return {**os.environ, **launch.environment, "TMPDIR": temporary, "VLLM_RPC_BASE_PATH": temporary}
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "still running, stopped or stuck; killed"
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

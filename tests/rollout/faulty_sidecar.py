@@ -1,0 +1,89 @@
+"""A sidecar that misbehaves on purpose, for fault tests only: it speaks the wire's frames and knows no vLLM.
+
+The fault is named in the start frame's engine arguments.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np  # noqa: E402
+
+from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.vllm.segments import attach  # noqa: E402
+
+
+def main() -> None:
+    raw = socket.socket(fileno=int(sys.argv[1]))
+    connection = wire.Connection(raw)
+    start = connection.receive().header
+    fault = start["engine"]["fault"]
+    print(f"faulty sidecar: {fault}", flush=True)
+    connection.send("ready", {"vllm": "none"})
+    while True:
+        header, arrays = connection.receive()
+        if header["op"] == "push":
+            connection.send("pushed", {"policy_version": header["policy_version"]}, {"checksums": _sums(start, header)})
+            version = header["policy_version"]
+        elif header["op"] == "generate":
+            _generate(raw, connection, fault, version, arrays, header["sampling"]["max_tokens"])
+        else:
+            connection.send("closed")
+            return
+
+
+def _sums(start: dict, header: dict) -> np.ndarray:
+    size = start["segment_bytes"]
+    memory = attach(start["segments"][header["segment"]], size)
+    sums = [
+        manifest.checksum(memory[t.offset : t.offset + t.num_bytes], header["policy_version"])
+        for t in manifest.parse(start["manifest"], size)
+    ]
+    if start["engine"]["fault"] == "bad_checksum":
+        sums[0] ^= 1
+    return np.array([sums], np.uint64)
+
+
+def _generate(raw, connection, fault, version, arrays, limit) -> None:
+    count = arrays["seeds"].size
+    tokens = np.ones(count * limit, np.int32)
+    logprobs = np.full(count * limit, -0.5, np.float32)
+    once = Path("faulted")
+    if fault == "garbage":
+        raw.sendall(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")
+    elif fault == "huge":
+        raw.sendall(wire._PREFIX.pack(b"DCM1", 1 << 30, 0))
+    elif fault == "wrong_answer":
+        connection.send("pong")
+        return
+    elif fault == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "hangs":
+        time.sleep(600)
+    elif fault == "short":
+        logprobs = logprobs[1:]
+    elif fault == "outside":
+        tokens[3] = 1 << 20
+    elif fault == "stale_version":
+        version = 6
+    elif fault == "nan" or (fault == "nan_once" and not once.exists()):
+        once.touch()
+        logprobs[:] = np.nan
+    if fault in ("garbage", "huge"):
+        time.sleep(600)
+    results = {
+        "token_ids": tokens,
+        "logprobs": logprobs,
+        "lengths": np.full(count, limit, np.int32),
+        "stopped": np.zeros(count, np.uint8),
+    }
+    connection.send("generated", {"policy_version": version}, results, share=True)
+
+
+if __name__ == "__main__":
+    main()

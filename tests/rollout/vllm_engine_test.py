@@ -1,0 +1,245 @@
+"""The client over real vLLM: whose weights it has, whose log-probs it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.vllm.seeds import request_seeds
+from tests.rollout.vllm_tools import ROWS, STOP, TOTAL, prompts, random_params, small_model
+
+FAULTY = Path(__file__).with_name("faulty_sidecar.py")
+PUSHES = 20
+HELD_AGAINST = (0, 19)
+SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
+GREEDY = SamplingParams(group_size=1, max_completion_tokens=24, temperature=0.0, stop_token_ids=(STOP,))
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    """Qwen3, tied, float32, with weights of version 7."""
+    config = small_model()
+    made = start(config)
+    made.push_weights(random_params(config, 7), 7)
+    return made
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded engine, exact, with the same weights."""
+    config = small_model()
+    made = LocalEngine(config, precision="exact", max_total_tokens=TOTAL)
+    made.push_weights(random_params(config, 7), 7)
+    return made
+
+
+def _same(first, second):
+    assert len(first.completion_ids) == len(second.completion_ids)
+    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "precision"),
+    [("qwen3", True, "bfloat16"), ("qwen3", False, "bfloat16"), ("qwen2", True, "float32")],
+)
+def test_a_live_engine_is_a_fresh_one_after_each_push(start, tmp_path, family, tied, precision):
+    """Tokens and log-probs, greedy and seeded, bit for bit: stale, swapped or half-loaded weights would show.
+
+    Twenty pushes of twenty policies, and all of them again in another order with the same results; some of them held
+    against stock vLLM that loaded an exported checkpoint itself (each of those takes seconds).
+    """
+    config = small_model(family, tied=tied)
+    live = start(config, precision=precision)
+    asked = prompts(6, config)
+    policies = [random_params(config, version) for version in range(PUSHES)]
+
+    def answers(version):
+        live.push_weights(policies[version], version)
+        greedy = live.generate(asked, GREEDY, seed=5, step=0)
+        return greedy, live.generate(asked, SamplingParams(1, 24, stop_token_ids=(STOP,)), seed=5, step=0)
+
+    ours = [answers(version) for version in range(PUSHES)]
+    for version in np.random.default_rng(0).permutation(PUSHES):
+        for first, again in zip(ours[version], answers(version), strict=True):
+            _same(first, again)
+    # The weights matter: no two neighbours agree on the greedy completions.
+    for (first, _), (second, _) in zip(ours[:-1], ours[1:], strict=True):
+        assert not all(map(np.array_equal, first.completion_ids, second.completion_ids))
+    for version, fresh in zip(HELD_AGAINST, _fresh(tmp_path, config, policies, asked, precision), strict=True):
+        for kind, outputs, rollout in zip(("greedy", "seeded"), fresh, ours[version], strict=True):
+            for index, (tokens, logprobs) in enumerate(outputs):
+                where = f"push {version}, {kind}, prompt {index}"
+                assert tokens == rollout.completion_ids[index].tolist(), where
+                assert [float.fromhex(x) for x in logprobs] == rollout.rollout_logprobs[index].tolist(), where
+
+
+def _fresh(tmp_path, config, policies, asked, precision):
+    """Greedy and seeded answers of fresh engines, one for each policy held against."""
+    directories = [tmp_path / str(version) for version in HELD_AGAINST]
+    for version, directory in zip(HELD_AGAINST, directories, strict=True):
+        # The sidecar leaves room for the token that scoring samples; so must the checkpoint's config.json.
+        wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)
+        save_params(policies[version], wide, directory, dtype=precision)
+    plain = {"max_tokens": 24, "stop_token_ids": [STOP], "ignore_eos": True, "detokenize": False}
+    request = {
+        "directories": [str(directory) for directory in directories],
+        "llm": {
+            "dtype": precision, "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": TOTAL + 1,
+            "max_num_seqs": ROWS, "kv_cache_memory_bytes": 1 << 26, "block_size": 32, "enable_chunked_prefill": False,
+            "max_num_batched_tokens": 8192, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
+        },
+        "prompts": [ids.tolist() for ids in asked],
+        "samplings": [
+            {**plain, "temperature": 0.0},
+            {**plain, "temperature": 1.0, "seeds": request_seeds(5, 0, np.arange(len(asked))).tolist()},
+        ],
+    }  # fmt: skip
+    given, answer = tmp_path / "request.json", tmp_path / "answer.json"
+    given.write_text(json.dumps(request))
+    script = Path(__file__).with_name("fresh_vllm.py")
+    command = [sys.executable, str(script), str(given), str(answer)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(answer.read_text())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, temperature):
+    """At the sampling temperature, over the full vocabulary; raw ones would be off by up to a nat at 0.7."""
+    sampling = SamplingParams(4, 32, temperature, stop_token_ids=(STOP,))
+    rollout = engine.generate(prompts(8, engine.config), sampling, seed=1, step=2)
+    exact = embedded.score(rollout.prompt_ids, rollout.completion_ids, temperature=temperature)
+    scored = engine.score(rollout.prompt_ids, rollout.completion_ids, temperature=temperature)
+    for mine, theirs, again in zip(rollout.rollout_logprobs, exact, scored, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(again, theirs, atol=1e-4, rtol=0)
+
+
+def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(engine, embedded):
+    rollout = engine.generate(prompts(6, engine.config), GREEDY, seed=0, step=0)
+    theirs = embedded.generate(prompts(6, engine.config), GREEDY, seed=0, step=0)
+    for a, b in zip(rollout.completion_ids, theirs.completion_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(rollout.rollout_logprobs, theirs.rollout_logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=0)
+
+
+def test_a_rollout_says_what_it_is(engine):
+    asked = prompts(5, engine.config)
+    rollout = engine.generate(asked, SAMPLED, seed=3, step=4)
+    assert rollout.policy_version == 7
+    np.testing.assert_array_equal(rollout.group_ids, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
+    for index, tokens in enumerate(rollout.completion_ids):
+        np.testing.assert_array_equal(rollout.prompt_ids[index], asked[index // 2])
+        stopped = tokens[-1] == STOP
+        assert rollout.finish_reasons[index] == ("stop" if stopped else "length")
+        assert stopped or len(tokens) == 24
+        assert STOP not in tokens[:-1]
+        assert len(rollout.rollout_logprobs[index]) == len(tokens)
+    assert {"stop", "length"} == set(rollout.finish_reasons)
+
+
+def test_sampling_is_a_function_of_seed_step_and_row(engine):
+    """Earlier calls, and more prompts behind, change nothing; another seed or step changes it."""
+    asked = prompts(6, engine.config)
+    first = engine.generate(asked, SAMPLED, seed=3, step=4)
+    engine.generate(asked[:2], GREEDY, seed=9, step=9)
+    _same(first, engine.generate(asked, SAMPLED, seed=3, step=4))
+    fewer = engine.generate(asked[:4], SAMPLED, seed=3, step=4)
+    for a, b in zip(fewer.completion_ids, first.completion_ids, strict=False):
+        np.testing.assert_array_equal(a, b)
+    for seed, step in ((4, 4), (3, 5)):
+        other = engine.generate(asked, SAMPLED, seed=seed, step=step)
+        assert any(not np.array_equal(a, b) for a, b in zip(first.completion_ids, other.completion_ids, strict=True))
+
+
+def test_more_rows_than_fit_wait_their_turn(engine):
+    """300 requests through 64 places: none is lost, none is changed."""
+    asked = prompts(150, engine.config)
+    rollout = engine.generate(asked, SAMPLED, seed=1, step=1)
+    assert len(rollout.completion_ids) == 300
+    few = engine.generate(asked[:3], SAMPLED, seed=1, step=1)
+    for a, b in zip(few.completion_ids, rollout.completion_ids, strict=False):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_bad_input_is_refused_and_harms_nobody(engine):
+    """A prompt too long in the middle of a batch: the error names it, and the next call is what it was before."""
+    asked = prompts(4, engine.config)
+    before = engine.generate(asked, SAMPLED, seed=1, step=1)
+    long = np.ones(TOTAL - 10, np.int32)
+    with pytest.raises(ValueError, match=r"prompt 2: 54 tokens and max_completion_tokens=24 exceed .*=64"):
+        engine.generate([*asked[:2], long, *asked[2:]], SAMPLED, seed=1, step=1)
+    with pytest.raises(ValueError, match="prompt 0: token id 64 is outside 0 .. 63"):
+        engine.generate([np.array([64], np.int32)], SAMPLED, seed=1, step=1)
+    with pytest.raises(ValueError, match="prompt 1: shape"):
+        engine.generate([asked[0], np.empty(0, np.int32)], SAMPLED, seed=1, step=1)
+    with pytest.raises(ValueError, match="temperature: got 0.001"):
+        engine.generate(asked, SamplingParams(1, 4, temperature=0.001), seed=1, step=1)
+    with pytest.raises(ValueError, match="seed: got -1"):
+        engine.generate(asked, SAMPLED, seed=-1, step=1)
+    with pytest.raises(ValueError, match="3 prompts and 1 completions"):
+        engine.score(asked[:3], asked[:1], temperature=1.0)
+    _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
+
+
+def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
+    """Past the client's own checks: the sidecar drops what it had queued, and goes on."""
+    asked = prompts(4, engine.config)
+    before = engine.generate(asked, SAMPLED, seed=1, step=1)
+    sidecar = engine._supervisor._sidecar
+    bad = {"prompt_ids": np.ones(TOTAL + 9, np.int32), "prompt_lengths": np.array([4, TOTAL + 5], np.int32)}
+    header = {"sampling": {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}}
+    arrays = {**bad, "rows": np.array([0, 1, 0], np.int32), "seeds": np.arange(3, dtype=np.int64)}
+    with pytest.raises(ValueError, match="request 1: .*"):
+        sidecar.request("generate", header, arrays, answer="generated")
+    health = sidecar.request("health", answer="healthy").header
+    assert (health["running"], health["policy_version"]) == (0, 7)
+    _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
+
+
+def test_publishing_disturbs_no_call_in_progress(engine):
+    """The other half of the double buffer is written while a call runs; that call ends with its own weights."""
+    config = engine.config
+    asked = prompts(40, config)
+    engine.push_weights(random_params(config, 7), 7)
+    before = engine.generate(asked, SAMPLED, seed=1, step=1)
+    results = []
+    call = threading.Thread(target=lambda: results.append(engine.generate(asked, SAMPLED, seed=1, step=1)))
+    call.start()
+    while not engine._supervisor._lock.locked():
+        pass
+    # Wait until the call has its weights: it holds the lock and the sidecar works.
+    params = random_params(config, 8)
+    engine.publish_weights(params, 8)
+    call.join()
+    _same(before, results[0])
+    assert results[0].policy_version == 7
+    after = engine.generate(asked, SAMPLED, seed=1, step=1)
+    assert after.policy_version == 8
+    embedded = LocalEngine(config, max_total_tokens=TOTAL)
+    embedded.push_weights(params, 8)
+    exact = embedded.score(after.prompt_ids, after.completion_ids, temperature=1.0)
+    assert max(np.abs(a - b).max() for a, b in zip(exact, after.rollout_logprobs, strict=True)) < 1e-4
+    engine.push_weights(random_params(config, 7), 7)
+
+
+def test_no_weights_no_completions(start):
+    fresh = start(small_model(), probe=False, script=FAULTY, engine_args='{"fault": "none"}')
+    with pytest.raises(EngineError, match="no weights"):
+        fresh.generate(prompts(1, fresh.config), SAMPLED, seed=0, step=0)
+    with pytest.raises(ValueError, match="params: embedding has shape"):
+        fresh.push_weights(random_params(small_model(vocab_size=48), 0), 0)

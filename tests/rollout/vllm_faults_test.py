@@ -1,0 +1,271 @@
+"""What happens to the sidecar, and what must not come of it: killed, stopped, orphaned, out of disk, refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.vllm import client, segments
+from tests.rollout.vllm_tools import (
+    STOP,
+    left_behind,
+    prompts,
+    random_params,
+    sidecars,
+    small_model,
+    vllm_settings,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
+FAULTY = Path(__file__).with_name("faulty_sidecar.py")
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    config = small_model()
+    made = start(config, precision="bfloat16", stall_timeout_s=5.0)
+    made.push_weights(random_params(config, 7), 7)
+    return made
+
+
+def _pid(engine):
+    return engine._supervisor._sidecar.pid
+
+
+def _same(first, second):
+    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert first.policy_version == second.policy_version
+
+
+@pytest.mark.parametrize(
+    ("when", "fault"), [("idle", signal.SIGKILL), ("generating", signal.SIGKILL), ("generating", signal.SIGSTOP)]
+)
+def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, when, fault):
+    """The whole call again, with the same weights and seeds: the same bits as if nothing had happened."""
+    asked = prompts(30, engine.config)
+    before, first = engine.generate(asked, SAMPLED, seed=1, step=1), _pid(engine)
+    if when == "idle":
+        os.kill(first, fault)
+        time.sleep(0.1)
+    else:
+        threading.Timer(0.15, os.kill, (first, fault)).start()
+    _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
+    if when == "generating":
+        # The call may have been faster than the timer.
+        _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
+    assert _pid(engine) != first
+    assert not Path(f"/proc/{first}").exists()
+
+
+def test_killed_while_taking_weights(engine):
+    """Never half-updated: a new sidecar gets the new weights whole."""
+    config = engine.config
+    asked = prompts(10, config)
+    engine.push_weights(random_params(config, 8), 8)
+    new = engine.generate(asked, SAMPLED, seed=1, step=1)
+    engine.push_weights(random_params(config, 7), 7)
+    old = engine.generate(asked, SAMPLED, seed=1, step=1)
+    assert any(not np.array_equal(a, b) for a, b in zip(new.completion_ids, old.completion_ids, strict=True))
+    for delay in (0.0, 0.03):
+        pid = _pid(engine)
+        threading.Timer(delay, os.kill, (pid, signal.SIGKILL)).start()
+        engine.push_weights(random_params(config, 8), 8)
+        _same(new, engine.generate(asked, SAMPLED, seed=1, step=1))
+        engine.push_weights(random_params(config, 7), 7)
+        _same(old, engine.generate(asked, SAMPLED, seed=1, step=1))
+
+
+def test_weights_that_arrive_changed_are_not_used(engine):
+    """One byte altered in shared memory behind the trainer's back: every sidecar is refused, then the run ends."""
+    config = engine.config
+    bridge = engine._bridge
+    publish = bridge.publish
+
+    def tampering(params, segment, version):
+        sums = publish(params, segment, version)
+        segment.bytes[bridge.manifest[3].offset] ^= 1
+        return sums
+
+    bridge.publish = tampering
+    limit, engine._supervisor._max_restarts = engine._supervisor._max_restarts, 0
+    try:
+        with pytest.raises(
+            EngineError, match=r"failed 1 times in a row, at last: weights of version 9: .* arrived changed"
+        ):
+            engine.push_weights(random_params(config, 9), 9)
+    finally:
+        bridge.publish, engine._supervisor._max_restarts = publish, limit
+    engine.push_weights(random_params(config, 7), 7)
+    assert engine.generate(prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
+
+
+def test_an_engine_with_another_policy_is_found_out(engine):
+    """The probe: the trainer's log-probs are those of other weights than the engine has."""
+    config = engine.config
+    probe, other = engine._probe, random_params(config, 1)
+    limit, engine._supervisor._max_restarts = engine._supervisor._max_restarts, 0
+    engine._probe = lambda params, ids: probe(other, ids)
+    try:
+        with pytest.raises(EngineError, match=r"nats from the trainer's on average, allowed are 0\.5"):
+            engine.push_weights(random_params(config, 7), 7)
+    finally:
+        engine._probe, engine._supervisor._max_restarts = probe, limit
+    assert engine.push_weights(random_params(config, 7), 7)["mismatch/probe"] < 0.1
+
+
+def test_broken_weights_are_the_trainers_fault(engine):
+    """NaN in the parameters: the error says where it comes from, once, without restarts."""
+    config = engine.config
+    broken = random_params(config, 7)
+    broken["norm"]["scale"] = broken["norm"]["scale"].at[0].set(np.nan)
+    pid = _pid(engine)
+    with pytest.raises(EngineError, match="the trainer's own log-probs of the probe are not finite"):
+        engine.push_weights(broken, 9)
+    assert _pid(engine) == pid
+    engine.push_weights(random_params(config, 7), 7)
+
+
+_PARENT = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.rollout.vllm_tools import *
+from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.engine import SamplingParams
+from pathlib import Path
+config = small_model()
+engine = VllmEngine(config, vllm_settings(), directory=Path({directory!r}), precision="bfloat16",
+    compute_dtype="bfloat16", max_total_tokens=TOTAL, max_rows=ROWS, probe=None)
+engine.push_weights(random_params(config, 0), 0)
+print(engine._supervisor._sidecar.pid, flush=True)
+while True:
+    engine.generate(prompts(200, config), SamplingParams(4, 40), seed=0, step=0)
+"""
+
+
+def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
+    """kill -9 of the trainer in the middle of a call."""
+    root = str(Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT.format(root=root, directory=str(tmp_path))],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert int(parent.stdout.readline()) in sidecars(parent.pid)
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while sidecars(parent.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not sidecars(parent.pid)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["config.json", "sidecar.log"]
+    parent.stdout.close()
+
+
+def test_a_full_disk_costs_the_log_only(start, tmp_path, caplog):
+    """/dev/full takes no byte: the sidecar's output is dropped with a warning, and everything else works."""
+    (tmp_path / "sidecar.log").symlink_to("/dev/full")
+    engine = start(small_model(), precision="bfloat16", directory=tmp_path)
+    engine.push_weights(random_params(engine.config, 7), 7)
+    assert len(engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
+    assert "No space left on device; the sidecar's output is no longer kept" in caplog.text
+    engine.close()
+
+
+def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_installed, monkeypatch, tmp_path, start):
+    """Two copies of 64*64 + ... weights: the line says how much is needed and how much there is."""
+    config = small_model()
+    before = sidecars()
+    monkeypatch.setattr(client, "available_bytes", lambda: 1 << 16)
+    needed = 2 * client.WeightBridge(config, dtype="float32").num_bytes / 2**30
+    with pytest.raises(MemoryError, match=rf"need {needed:.2f} GiB, 0\.00 GiB are free"):
+        start(config)
+    monkeypatch.undo()
+    monkeypatch.setattr(segments.os, "posix_fallocate", _no_room)
+    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB are not to be had"):
+        start(config)
+    assert sidecars() == before
+
+
+def _no_room(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_an_argument_that_vllm_refuses_is_one_line(start):
+    with pytest.raises(EngineError, match="vLLM does not start: TypeError: .*no_such_argument") as caught:
+        start(small_model(), engine_args='{"no_such_argument": 1}')
+    assert "\n" not in str(caught.value)
+
+
+def test_a_start_that_takes_too_long_ends(start):
+    with pytest.raises(EngineError, match=r"does not start: start: .*nothing for 1 s"):
+        start(small_model(), start_timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("garbage", "not a frame"),
+        ("huge", "frame too large"),
+        ("wrong_answer", "answered 'pong', not 'generated'"),
+        ("short", "tokens and .* log-probs"),
+        ("outside", "token ids"),
+        ("stale_version", "sampled with version 6"),
+        ("dies", "killed by SIGKILL"),
+        ("hangs", "nothing for 2 s"),
+        ("bad_checksum", "arrived changed"),
+    ],
+)
+def test_nonsense_is_never_believed(start, fault, message):
+    """A sidecar that always answers wrongly: restarts up to the limit, then one clear end with its last lines."""
+    with pytest.raises(EngineError, match=message) as caught:
+        engine = start(small_model(), script=FAULTY, probe=False, max_restarts=1, stall_timeout_s=2.0, **_fault(fault))
+        engine.push_weights(random_params(engine.config, 7), 7)
+        engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    assert "failed 2 times in a row" in str(caught.value)
+    assert f"faulty sidecar: {fault}" in str(caught.value)
+
+
+def test_a_fault_that_passes_is_survived(start, tmp_path):
+    """NaN once, then right: the call is asked again of a new sidecar. NaN twice are the numbers, and are returned."""
+    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("nan_once"))
+    engine.push_weights(random_params(engine.config, 7), 7)
+    rollout = engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    assert all(np.isfinite(logprobs).all() for logprobs in rollout.rollout_logprobs)
+    engine.close()
+    engine = start(small_model(), script=FAULTY, probe=False, **_fault("nan"))
+    engine.push_weights(random_params(engine.config, 7), 7)
+    rollout = engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    assert all(np.isnan(logprobs).all() for logprobs in rollout.rollout_logprobs)
+    engine.close()
+
+
+def _fault(name):
+    return {"engine_args": f'{{"fault": "{name}"}}'}
+
+
+def test_the_look_itself_sees_something(engine):
+    """Were it blind, every test here would find nothing left."""
+    assert _pid(engine) in sidecars()
+    path = Path("/dev/shm/psm_seen_by_the_test")
+    path.touch()
+    try:
+        assert str(path) in left_behind()
+    finally:
+        path.unlink()
+
+
+def test_settings_of_the_tests_are_those_of_the_program():
+    assert vllm_settings().max_restarts == 5

@@ -1,0 +1,107 @@
+"""What the tests of the vLLM sidecar share: small sharp models, settings, and a look at what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from configs.base import get_config
+from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.rollout.vllm.client import Probe
+from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.types import Params
+
+TOTAL, ROWS, STOP = 64, 64, 3
+
+
+def installed(name: str) -> bool:
+    """Whether a distribution is there; nothing is imported."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def vllm_settings(**changes: object) -> VllmSettings:
+    """Those of configs/base.py, with changes."""
+    return dataclasses.replace(VllmSettings(**get_config().rollout.vllm.to_dict()), **changes)
+
+
+def small_model(family: str = "qwen3", *, tied: bool = True, vocab_size: int = 64) -> ModelConfig:
+    """Sharp enough that a wrong weight changes a greedy completion."""
+    heads = 4 if family == "qwen3" else 2  # vLLM's Qwen2 has heads of hidden_size / heads
+    return ModelConfig(
+        family, vocab_size, 64, 96, 2, heads, 2, 32, tie_word_embeddings=tied, attention_bias=family == "qwen2",
+        max_position_embeddings=TOTAL, initializer_range=0.15,
+    )  # fmt: skip
+
+
+def random_params(config: ModelConfig, seed: int) -> Params:
+    """Biases and norms random too: a fresh model has them 0 and 1, which hides a swap."""
+    params = decoder.init_params(config, jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 10_000), len(leaves))
+    return jax.tree.unflatten(
+        tree, [leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    )
+
+
+def trainer_probe(config: ModelConfig) -> Probe:
+    """The training stack's, in float32."""
+    return make_probe(config, Compute(), make_mesh(data=1, fsdp=1, tensor=1))
+
+
+def sidecars(parent: int | None = None) -> set[int]:
+    """Living processes that run a sidecar for this process or another one, orphaned or not."""
+    argument = str(parent or os.getpid()).encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if b"sidecar.py" in command and command.split(b"\0")[-2] == argument and state != "Z":
+                found.add(int(entry.name))
+    return found
+
+
+def left_behind() -> set[str]:
+    """What a sidecar could leave: shared memory with a name, files and sockets in the temporary directory."""
+    return {
+        f"{place}/{name}"
+        for place in ("/dev/shm", "/tmp")
+        for name in os.listdir(place)
+        if name.startswith(("psm_", "sem.", "vllm", "torch", "dcmdp", "tmp", "gloo", "pymp", "ompi"))
+        and not name.startswith("tmp.")
+    }
+
+
+def memory_files() -> set[str]:
+    """Weight segments that this process still holds."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if "dcmdp-weights" in target:
+            found.add(f"{entry} {target}")
+    return found
+
+
+def prompts(count: int, config: ModelConfig, seed: int = 0) -> list[np.ndarray]:
+    """Random prompts of 3 to 16 tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, config.vocab_size, int(n)).astype(np.int32) for n in rng.integers(3, 17, count)]

