@@ -2,7 +2,8 @@
 
     make demo-vllm
     python -m bin.train --config=configs/demo_vllm.py                                         BF16 engine
-    python -m bin.train --config=configs/demo_vllm.py --config.rollout.kv_cache_dtype=fp8     FP8 key-value cache
+    python -m bin.train --config=configs/demo_vllm.py --config.rollout.kv_cache_dtype=fp8     FP8 cache, BF16's budget
+    python -m bin.train --config=configs/demo_vllm.py:fp8_kv                                  FP8 cache, its own budget
     python -m bin.train --config=configs/demo_vllm.py:fp8_weights                             FP8 weights in blocks
     python -m bin.train --config=configs/demo_vllm.py:int8                                    INT8 weights, activations
     python -m bin.train --config=configs/demo_vllm.py:float32                                 the control
@@ -15,10 +16,12 @@ from ml_collections import ConfigDict
 
 from configs import base, demo
 
+# Option: precision, compute dtype, key-value cache, c and eta to the scale of its discrepancy.
 _REGIMES = {
-    "fp8_weights": ("fp8_per_block", "bfloat16"),
-    "int8": ("int8", "bfloat16"),
-    "float32": ("float32", "float32"),
+    "float32": ("float32", "float32", "auto", 0.0003, 100.0),
+    "fp8_kv": ("bfloat16", "bfloat16", "fp8", 0.002, 30.0),
+    "fp8_weights": ("fp8_per_block", "bfloat16", "auto", 0.002, 30.0),
+    "int8": ("int8", "bfloat16", "auto", 0.001, 50.0),
 }
 
 
@@ -26,10 +29,17 @@ def get_config(arg: str = "") -> ConfigDict:
     config = demo.get_config()
     config.run_dir = "runs/demo_vllm"
     config.rollout.engine = "vllm"
-    config.rollout.precision = "bfloat16"
-    config.rollout.compute_dtype = "bfloat16"
+    _choose(config, "bfloat16", "bfloat16", "auto", 0.0003, 100.0)
     options = [option for option in arg.split(",") if option]
     for regime in [option for option in options if option in _REGIMES]:
         config.run_dir += f"_{regime}"
-        config.rollout.precision, config.rollout.compute_dtype = _REGIMES[regime]
+        _choose(config, *_REGIMES[regime])
     return base.with_options(config, ",".join(option for option in options if option not in _REGIMES))
+
+
+def _choose(
+    config: ConfigDict, precision: str, compute_dtype: str, kv_cache_dtype: str, tolerance: float, eta: float
+) -> None:
+    config.rollout.precision, config.rollout.compute_dtype = precision, compute_dtype
+    config.rollout.kv_cache_dtype = kv_cache_dtype
+    config.algorithm.tolerance, config.algorithm.dual_learning_rate = tolerance, eta

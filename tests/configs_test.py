@@ -111,6 +111,28 @@ def test_the_case_study_differs_from_the_8b_runs_by_its_model_alone():
     assert sorted(changed) == ["model.path", "run_dir"]
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("", ("bfloat16", "bfloat16", "auto")),
+        ("float32", ("float32", "float32", "auto")),
+        ("fp8_kv", ("bfloat16", "bfloat16", "fp8")),
+        ("fp8_weights", ("fp8_per_block", "bfloat16", "auto")),
+        ("int8", ("int8", "bfloat16", "auto")),
+    ],
+)
+def test_the_vllm_demo_has_its_regimes(option, expected):
+    """Each in a run directory of its own, and all else as in the demo."""
+    config, plain = _config("demo_vllm", option), _config("demo")
+    rollout = config.rollout
+    assert rollout.engine == "vllm"
+    assert (rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype) == expected
+    assert config.run_dir == "runs/demo_vllm" + (f"_{option}" if option else "")
+    assert (config.model, config.task, config.training, config.warmup) == (
+        plain.model, plain.task, plain.training, plain.warmup
+    )  # fmt: skip
+
+
 def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_to_move():
     config = _config("demo")
     assert config.rollout.precision in ("int8", "fp8") and config.model.compute_dtype == "float32"

