@@ -29,7 +29,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.client import Probe, VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.segments import available_bytes
 from dcmdp_jax.training.setup import make_probe
@@ -84,10 +84,17 @@ def _push_times(param_dtype: str, repeats: int) -> dict[str, list[float]]:
         engine = sidecar(config, directory, precision="bfloat16", probe=True)
         size = engine._bridge.num_bytes
         source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        probe = engine._probe
+
+        def push_with(wanted: Probe | None, version: int) -> None:
+            engine._probe = wanted
+            engine.push_weights(params, version)
+
         calls = {
             f"memcpy of {size / 1e9:.2f} GB": lambda version: np.copyto(target, source),
-            "publish": lambda version: engine.publish_weights(params, version),
-            "push (publish, load, checksums, probe)": lambda version: engine.push_weights(params, version),
+            "publish, with checksums": lambda version: engine._bridge.publish(params, engine._segments[0], version),
+            "push without the probe": lambda version: push_with(None, version),
+            "push": lambda version: push_with(probe, version),
         }
         times: dict[str, list[float]] = {name: [] for name in calls}
         for repeat in range(repeats + 2):
@@ -99,7 +106,7 @@ def _push_times(param_dtype: str, repeats: int) -> dict[str, list[float]]:
         engine.close()
     memcpy = next(iter(times.values()))
     for name, values in list(times.items())[1:]:
-        print(f"{param_dtype}, {name.split()[0]} over memcpy: {ratio(values, memcpy)}", flush=True)
+        print(f"{param_dtype}, {name} over memcpy: {ratio(values, memcpy)}", flush=True)
     return times
 
 

@@ -143,7 +143,7 @@ def _defaults() -> ConfigDict:
     # Failures in a row after which the run ends.
     config.rollout.vllm.max_restarts = 5
     # Mean |difference| of log-probs between trainer and engine on fixed sequences after each push, nats; above it the
-    # push failed. 0: 0.01, 0.1, 0.5 for float32, float16, bfloat16, 3 for 8 bits (ours).
+    # push failed. 0: 0.01, 0.2, 1 for float32, float16, bfloat16, 4 for 8 bits (ours).
     config.rollout.vllm.probe_tolerance = 0.0
 
     config.algorithm = ConfigDict()

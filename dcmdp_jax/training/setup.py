@@ -236,7 +236,7 @@ def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     compiled = jax.jit(lambda params, rows: row_logprobs(params, rows)[0])
 
-    def probe(params: Params, ids: np.ndarray) -> np.ndarray:
+    def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape
         shards, multiple = row_shards(mesh), 128 if compute.attention == "splash" else 1
         padded = np.zeros((-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32)
@@ -252,7 +252,7 @@ def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
             completion_index=np.zeros_like(padded),
             rollout_logprobs=np.zeros(padded.shape, np.float32),
         )
-        return np.asarray(compiled(params, rows))[:count, 1:tokens]
+        return compiled(params, rows)[:count, 1:tokens]
 
     return probe
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -11,19 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.hf_names import hf_names
+from dcmdp_jax.models.hf_names import Place, hf_names
 from dcmdp_jax.models.quantize import quantize_kernel
 from dcmdp_jax.rollout.vllm.manifest import ALIGNMENT, Tensor, checksum
 from dcmdp_jax.rollout.vllm.segments import Segment
 from dcmdp_jax.types import Params
 
+_THREADS = min(4, os.cpu_count() or 1)
+# A converted block; larger ones are mapped anew each time, and clearing their pages takes longer than writing them.
+_BLOCK_BYTES = 1 << 24
+# Rows transposed together: read in full, written as runs of that many items. One row at a time is six times slower.
+_TRANSPOSED_ROWS = 128
+
 
 class WeightBridge:
-    """Knows where each tensor goes and writes them there.
+    """Knows where each tensor goes and writes them there, several at a time.
 
-    A segment holds the leaves of `Params` one after the other, each with its layers in order, so that a leaf is
-    converted by one compiled program and written by one copy; the manifest finds the tensors in it. Beside the segment
-    only the leaf that is being written and the next one exist a second time.
+    Nothing but the blocks that are being written exists a second time. A parameter in host memory that has the engine's
+    dtype already is written from where it lies.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str, int8: bool = False) -> None:
@@ -36,85 +43,87 @@ class WeightBridge:
                 compressed-tensors stores W8A8; embedding, norms and biases stay in `dtype`.
         """
         self._dtype = dtype
-        places = hf_names(config)
-        groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for name, place in places.items():
-            groups[place.path].append(name)
-        self._paths: dict[tuple[str, ...], tuple[bool, bool]] = {}
-        self._offsets: dict[tuple[str, ...], tuple[int, ...]] = {}
-        found: dict[str, list[Tensor]] = {}
+        self._jobs: list[tuple[Place, list[Tensor]]] = []
         end = 0
-        for path, names in groups.items():
-            first = places[names[0]]
-            quantized = int8 and path[-1] == "kernel"
-            self._paths[path] = first.transposed, quantized
-            parts = [("", "int8" if quantized else dtype, first.shape)]
+        for name, place in hf_names(config).items():
+            quantized = int8 and place.path[-1] == "kernel"
+            parts = [(name, "int8" if quantized else dtype, place.shape)]
             if quantized:
-                parts.append(("_scale", "float32", (first.shape[0], 1)))
-            starts = []
-            for suffix, kind, shape in parts:
-                end = -(-end // ALIGNMENT) * ALIGNMENT
-                starts.append(end)
-                for name in names:
-                    found.setdefault(name, []).append(Tensor(name + suffix, kind, shape, end))
-                    end += found[name][-1].num_bytes
-            self._offsets[path] = tuple(starts)
-        self.manifest: list[Tensor] = [tensor for name in places for tensor in found[name]]
+                parts.append((f"{name}_scale", "float32", (place.shape[0], 1)))
+            tensors = []
+            for part in parts:
+                tensors.append(Tensor(*part, -(-end // ALIGNMENT) * ALIGNMENT))
+                end = tensors[-1].offset + tensors[-1].num_bytes
+            self._jobs.append((place, tensors))
+        self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
         """In the order of `hf_names`: layer by layer, which is how engines like to load."""
         self.num_bytes: int = end
         """Of a segment."""
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
-        """Writes the tensors; the next leaf is converted while one is copied.
+        """Writes the tensors.
 
         Args:
-            params: of the model (see `local.weights.check_params`); any sharding this process can address.
+            params: of the model (see `decoder.check_params`); any sharding this process can address.
             segment: of at least `num_bytes`.
             policy_version: of the checksums.
 
         Returns:
-            [tensors] uint64 checksums of what was sent, in the manifest's order, taken before it is written.
+            [tensors] uint64 checksums of what was written, in the manifest's order.
         """
-        leaves: list[tuple[tuple[str, ...], Any]] = []
-        for path in self._paths:
+
+        def job(place: Place, tensors: list[Tensor]) -> list[int]:
             leaf: Any = params
-            for key in path:
+            for key in place.path:
                 leaf = leaf[key]
-            leaves.append((path, leaf))
-        checksums: dict[int, int] = {}
-        waiting = self._convert(*leaves[0])
-        for index, (path, _) in enumerate(leaves):
-            converted = waiting
-            if index + 1 < len(leaves):
-                waiting = self._convert(*leaves[index + 1])
-            for start, array in zip(self._offsets[path], converted, strict=True):
-                data = np.asarray(array).reshape(-1).view(np.uint8)
-                self._write(segment, start, data, policy_version, checksums, layers=array.shape[0])
-        return np.array([checksums[tensor.offset] for tensor in self.manifest], np.uint64)
+            if len(tensors) == 2:
+                kernel = _quantized(leaf, place.layer)
+                _store(segment, tensors[0], [(0, np.asarray(kernel.values))], transposed=place.transposed)
+                _store(segment, tensors[1], [(0, np.asarray(kernel.scale)[:, None])], transposed=False)
+            else:
+                _store(segment, tensors[0], _blocks(leaf, place.layer, self._dtype), transposed=place.transposed)
+            return [
+                checksum(segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes], policy_version)
+                for tensor in tensors
+            ]
 
-    def _convert(self, path: tuple[str, ...], leaf: jax.Array) -> tuple[jax.Array, ...]:
-        transposed, quantized = self._paths[path]
-        stacked = path[0] == "layers"
-        return _converted(leaf, self._dtype, transposed=transposed, quantized=quantized, stacked=stacked)
-
-    def _write(
-        self, segment: Segment, start: int, data: np.ndarray, policy_version: int, sums: dict[int, int], *, layers: int
-    ) -> None:
-        size = data.size // layers
-        for layer in range(layers):
-            part = data[layer * size : (layer + 1) * size]
-            sums[start + layer * size] = checksum(part, policy_version)
-        segment.bytes[start : start + data.size] = data
+        with ThreadPoolExecutor(_THREADS) as pool:
+            sums = list(pool.map(job, *zip(*self._jobs, strict=True)))
+        return np.array([value for part in sums for value in part], np.uint64)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "transposed", "quantized", "stacked"))
-def _converted(
-    leaf: jax.Array, dtype: str, *, transposed: bool, quantized: bool, stacked: bool
-) -> tuple[jax.Array, ...]:
-    """[layers, ...] tensors of one leaf as Hugging Face stores them; with scales when quantised."""
-    leaf = leaf if stacked else leaf[None]
-    if quantized:
-        kernel = quantize_kernel(leaf, "int8")
-        return jnp.swapaxes(kernel.values, -1, -2), kernel.scale[..., None]
-    leaf = leaf.astype(dtype)
-    return (jnp.swapaxes(leaf, -1, -2) if transposed else leaf,)
+def _store(segment: Segment, tensor: Tensor, blocks: Any, *, transposed: bool) -> None:
+    """Writes [rows, ...] blocks, given with their first row, of the parameter that is `tensor` or its transpose."""
+    for first, block in blocks:
+        words = block.view(f"u{block.dtype.itemsize}")
+        target = segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(words.dtype).reshape(tensor.shape)
+        if not transposed:
+            target[first : first + len(words)] = words
+            continue
+        for start in range(0, len(words), _TRANSPOSED_ROWS):
+            part = words[start : start + _TRANSPOSED_ROWS]
+            target[:, first + start : first + start + len(part)] = part.T
+
+
+def _blocks(leaf: jax.Array, layer: int | None, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of one layer of a leaf in the engine's dtype, on the host."""
+    rows, *rest = leaf.shape if layer is None else leaf.shape[1:]
+    if leaf.dtype == jnp.dtype(dtype) and len(leaf.devices()) == 1 and next(iter(leaf.devices())).platform == "cpu":
+        # No copy: a view of XLA's own buffer.
+        yield 0, np.asarray(leaf) if layer is None else np.asarray(leaf)[layer]
+        return
+    height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
+    for first in range(0, rows, height):
+        count = min(height, rows - first)
+        yield first, np.asarray(_cast(leaf, layer, first, rows=count, dtype=dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "dtype"))
+def _cast(leaf: jax.Array, layer: jax.Array | None, first: jax.Array, *, rows: int, dtype: str) -> jax.Array:
+    matrix = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    return jax.lax.dynamic_slice_in_dim(matrix, first, rows).astype(dtype)
+
+
+@jax.jit
+def _quantized(leaf: jax.Array, layer: jax.Array) -> Any:
+    return quantize_kernel(jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), "int8")

@@ -21,20 +21,22 @@ from dcmdp_jax.rollout.vllm.manifest import differing
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.segments import Segment, available_bytes
 from dcmdp_jax.rollout.vllm.supervisor import SCRIPT, Launch, Sidecar, SidecarBroken, Supervisor
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.types import Array, Params, Rollout
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Probe = Callable[[Params, np.ndarray], np.ndarray]
-"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1."""
+Probe = Callable[[Params, np.ndarray], Array]
+"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1.
+
+A jax array that is still being computed will do: it is waited for when the engine has loaded the weights."""
 
 _PROBE_ROWS, _PROBE_TOKENS = 2, 32
 # Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
 # random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
-_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
-_PROBE_TOLERANCE_8_BIT = 3.0
+_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
+_PROBE_TOLERANCE_8_BIT = 4.0
 _LEAST_TEMPERATURE = 0.01
 
 
@@ -54,7 +56,7 @@ class _Publication:
     segment: int
     policy_version: int
     checksums: np.ndarray
-    probe: np.ndarray | None
+    probe: Array | None
 
 
 class VllmEngine:
@@ -160,17 +162,11 @@ class VllmEngine:
 
         Raises:
             ValueError: for parameters that are not those of the model.
-            EngineError: if the trainer's own log-probs are not finite. The weights before stay in use.
         """
         check_params(params, self.config)
         serial, policy_version = self._published + 1, int(policy_version)
         checksums = self._bridge.publish(params, self._segments[serial % 2], policy_version)
-        probe = None if self._probe is None else np.asarray(self._probe(params, self._probe_ids))
-        if probe is not None and not np.isfinite(probe).all():
-            raise EngineError(
-                f"weights of version {policy_version}: the trainer's own log-probs of the probe are not finite; its "
-                "parameters are broken"
-            )
+        probe = None if self._probe is None else self._probe(params, self._probe_ids)
         self._published = serial
         self._publication = _Publication(serial, serial % 2, policy_version, checksums, probe)
 
@@ -186,7 +182,7 @@ class VllmEngine:
 
         Raises:
             ValueError: for parameters that are not those of the model.
-            EngineError: if it fails again and again, or as `publish_weights`.
+            EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
         """
         self.publish_weights(params, policy_version)
         publication = self._publication
@@ -215,7 +211,13 @@ class VllmEngine:
 
     def _probed(self, sidecar: Sidecar, publication: _Publication) -> float:
         scored = self._scored(sidecar, list(self._probe_ids), [1] * len(self._probe_ids), 1.0)
-        difference = float(np.mean(np.abs(np.stack(scored) - publication.probe)))
+        own = np.asarray(publication.probe)
+        if not np.isfinite(own).all():
+            raise EngineError(
+                f"weights of version {publication.policy_version}: the trainer's own log-probs of the probe are not "
+                "finite; its parameters are broken"
+            )
+        difference = float(np.mean(np.abs(np.stack(scored) - own)))
         if not difference <= self._probe_tolerance:
             raise SidecarBroken(
                 f"weights of version {publication.policy_version}: the engine's log-probs of the probe are "

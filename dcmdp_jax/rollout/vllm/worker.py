@@ -7,6 +7,7 @@ model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
 from __future__ import annotations
 
 import ctypes
+import functools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +45,7 @@ class WeightReceiver:
             policy_version: of the checksums.
         """
         tensors = manifest.parse(listed, size)
-        memory = attach(path, size)
+        memory = _attached(path, size)
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
@@ -76,6 +77,12 @@ class WeightReceiver:
         if temperature != 1.0:
             plain = model.compute_logits
             model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
+
+
+@functools.cache
+def _attached(path: str, size: int) -> np.ndarray:
+    """One mapping for all pushes: taking each page in anew costs as much as reading it."""
+    return attach(path, size)
 
 
 def _handed_over(
