@@ -94,14 +94,14 @@ def test_killing_the_sidecar_changes_nothing(environment, tmp_path):
     killed = _start(environment, tmp_path / "killed")
     chance = random.Random(0)
     for number in range(KILLS):
-        if number % 2 == 0:
+        if number % 3 == 0:
             # Sampling, loading or idle, some time after another step was recorded.
             seen = _steps(tmp_path / "killed")
             _wait(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None)
             time.sleep(0.5 * chance.random())
         else:
             # Starting, or loading, or sampling again.
-            time.sleep(8.0 * chance.random())
+            time.sleep(6.0 * chance.random())
         _wait(lambda: _sidecar_of(killed.pid) is not None or killed.poll() is not None)
         sidecar = _sidecar_of(killed.pid)
         assert sidecar is not None, f"the run ended after {number} kills"
