@@ -135,8 +135,7 @@ def client(repeats: int) -> None:
                 [sys.executable, "-m", "benchmarks.vllm_direct", str(path)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )  # fmt: skip
-            while direct.stdout.readline().strip() != "ready":
-                pass
+            _answer(direct, "ready")
             sampling = SamplingParams(GROUP, NEW_TOKENS)
             times: dict[str, list[float]] = {"LLM.generate": [], "client": []}
             for repeat in range(repeats + 1):
@@ -145,7 +144,7 @@ def client(repeats: int) -> None:
                 ours = time.perf_counter() - began
                 direct.stdin.write("\n")
                 direct.stdin.flush()
-                theirs = float(direct.stdout.readline())
+                theirs = float(_answer(direct, "seconds"))
                 if repeat:
                     times["client"].append(ours)
                     times["LLM.generate"].append(theirs)
@@ -158,9 +157,17 @@ def client(repeats: int) -> None:
             )
 
 
-def sampler(repeats: int) -> None:
+def _answer(process: subprocess.Popen, word: str) -> str:
+    """What follows `word` in the next line that begins with it; vLLM logs in between."""
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word)
+    raise RuntimeError(f"the process ended without {word!r}")
+
+
+def sampler(repeats: int, models: str) -> None:
     """Tokens per second of both engines with the same weights, float32 and bfloat16 in vLLM."""
-    for name in ("1M", "9M", "107M"):
+    for name in models.split(","):
         config = model(name)
         params = init_params(config, jax.random.key(0))
         asked, sampling = random_prompts(config), SamplingParams(GROUP, NEW_TOKENS)
@@ -201,10 +208,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--models", default="1M,9M,107M", help="of the sampler part")
     arguments = parser.parse_args()
     run, head = PARTS[arguments.part]
     print(f"{machine()}\n\n{head}", flush=True)
-    run(arguments.repeats)
+    run(*([arguments.repeats, arguments.models] if run is sampler else [arguments.repeats]))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def main() -> None:
         llm.reset_prefix_cache()
         began = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
-        print(time.perf_counter() - began, flush=True)
+        print("seconds", time.perf_counter() - began, flush=True)
 
 
 if __name__ == "__main__":
