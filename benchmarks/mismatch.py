@@ -20,7 +20,7 @@ from configs.base import get_config
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, init_params
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.client import VllmEngine
@@ -96,7 +96,7 @@ def measure(family: str) -> None:
             engine = VllmEngine(
                 config, settings, directory=Path(directory), precision=precision, compute_dtype=compute_dtype,
                 kv_cache_dtype=kv_cache_dtype, max_total_tokens=TOTAL, max_rows=PROMPTS,
-                probe=make_probe(config, Compute(), make_mesh(data=-1)),
+                probe=make_probe(config, Compute(), one_device_mesh()),
             )  # fmt: skip
             pushed = engine.push_weights(params, 0)
             rollout = engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0)

@@ -25,11 +25,12 @@ from configs.base import get_config
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, init_params
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.client import Probe, VllmEngine
+from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.probe import Probe
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.segments import available_bytes
 from dcmdp_jax.training.setup import make_probe
@@ -61,7 +62,7 @@ def sidecar(config: ModelConfig, directory: str, *, precision: str, probe: bool)
         compute_dtype=precision,
         max_total_tokens=TOTAL,
         max_rows=ROWS,
-        probe=make_probe(config, Compute(), make_mesh(data=-1)) if probe else None,
+        probe=make_probe(config, Compute(), one_device_mesh()) if probe else None,
     )
 
 

@@ -26,13 +26,14 @@ from transformers import PreTrainedTokenizerBase
 
 from bin.cli import Parser, run_main
 from configs.base import get_config
-from dcmdp_jax.config import ENGINE_CHOICES, VllmSettings, from_config_dict
+from dcmdp_jax.config import VllmSettings, from_config_dict
+from dcmdp_jax.config_rules import ENGINE_CHOICES
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import check_manifest, load_params
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.client import VllmEngine
@@ -324,7 +325,7 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
         check_installation(sidecar, settings["precision"])
         return VllmEngine(
             model.config, sidecar, directory=out.with_suffix(".vllm"), **precision, max_total_tokens=total,
-            max_rows=settings["max_rows"], probe=make_probe(model.config, Compute(), make_mesh(data=-1)),
+            max_rows=settings["max_rows"], probe=make_probe(model.config, Compute(), one_device_mesh()),
         )  # fmt: skip
     return LocalEngine(
         model.config, **precision, max_total_tokens=total, max_rows=settings["max_rows"], mesh=make_mesh(data=-1)

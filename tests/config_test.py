@@ -12,15 +12,13 @@ from ml_collections import ConfigDict
 
 from configs.base import get_config
 from dcmdp_jax.config import (
-    CHOICES,
-    ENGINE_CHOICES,
-    RANGES,
     Config,
     from_config_dict,
     setting_names,
     to_dict,
     unknown_setting,
 )
+from dcmdp_jax.config_rules import CHOICES, ENGINE_CHOICES, RANGES
 
 
 def _values():

@@ -5,6 +5,12 @@ training/loop_test.py are processes of their own without these flags.
 """
 
 import os
+import sys
+
+# vLLM's CPU build brings CUDA builds of these, and transformers' own models can't be imported beside them; None makes
+# them "not installed". No test uses any.
+for _name in ("torchvision", "torchaudio", "torchcodec"):
+    sys.modules.setdefault(_name, None)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"

@@ -11,7 +11,8 @@ _PACKAGES = ("dcmdp_jax", "bin", "configs")
 # Part of the program -> the parts it may import besides itself. The longest prefix of a module's name decides.
 _MAY_IMPORT = {
     "dcmdp_jax.types": set(),
-    "dcmdp_jax.config": set(),
+    "dcmdp_jax.config_rules": set(),
+    "dcmdp_jax.config": {"dcmdp_jax.config_rules"},
     "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
     "dcmdp_jax.models": {"dcmdp_jax.types"},
     "dcmdp_jax.parallel": {"dcmdp_jax.types", "dcmdp_jax.models"},
@@ -28,7 +29,8 @@ _MAY_IMPORT = {
     },
     "configs": set(),
     "bin": {
-        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
+        "dcmdp_jax.config", "dcmdp_jax.config_rules", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types",
+        "dcmdp_jax.tasks",
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
         "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",
     },

@@ -49,6 +49,13 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def one_device_mesh() -> Mesh:
+    """The first local device alone, for what is small enough for it."""
+    return jax.make_mesh(
+        (1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.local_devices()[:1]
+    )
+
+
 def row_shards(mesh: Mesh) -> int:
     """Over how many devices rows are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]

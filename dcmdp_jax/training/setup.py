@@ -23,7 +23,8 @@ from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan
-from dcmdp_jax.rollout.vllm.client import Probe, VllmEngine
+from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.probe import Probe
 from dcmdp_jax.rollout.vllm.settings import check_installation
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import load_problems

@@ -240,6 +240,7 @@ def test_environment():
         "OMP_NUM_THREADS": "3",
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
@@ -415,9 +416,9 @@ def interpreter(tmp_path):
         if not directory.exists():
             venv.create(directory, with_pip=False)
         [packages] = directory.glob("lib/python*/site-packages")
-        for name, version in versions.items():
+        for name, version in {"msgpack": "1.1.0", **versions}.items():
             info = packages / f"{name}-{version}.dist-info"
-            info.mkdir()
+            info.mkdir(exist_ok=True)
             text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
             (info / "METADATA").write_text(text, encoding="utf-8")
         return str(directory / "bin" / "python")

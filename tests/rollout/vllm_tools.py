@@ -9,15 +9,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.parallel.mesh import AXES
-from dcmdp_jax.rollout.vllm.client import Probe
+from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.rollout.vllm.probe import Probe
 from dcmdp_jax.training.setup import make_probe
 from dcmdp_jax.types import Params
 
@@ -59,7 +58,7 @@ def random_params(config: ModelConfig, seed: int) -> Params:
 
 def trainer_probe(config: ModelConfig) -> Probe:
     """The training stack's, in float32, on one device."""
-    return make_probe(config, Compute(), Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES))
+    return make_probe(config, Compute(), one_device_mesh())
 
 
 def sidecars(parent: int | None = None) -> set[int]:

@@ -18,6 +18,7 @@ from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.vllm import settings as vllm_settings
 from dcmdp_jax.rollout.vllm.bridge import WeightBridge
 from dcmdp_jax.rollout.vllm.manifest import differing
+from dcmdp_jax.rollout.vllm.probe import Probe, default_tolerance, probe_ids
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.segments import Segment, available_bytes
 from dcmdp_jax.rollout.vllm.supervisor import SCRIPT, Launch, Sidecar, SidecarBroken, Supervisor
@@ -27,16 +28,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Probe = Callable[[Params, np.ndarray], Array]
-"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1.
-
-A jax array that is still being computed will do: it is waited for when the engine has loaded the weights."""
-
-_PROBE_ROWS, _PROBE_TOKENS = 2, 32
-# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
-# random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
-_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
-_PROBE_TOLERANCE_8_BIT = 4.0
 _LEAST_TEMPERATURE = 0.01
 
 
@@ -134,8 +125,8 @@ class VllmEngine:
             script=script,
         )  # fmt: skip
         self._probe = probe
-        self._probe_ids = _probe_ids(config.vocab_size, min(_PROBE_TOKENS, max_total_tokens))
-        self._probe_tolerance = settings.probe_tolerance or _default_probe_tolerance(precision, kv_cache_dtype)
+        self._probe_ids = probe_ids(config.vocab_size, max_total_tokens)
+        self._probe_tolerance = settings.probe_tolerance or default_tolerance(precision, kv_cache_dtype)
         self._publication: _Publication | None = None
         self._published = 0
         self._segments: tuple[Segment, ...] = ()
@@ -399,14 +390,3 @@ class VllmEngine:
         if not np.array_equal(last_is_stop, stopped.astype(bool)):
             raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
         return np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
-
-
-def _probe_ids(vocab_size: int, tokens: int) -> np.ndarray:
-    """[rows, tokens] int32, the same for the same vocabulary."""
-    return np.random.default_rng(0).integers(0, vocab_size, (_PROBE_ROWS, tokens), dtype=np.int32)
-
-
-def _default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
-    if kv_cache_dtype != "auto":
-        return _PROBE_TOLERANCE_8_BIT
-    return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)

