@@ -87,7 +87,10 @@ def test_the_file_may_be_a_word_of_its_own(run):
         ((), "--config is missing; for example --config=configs/demo.py"),
         (("--config=configs/dmo.py",), "--config: no file configs/dmo.py; did you mean configs/demo.py?"),
         (("--config", "configs/dmo.py:grpo"), "--config: no file configs/dmo.py; did you mean configs/demo.py?"),
-        (("--config=zzz",), "--config: no file zzz; there are configs/demo.py, configs/qwen3_8b.py"),
+        (
+            ("--config=zzz",),
+            "--config: no file zzz; there are configs/demo.py, configs/demo_vllm.py, configs/qwen3_8b.py",
+        ),
         (("--confg=configs/demo.py",), "Unknown command line flag 'confg'. Did you mean: config ?"),
         (
             (_DEMO, "--config.algorithm.multplier=0.1"),

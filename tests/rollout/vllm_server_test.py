@@ -256,10 +256,10 @@ def test_the_first_failure_ends_the_others(broken):
         return (400, b"no") if turn == 2 else time.sleep(5) or answer
 
     broken.spoil = spoil
-    began = time.monotonic()
     with pytest.raises(EngineError, match="refused the request, HTTP 400: no$"):
         engine.generate([_PROMPT] * 50, SamplingParams(1, 3), seed=0, step=0)
-    assert time.monotonic() - began < 3 and broken.asked == 4
+    # Those in flight with the one that failed; none of the other 46 was sent.
+    assert 3 <= broken.asked <= 4
 
 
 @pytest.mark.parametrize(
