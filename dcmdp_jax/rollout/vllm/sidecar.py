@@ -236,11 +236,24 @@ def _memory() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _clear_temporary() -> None:
-    """vLLM's rendezvous file is needed until the engine stands; sockets are named no longer either."""
+def _clear_names() -> None:
+    """Takes the names from what vLLM shares between processes, now that the engine stands and all have it open.
+
+    The rendezvous file, and with tensor parallelism shared memory and semaphores: whatever ends this process, they end
+    with the last one that has them mapped.
+    """
     for path in Path(os.environ["TMPDIR"]).iterdir():
         if path.is_file():
             path.unlink(missing_ok=True)
+    group = os.getpgrp()
+    for entry in Path("/proc").iterdir():
+        # Only this group's: another sidecar may be starting.
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(entry.name)) == group:
+                for line in (entry / "maps").read_text(encoding="utf-8").splitlines():
+                    _, shared, name = line.partition("/dev/shm/")
+                    if shared and not name.endswith("(deleted)"):
+                        Path(shared + name).unlink(missing_ok=True)
 
 
 def _serve(connection: wire.Connection, host: EngineHost) -> None:
@@ -297,7 +310,7 @@ def main() -> None:
         if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
             raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
         host = EngineHost(header)
-        _clear_temporary()
+        _clear_names()
         connection.send("ready", {"protocol": wire.PROTOCOL, "vllm": host.vllm_version, "pid": os.getpid()})
         _serve(connection, host)
         status = 0
