@@ -56,6 +56,8 @@ def check_installation(settings: VllmSettings, precision: str) -> tuple[str, boo
     Raises:
         ValueError: naming setting, value and remedy.
     """
+    if sys.platform != "linux":
+        raise ValueError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
     version, cpu = installed_vllm(settings.python)
     check_version(version)
     check_processor(precision, cpu=cpu)

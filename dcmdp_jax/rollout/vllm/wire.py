@@ -34,7 +34,9 @@ _MAGIC = b"DCM1"
 _PREFIX = struct.Struct("<4sIQ")
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32")
 _MAX_DIMENSIONS = 4
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# linux/fcntl.h: Python has the names on Linux only, and this module must import where no sidecar can run.
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL
 
 
 class WireError(ConnectionError):
@@ -246,7 +248,7 @@ def _mapped(descriptor: int, size: int) -> bytes | mmap.mmap:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
         raise WireError("malformed frame: the descriptor is not of shared memory") from error
-    if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size:
+    if not seals & _SEAL_SHRINK or os.fstat(descriptor).st_size != size:
         raise WireError(f"malformed frame: shared memory unsealed, or not of {size} bytes")
     return mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
 
