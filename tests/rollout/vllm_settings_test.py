@@ -639,3 +639,11 @@ def test_names_and_types_of_the_sidecar():
     )
     assert _error(vllm__expert_parallel=1) == "config.rollout.vllm.expert_parallel: got 1 (int), must be bool"
     assert _error(vllm="sidecar") == "config.rollout.vllm: got 'sidecar', must be a section with named settings"
+
+
+def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
+    monkeypatch.setattr(vllm_settings.sys, "platform", "darwin")
+    with pytest.raises(
+        ValueError, match="^config.rollout.engine: the vLLM sidecar needs Linux, this is darwin; use loc"
+    ):
+        vllm_settings.check_installation(_settings(), "bfloat16")
