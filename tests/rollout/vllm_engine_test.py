@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -220,9 +221,10 @@ def test_publishing_disturbs_no_call_in_progress(engine):
     results = []
     call = threading.Thread(target=lambda: results.append(engine.generate(asked, SAMPLED, seed=1, step=1)))
     call.start()
-    while not engine._supervisor._lock.locked():
-        pass
-    # Wait until the call has its weights: it holds the lock and the sidecar works.
+    # Most times it is under way by now; should it be done already, it has its answer all the same.
+    while call.is_alive() and not engine._supervisor._lock.locked():
+        time.sleep(0.001)
+    time.sleep(0.05)
     params = random_params(config, 8)
     engine.publish_weights(params, 8)
     call.join()
