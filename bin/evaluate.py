@@ -38,7 +38,7 @@ from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.client import VllmEngine
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
-from dcmdp_jax.rollout.vllm.settings import check_installation
+from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
 from dcmdp_jax.tasks.problems import load_problems, source_name
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.tasks.verifier import Verifier
@@ -271,8 +271,8 @@ def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
             )
     if (given["engine"] == "remote") != (given["server"] is not None):
         raise ValueError("--server: goes with --engine remote, which needs it: http(s)://HOST:PORT or a socket's path")
-    if given["engine"] == "remote" and given["temperature"] and not 0.01 <= given["temperature"] <= 2:
-        raise ValueError(f"--temperature: got {given['temperature']}, a vLLM server takes 0 or 0.01 to 2")
+    if given["engine"] != "local":
+        check_temperature(given["temperature"], "--temperature")
     if given["tasks"] is None:
         if not run["evaluation"]["task"]:
             raise ValueError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")

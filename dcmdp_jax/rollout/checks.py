@@ -70,3 +70,32 @@ def checked_sequences(
             raise ValueError(f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}")
         checked.append(ids.astype(np.int32))
     return checked
+
+
+def scored_rows(
+    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, vocab_size: int, limit: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What `Engine.score` is asked about: the prompts, and each with its completion behind it, as int32 vectors.
+
+    Raises:
+        ValueError: as `checked_sequences`, or for lists of different lengths.
+    """
+    if len(prompts) != len(completions):
+        raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
+    limits = {"vocab_size": vocab_size, "limit": limit}
+    prompts = checked_sequences(prompts, "prompt", **limits)
+    completions = checked_sequences(completions, "completion", **limits)
+    rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
+    return prompts, checked_sequences(rows, "prompt and completion", **limits)
+
+
+def check_finite(scored: Sequence[np.ndarray]) -> None:
+    """Refuses scores that are no numbers.
+
+    Raises:
+        EngineError: naming the first completion and token whose log-prob is not finite.
+    """
+    for completion, values in enumerate(scored):
+        if not np.isfinite(values).all():
+            token = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")

@@ -25,7 +25,7 @@ from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan
 from dcmdp_jax.rollout.vllm.client import VllmEngine
 from dcmdp_jax.rollout.vllm.probe import Probe
-from dcmdp_jax.rollout.vllm.settings import check_installation
+from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
@@ -75,6 +75,8 @@ def make_plan_of_run(config: Config) -> Plan:
     if config.rollout.engine == "vllm":
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
         check_installation(config.rollout.vllm, config.rollout.precision)
+        check_temperature(config.rollout.temperature, "config.rollout.temperature")
+        check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
     _check_model_path(config.model.path)

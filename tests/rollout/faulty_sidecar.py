@@ -28,7 +28,11 @@ def main() -> None:
     while True:
         header, arrays = connection.receive()
         if header["op"] == "push":
-            connection.send("pushed", {"policy_version": header["policy_version"]}, {"checksums": _sums(start, header)})
+            sums = _sums(start, header)
+            if fault == "few_checksums":
+                sums = sums[:, 1:]
+            named = {} if fault == "no_checksums" else {"checksums": sums}
+            connection.send("pushed", {"policy_version": header["policy_version"]}, named)
             version = header["policy_version"]
         elif header["op"] == "generate":
             _generate(raw, connection, fault, version, arrays, header["sampling"]["max_tokens"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -212,21 +214,26 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
 
 
-def test_publishing_disturbs_no_call_in_progress(engine):
-    """The other half of the double buffer is written while a call runs; that call ends with its own weights."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_publishing_disturbs_no_call_in_progress(engine, killed):
+    """The other half of the double buffer is written while a call runs; that call ends with its own weights.
+
+    With its sidecar killed it gets them again: out of a single buffer they would be the new ones, or a mixture.
+    """
     config = engine.config
-    asked = prompts(40, config)
+    asked = prompts(100, config)
     engine.push_weights(random_params(config, 7), 7)
     before = engine.generate(asked, SAMPLED, seed=1, step=1)
-    results = []
+    params, results = random_params(config, 8), []
     call = threading.Thread(target=lambda: results.append(engine.generate(asked, SAMPLED, seed=1, step=1)))
     call.start()
-    # Most times it is under way by now; should it be done already, it has its answer all the same.
     while call.is_alive() and not engine._supervisor._lock.locked():
         time.sleep(0.001)
     time.sleep(0.05)
-    params = random_params(config, 8)
     engine.publish_weights(params, 8)
+    if killed:
+        assert call.is_alive()
+        os.kill(engine._supervisor._sidecar.pid, signal.SIGKILL)
     call.join()
     _same(before, results[0])
     assert results[0].policy_version == 7

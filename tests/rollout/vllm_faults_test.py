@@ -226,6 +226,8 @@ def test_a_start_that_takes_too_long_ends(start):
         ("dies", "killed by SIGKILL"),
         ("hangs", "nothing for 2 s"),
         ("bad_checksum", "arrived changed"),
+        ("few_checksums", "checksums of shape"),
+        ("no_checksums", "checksums of shape"),
     ],
 )
 def test_nonsense_is_never_believed(start, fault, message):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import check_params
-from dcmdp_jax.rollout.checks import checked_sequences
+from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, source_fingerprint
@@ -274,15 +274,11 @@ class LocalEngine:
         """
         if self._weights is None:
             raise EngineError("no weights: push_weights must come before score")
-        if len(prompts) != len(completions):
-            raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
         if not temperature >= 0:
             raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
-        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
-        prompts = checked_sequences(prompts, "prompt", **limits)
-        completions = checked_sequences(completions, "completion", **limits)
-        rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        checked_sequences(rows, "prompt and completion", **limits)
+        prompts, rows = scored_rows(
+            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
+        )
         inverse = np.float32(1 / temperature if temperature else 1)
         buckets = [_bucket(row.size, _powers_of_two(self.max_total_tokens)) for row in rows]
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
@@ -302,19 +298,12 @@ class LocalEngine:
                 logprobs = np.asarray(decode.score(self._weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
-        _check_finite(results)
+        check_finite(results)
         return results
 
     def close(self) -> None:
         """Drops the weights; compiled programs stay. Safe to call twice."""
         self._weights = self._policy_version = self._fingerprint = None
-
-
-def _check_finite(scored: list[np.ndarray]) -> None:
-    for completion, values in enumerate(scored):
-        if not np.isfinite(values).all():
-            token = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")
 
 
 def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:

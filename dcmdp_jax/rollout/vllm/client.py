@@ -13,7 +13,7 @@ import numpy as np
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import check_params
-from dcmdp_jax.rollout.checks import checked_sequences
+from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.vllm import settings as vllm_settings
 from dcmdp_jax.rollout.vllm.bridge import WeightBridge
@@ -28,23 +28,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LEAST_TEMPERATURE = 0.01
-
 
 @dataclasses.dataclass(frozen=True)
 class _Publication:
     """Weights that lie in a segment.
 
     Attributes:
-        serial: counts publications.
-        segment: which of the two.
+        serial: counts publications; its parity says which of the two.
         policy_version: the trainer's step.
         checksums: of what was sent, [tensors] uint64.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.
     """
 
     serial: int
-    segment: int
     policy_version: int
     checksums: np.ndarray
     probe: Array | None
@@ -94,7 +90,7 @@ class VllmEngine:
             MemoryError: if shared memory for two copies of the weights is not to be had, saying how much is.
             EngineError: if vLLM does not start.
         """
-        _, cpu = vllm_settings.check_installation(settings, precision)
+        cpu = vllm_settings.check_installation(settings, precision)
         vllm_settings.check_model(config)
         self.config = config
         self.precision = precision
@@ -149,7 +145,8 @@ class VllmEngine:
     def publish_weights(self, params: Params, policy_version: int) -> None:
         """Writes the parameters into the free half of the double buffer; the next call has the engine load them.
 
-        Disturbs no call that another thread is waiting for: that one ends with the weights it began with.
+        Disturbs no call that another thread is waiting for: that one ends with the weights it began with, even if its
+        sidecar has to be started again. That is one call's worth of room: publish again only when it has ended.
 
         Raises:
             ValueError: for parameters that are not those of the model.
@@ -159,7 +156,7 @@ class VllmEngine:
         checksums = self._bridge.publish(params, self._segments[serial % 2], policy_version)
         probe = None if self._probe is None else self._probe(params, self._probe_ids)
         self._published = serial
-        self._publication = _Publication(serial, serial % 2, policy_version, checksums, probe)
+        self._publication = _Publication(serial, policy_version, checksums, probe)
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Publishes the parameters and has the engine load them; returns when they are proven to be in use.
@@ -185,9 +182,12 @@ class VllmEngine:
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
         header, arrays = sidecar.request(
-            "push", {"segment": publication.segment, "policy_version": version}, answer="pushed"
+            "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed"
         )
-        for consumed in arrays["checksums"]:
+        checksums = arrays.get("checksums", np.empty(0))
+        if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(self._bridge.manifest):
+            raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")
+        for consumed in checksums:
             if wrong := differing(self._bridge.manifest, publication.checksums, consumed):
                 raise SidecarBroken(
                     f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived changed"
@@ -229,16 +229,13 @@ class VllmEngine:
             The completions in order, `prompt * group_size + member`; arrays are read-only views of shared memory.
 
         Raises:
-            ValueError: as `LocalEngine.generate`, or for a temperature between 0 and 0.01, which vLLM would change. No
-                request was begun then.
+            ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
+                begun then.
             EngineError: if no weights were published, or the sidecar fails again and again.
         """
         if self._publication is None:
             raise EngineError("no weights: push_weights must come before generate")
-        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature: got {sampling.temperature}, vLLM takes 0 (greedy) or at least {_LEAST_TEMPERATURE}"
-            )
+        vllm_settings.check_temperature(sampling.temperature)
         prompts = checked_sequences(
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
@@ -260,8 +257,10 @@ class VllmEngine:
             "seeds": request_seeds(seed, step, np.arange(count)),
         }
 
+        publication = self._publication
+
         def sample(sidecar: Sidecar) -> Rollout:
-            publication = self._ready(sidecar)
+            self._ensure(sidecar, publication)
             reply = sidecar.request("generate", header, arrays, answer="generated")
             tokens, logprobs = self._checked_answer(reply.arrays, count, sampling)
             if reply.header.get("policy_version") != publication.policy_version:
@@ -297,25 +296,20 @@ class VllmEngine:
         """
         if self._publication is None:
             raise EngineError("no weights: push_weights must come before score")
-        if len(prompts) != len(completions):
-            raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
         if not temperature >= 0:
             raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
-        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
-        prompts = checked_sequences(prompts, "prompt", **limits)
-        completions = checked_sequences(completions, "completion", **limits)
-        rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        rows = checked_sequences(rows, "prompt and completion", **limits)
+        prompts, rows = scored_rows(
+            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
+        )
+
+        publication = self._publication
 
         def scored(sidecar: Sidecar) -> list[np.ndarray]:
-            self._ready(sidecar)
+            self._ensure(sidecar, publication)
             return self._scored(sidecar, rows, [prompt.size for prompt in prompts], temperature or 1.0)
 
         results = self._believed(scored, lambda arrays: arrays)
-        for index, values in enumerate(results):
-            if not np.isfinite(values).all():
-                token = int(np.flatnonzero(~np.isfinite(values))[0])
-                raise EngineError(f"completion {index}: the log-prob of token {token} is {values[token]}")
+        check_finite(results)
         return results
 
     def close(self) -> None:
@@ -325,12 +319,10 @@ class VllmEngine:
         for segment in self._segments:
             segment.close()
 
-    def _ready(self, sidecar: Sidecar) -> _Publication:
-        """The newest publication, loaded: a sidecar that was started anew has no weights."""
-        publication = self._publication
+    def _ensure(self, sidecar: Sidecar, publication: _Publication) -> None:
+        """Loads the publication where it is not in use: a sidecar that was started anew has no weights."""
         if sidecar.serial != publication.serial:
             self._load(sidecar, publication)
-        return publication
 
     def _believed(self, call: Callable[[Sidecar], T], values: Callable[[T], Sequence[np.ndarray]]) -> T:
         """The call's result; if it has a value that is not finite, that of a new sidecar, whatever it is.
@@ -358,7 +350,8 @@ class VllmEngine:
             "row_lengths": np.array([row.size for row in rows], np.int32),
             "starts": np.array(starts, np.int32),
         }
-        logprobs = sidecar.request("score", {"temperature": temperature}, arrays, answer="scored").arrays["logprobs"]
+        reply = sidecar.request("score", {"temperature": temperature}, arrays, answer="scored")
+        logprobs = reply.arrays.get("logprobs", np.empty(0))
         lengths = arrays["row_lengths"] - arrays["starts"]
         if logprobs.shape != (lengths.sum(),):
             raise SidecarBroken(f"score: {logprobs.shape} log-probs for {lengths.sum()} tokens")

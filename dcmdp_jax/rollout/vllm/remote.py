@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.rollout.checks import checked_sequences
+from dcmdp_jax.rollout.checks import checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.server import VllmServer
+from dcmdp_jax.rollout.vllm.settings import check_temperature
 from dcmdp_jax.types import Params, Rollout
 
 logger = logging.getLogger(__name__)
 
-# Below and above these vLLM 0.32 changes or refuses a temperature.
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 # JSON has no minus infinity; vLLM writes this.
 _MINUS_INFINITY = -9999.0
 _ROUNDING = 1e-3
@@ -119,10 +118,7 @@ class RemoteEngine:
             EngineError: if the server fails, or gives an answer that can't be right.
         """
         temperature, group = sampling.temperature, sampling.group_size
-        if temperature and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
-            raise ValueError(
-                f"temperature: got {temperature}, vLLM takes 0 (greedy) or {_LEAST_TEMPERATURE} .. {_MOST_TEMPERATURE}"
-            )
+        check_temperature(temperature)
         prompts = checked_sequences(
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
@@ -176,15 +172,11 @@ class RemoteEngine:
                 which has to hold one token more. Nothing was sent then.
             EngineError: if the server fails, or a log-prob is not finite.
         """
-        if len(prompts) != len(completions):
-            raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
         if temperature not in (0, 1):
             raise ValueError(f"temperature: got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone")
-        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
-        prompts = checked_sequences(prompts, "prompt", **limits)
-        completions = checked_sequences(completions, "completion", **limits)
-        rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        rows = checked_sequences(rows, "prompt and completion", **limits)
+        prompts, rows = scored_rows(
+            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
+        )
         for index, row in enumerate(rows):
             if row.size >= (context := self._server.max_model_len):
                 raise ValueError(
@@ -194,7 +186,7 @@ class RemoteEngine:
         payloads = [{"prompt": row.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0} for row in rows]
 
         def read(index: int, choice: dict[str, Any]) -> np.ndarray:
-            listed, tokens = choice["prompt_logprobs"], completions[index].tolist()
+            listed, tokens = choice["prompt_logprobs"], rows[index][prompts[index].size :].tolist()
             if len(listed) != rows[index].size:
                 raise ValueError(f"{len(listed)} prompt_logprobs for {rows[index].size} tokens")
             entries = zip(listed[prompts[index].size :], tokens, strict=True)

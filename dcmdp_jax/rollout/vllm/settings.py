@@ -21,6 +21,7 @@ SUPPORTED = ((0, 32), (0, 34))
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
 _LEAST_CACHE = 1 << 26
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
@@ -47,11 +48,11 @@ _OURS = {
 }
 
 
-def check_installation(settings: VllmSettings, precision: str) -> tuple[str, bool]:
+def check_installation(settings: VllmSettings, precision: str) -> bool:
     """Everything about vLLM's side that can be known without starting it.
 
     Returns:
-        Version of vLLM, and whether it is the CPU build.
+        Whether it is the CPU build.
 
     Raises:
         ValueError: naming setting, value and remedy.
@@ -64,7 +65,7 @@ def check_installation(settings: VllmSettings, precision: str) -> tuple[str, boo
     extra_arguments(settings.engine_args)
     if not cpu:
         share_devices(settings)
-    return version, cpu
+    return cpu
 
 
 def share_devices(settings: VllmSettings) -> None:
@@ -141,6 +142,18 @@ def interpreter(python: str) -> str:
     """The path of the sidecar's interpreter, found from here: the sidecar has a working directory of its own."""
     # Not resolved: an environment's python is a link, and its place says which environment it is.
     return os.path.abspath(shutil.which(python) or python) if python else sys.executable
+
+
+def check_temperature(temperature: float, name: str = "temperature") -> None:
+    """Refuses a temperature that vLLM would change (below 0.01) or refuse (above 2).
+
+    Raises:
+        ValueError: under the name of the setting it comes from.
+    """
+    if temperature and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
+        raise ValueError(
+            f"{name}: got {temperature}, vLLM takes 0 (greedy) or {_LEAST_TEMPERATURE} .. {_MOST_TEMPERATURE}"
+        )
 
 
 def check_version(version: str) -> None:

@@ -98,22 +98,26 @@ class Sidecar:
         self._connection = wire.Connection(ours)
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
         self._log.start()
-        ready = self._exchange(
-            "start",
-            {
-                "protocol": wire.PROTOCOL,
-                "engine": dict(launch.engine),
-                "manifest": manifest,
-                "segments": inherited[1:],
-                "segment_bytes": segment_bytes,
-                "cpu": launch.cpu,
-            },
-            answer="ready",
-            timeout_s=launch.start_timeout_s,
-            starting=True,
-        ).header
-        self.vllm_version: str = ready["vllm"]
-        logger.info("vLLM %s ready after %.1f s, process %d", self.vllm_version, time.monotonic() - began, self.pid)
+        try:
+            ready = self._exchange(
+                "start",
+                {
+                    "protocol": wire.PROTOCOL,
+                    "engine": dict(launch.engine),
+                    "manifest": manifest,
+                    "segments": inherited[1:],
+                    "segment_bytes": segment_bytes,
+                    "cpu": launch.cpu,
+                },
+                answer="ready",
+                timeout_s=launch.start_timeout_s,
+                starting=True,
+            ).header
+        except BaseException:
+            # An interrupt too: nobody else knows of the process yet.
+            self.kill()
+            raise
+        logger.info("vLLM %s ready after %.1f s, process %d", ready.get("vllm"), time.monotonic() - began, self.pid)
 
     @property
     def pid(self) -> int:
