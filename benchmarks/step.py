@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-import numpy as np
-
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
-from benchmarks.workload import SIZES, batch_of, model, rollout, stepper
-from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.rollout.packing import make_plan
+from benchmarks.workload import SIZES, model, step_inputs, stepper
 
 
 def main() -> None:
@@ -27,14 +23,8 @@ def main() -> None:
     print("| size | mini-batches | GRPO, s | DC-GRPO, s | DC-GRPO / GRPO |\n|---|---|---|---|---|")
     for size in arguments.sizes.split(","):
         config = model(size)
-        sampled = rollout(config, 16, np.full(128, 64), 8)
         for mini_batches in (1, 4):
-            plan = make_plan(
-                row_lengths=(80,), micro_batch_tokens=128 * 80, mini_batches=mini_batches,
-                completions=128 // mini_batches, segments_per_row=1, row_shards=1,
-            )  # fmt: skip
-            batch, _ = batch_of(sampled, plan)
-            compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
+            compute, batch = step_inputs(config, mini_batches)
             calls = {method: stepper(config, method, compute, batch) for method in ("grpo", "dc_grpo")}
             times = interleave(calls, arguments.repeats)
             print(

@@ -14,7 +14,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.rollout.packing import PackingPlan, pack
+from dcmdp_jax.rollout.packing import PackingPlan, make_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import initial_dual, new_state
 from dcmdp_jax.training.step import make_row_logprobs, make_train_step
@@ -24,8 +24,10 @@ from dcmdp_jax.types import Batch, Rollout
 SIZES = {
     "0.6M": (64, 128, 256, 4, 4, 2, 32),
     "9M": (4096, 256, 1024, 8, 4, 2, 64),
-    "64M": (32768, 512, 2048, 12, 8, 4, 64),
+    "60M": (32768, 512, 2048, 12, 8, 4, 64),
 }
+
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
 
 
 def model(size: str) -> ModelConfig:
@@ -53,6 +55,24 @@ def batch_of(sampled: Rollout, plan: PackingPlan) -> tuple[Batch, float]:
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled.completion_ids)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan, mask_truncated=False)
     return jax.device_put(batch), 1 - report.tokens / report.computed_tokens
+
+
+def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
+    """How a step on 16 x 8 completions of 64 tokens computes, and its shapes: a completion in each row, no padding."""
+    rows, length = PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS
+    compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
+    plan = make_plan(
+        row_lengths=(length,), micro_batch_tokens=rows * length, mini_batches=mini_batches,
+        completions=rows // mini_batches, segments_per_row=1, row_shards=1,
+    )  # fmt: skip
+    return compute, plan
+
+
+def step_inputs(config: ModelConfig, mini_batches: int) -> tuple[Compute, Batch]:
+    """The same with the batch itself."""
+    compute, plan = step_layout(config, mini_batches)
+    sampled = rollout(config, PROMPT_TOKENS, np.full(PROMPTS * GROUP, NEW_TOKENS), GROUP)
+    return compute, batch_of(sampled, plan)[0]
 
 
 def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) -> Callable[[], object]:

@@ -1,0 +1,246 @@
+"""This package beside TRL and Tunix, doing the same work on this machine's CPU.
+
+    python -m benchmarks.compare --sizes 0.6M,9M,60M --rounds 5
+    python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json --plot ratios.png
+
+Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody gets the same random
+tied Qwen3 and the same prompts: 16 prompts of 16 tokens x 8 completions of exactly 64 tokens, float32, AdamW, gradient
+norm 1, ratio clipped at 0.2, no KL, temperature 1. For each part and size every contender is one process that stays;
+after two rounds that are not counted they are asked in turn (A B C A B C ...), and who is not asked is idle. Where
+that takes too much memory (60M and above) they run one after another instead, as with --apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import platform
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.peers import report
+from benchmarks.peers.environments import INSTALLS, InstallationFailed, ready
+from benchmarks.peers.inputs import make_inputs
+from benchmarks.peers.rounds import Job
+from benchmarks.peers.worker import Worker, WorkerFailed
+from benchmarks.timing import interleave
+from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
+from bin.cli import Parser, run_main
+
+_WARM_UPS = 2
+_ROOT = Path(__file__).resolve().parents[1]
+# From so many parameters on three processes side by side need more memory than a small machine has.
+_APART_FROM = 30_000_000
+
+
+class Comparison:
+    """The contenders, and what was measured so far."""
+
+    def __init__(self, arguments: argparse.Namespace, pythons: dict[str, Path], scratch: Path) -> None:
+        self._arguments, self._pythons, self._scratch = arguments, pythons, scratch
+        self._inputs: dict[str, tuple[Path, Path]] = {}
+        self.result: dict[str, Any] = {
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": "python -m benchmarks.compare " + shlex.join(sys.argv[1:]),
+            "machine": {"processor": _processor(), "cores": _cores(), "omp_wait": arguments.omp_wait},
+            "versions": {},
+            "parts": [],
+        }
+
+    def measure(self, part: str, size: str) -> dict[str, Any]:
+        """All contenders at one part and size; whoever fails is told of, and left out from there on."""
+        names = list(self._pythons)
+        apart = _is_apart(size, self._arguments.apart)
+        measured: dict[str, Any] = {"part": part, "size": size, "in_turn": not apart, "contenders": {}}
+        before = _matmul_gflops()
+        for together in [[name] for name in names] if apart else [names]:
+            with contextlib.ExitStack() as stack:
+                self._take_turns(part, size, together, stack, measured["contenders"])
+        measured["matmul_gflops"] = [before, _matmul_gflops()]
+        self.result["parts"].append(measured)
+        return measured
+
+    def _take_turns(
+        self, part: str, size: str, names: Sequence[str], stack: contextlib.ExitStack, found: dict[str, Any]
+    ) -> None:
+        workers: dict[str, Worker] = {}
+
+        def attempt(name: str, act: Callable[[], None]) -> None:
+            try:
+                act()
+            except WorkerFailed as error:
+                found[name]["error"] = str(error)
+                if name in workers:
+                    workers.pop(name).close()
+                _tell(f"{report.LABELS[name]} is left out of {part} at {size}: {error}")
+
+        def warm_up(name: str) -> None:
+            workers[name] = stack.enter_context(self._worker(name, part, size))
+            self.result["versions"][name] = workers[name].hello()
+            found[name]["warm_up_seconds"] = [workers[name].round()["seconds"] for _ in range(_WARM_UPS)]
+
+        def one_round(name: str) -> None:
+            answer = workers[name].round()
+            found[name]["seconds"].append(answer["seconds"])
+            found[name]["cpu_seconds"].append(answer["cpu_seconds"])
+            found[name]["peak_mib"] = answer["peak_mib"]
+
+        for name in names:
+            found[name] = {"seconds": [], "cpu_seconds": []}
+            attempt(name, lambda name=name: warm_up(name))
+        for _ in range(self._arguments.rounds):
+            for name in list(workers):
+                attempt(name, lambda name=name: one_round(name))
+
+    def _worker(self, name: str, part: str, size: str) -> Worker:
+        if size not in self._inputs:
+            directory = self._scratch / size
+            directory.mkdir()
+            self._inputs[size] = make_inputs(model(size), directory, prompt_tokens=PROMPT_TOKENS)
+        checkpoint, problems = self._inputs[size]
+        scratch = Path(tempfile.mkdtemp(prefix=f"{name}-{part}-", dir=self._scratch))
+        job = Job(
+            part=part,
+            checkpoint=str(checkpoint),
+            problems=str(problems),
+            scratch=str(scratch),
+            parameters=model(size).num_params,
+            prompts=PROMPTS,
+            group=GROUP,
+            prompt_tokens=PROMPT_TOKENS,
+            new_tokens=NEW_TOKENS,
+            cores=_cores(),
+        )
+        return Worker(
+            self._pythons[name],
+            f"benchmarks.peers.{name}",
+            job,
+            environment=_environment(self._scratch, self._arguments.omp_wait),
+            log=scratch / "printed.txt",
+            timeout=self._arguments.timeout,
+        )
+
+
+def _environment(scratch: Path, omp_wait: str) -> dict[str, str]:
+    """The variables of a worker: CPU, no network, nothing of the caller's that would favour one."""
+    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "XLA_FLAGS")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    wait = {} if omp_wait == "default" else {"OMP_WAIT_POLICY": omp_wait}
+    return kept | wait | {
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(scratch / "huggingface"),
+        "TMPDIR": str(scratch),
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+
+
+def _matmul_gflops() -> float:
+    x = jax.numpy.ones((1024, 1024))
+    return 2 * 1024**3 / min(interleave({"product": lambda: x @ x}, 10)["product"]) / 1e9
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _is_apart(size: str, asked: bool) -> bool:
+    return asked or model(size).num_params >= _APART_FROM
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in names if name not in allowed]:
+            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, allowed are {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
+    return int(text)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a file in a directory that is there")
+    return path
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=_names(tuple(SIZES)), default=["0.6M", "9M"], help="of " + ", ".join(SIZES))
+    parser.add_argument(
+        "--parts", type=_names(tuple(report.PARTS)), default=list(report.PARTS), help="of " + ", ".join(report.PARTS)
+    )
+    parser.add_argument(
+        "--peers", type=_names(tuple(INSTALLS)), default=list(INSTALLS), help="of " + ", ".join(INSTALLS)
+    )
+    parser.add_argument("--rounds", type=_at_least_one, default=5, help="that are counted")
+    parser.add_argument("--apart", action="store_true", help="one contender after another, not in turn: less memory")
+    parser.add_argument("--timeout", type=_at_least_one, default=900, help="seconds that an answer may take")
+    parser.add_argument(
+        "--omp-wait", choices=("default", "passive"), default="default",
+        help="OMP_WAIT_POLICY; passive helps torch where something else uses the machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--environments", type=Path, default=_ROOT / ".peers", help="directory of the virtual environments"
+    )
+    parser.add_argument("--json", type=_file, help="everything, written again after each part")
+    parser.add_argument("--plot", type=_file, help="a picture of the ratios")
+    return parser.parse_args(words)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Installs, measures, prints."""
+    arguments = _parse(argv[1:])
+    # As Ctrl-C: every block that ends a worker is left in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    pythons = {"ours": Path(sys.executable)}
+    for name in arguments.peers:
+        try:
+            pythons[name] = ready(name, arguments.environments.resolve(), _tell)
+        except InstallationFailed as error:
+            _tell(f"{error}; the comparison goes on without it")
+    apart = [size for size in arguments.sizes if _is_apart(size, arguments.apart)]
+    with tempfile.TemporaryDirectory(prefix="compare-") as scratch:
+        comparison = Comparison(arguments, pythons, Path(scratch))
+        for part in arguments.parts:
+            print(report.head(part, list(pythons), apart), flush=True)
+            for size in arguments.sizes:
+                print(report.row(comparison.measure(part, size), list(pythons)), flush=True)
+                if arguments.json:
+                    report.save(comparison.result, arguments.json)
+    print(report.foot(comparison.result))
+    if arguments.plot:
+        report.plot(comparison.result, arguments.plot)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,119 @@
+"""This package's side of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from benchmarks.peers.rounds import Ended, Job, Rounds, work
+from benchmarks.workload import step_inputs, step_layout, stepper
+from configs.base import get_config
+from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.models import hf_weights
+from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.tasks.prompts import load_tokenizer
+from dcmdp_jax.training import loop
+from dcmdp_jax.training.setup import make_plan_of_run
+from dcmdp_jax.types import Params, Rollout
+
+_PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def train(job: Job, rounds: Rounds) -> None:
+    """The compiled step with one mini-batch or four; four take p^Train of all rows first."""
+    config = _model(job)
+    step = stepper(config, "dc_grpo", *step_inputs(config, 1 if job.part == "train1" else 4))
+    rounds.hello(_PACKAGES)
+    rounds.repeat(lambda: jax.block_until_ready(step()))
+
+
+def sampler(job: Job, rounds: Rounds) -> None:
+    """The embedded engine: token ids in, token ids and their log-probs out."""
+    config = _model(job)
+    tokenizer = load_tokenizer(job.checkpoint)
+    prompts = [np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]]
+    engine = LocalEngine(config, precision="float32", max_total_tokens=job.prompt_tokens + job.new_tokens)
+    engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
+    sampling = SamplingParams(job.group, job.new_tokens)
+    rounds.hello(_PACKAGES)
+    step = 0
+    while rounds.boundary():
+        job.check_completions(engine.generate(prompts, sampling, seed=0, step=step).completion_ids)
+        step += 1
+
+
+def reinforce(job: Job, rounds: Rounds) -> None:
+    """The training loop of bin/train.py, from one push of weights to the next."""
+    plan = make_plan_of_run(from_config_dict(_run(job)))
+    make_engine = loop.make_engine
+    loop.make_engine = lambda plan: _SteppedEngine(make_engine(plan), job, rounds)
+    rounds.hello(_PACKAGES)
+    try:
+        loop.train(plan, show=print)
+    except Ended:
+        return
+
+
+class _SteppedEngine:
+    """An engine that waits for the word before a step begins: a step's first act is to push the weights."""
+
+    def __init__(self, engine: Engine, job: Job, rounds: Rounds) -> None:
+        self._engine, self._job, self._rounds = engine, job, rounds
+
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        jax.block_until_ready(params)
+        if not self._rounds.boundary():
+            raise Ended
+        return self._engine.push_weights(params, policy_version)
+
+    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
+        rollout = self._engine.generate(prompts, sampling, seed=seed, step=step)
+        self._job.check_completions(rollout.completion_ids)
+        return rollout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def _run(job: Job) -> ConfigDict:
+    """The run of an experiment file: one update on all completions, computed as `train` computes it."""
+    compute, layout = step_layout(_model(job), mini_batches=1)
+    config = get_config()
+    config.run_dir = str(Path(job.scratch) / "run")
+    config.model.path = job.checkpoint
+    config.model.compute_dtype = compute.dtype
+    config.model.remat = compute.remat
+    config.model.scan_unroll = compute.scan_unroll
+    config.model.logprob_chunk = compute.logprob_chunk
+    config.task.train = job.problems
+    config.task.prompt_suffix = ""
+    config.task.max_prompt_tokens = job.prompt_tokens
+    config.rollout.precision = "float32"
+    config.rollout.compute_dtype = "float32"
+    config.rollout.group_size = job.group
+    config.rollout.max_completion_tokens = job.new_tokens
+    config.algorithm.clip_high = 0.2
+    config.training.prompts_per_step = job.prompts
+    config.training.prompts_per_mini_batch = job.prompts
+    config.training.row_lengths = layout.row_lengths
+    config.training.micro_batch_tokens = layout.rows_per_micro_batch[0] * layout.row_lengths[0]
+    # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
+    config.training.steps = config.checkpoint.every_steps = 10**6
+    return config
+
+
+def _model(job: Job) -> ModelConfig:
+    config = read_config(job.checkpoint)
+    job.check_parameters(config.num_params)
+    return config
+
+
+if __name__ == "__main__":
+    work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})

@@ -1,0 +1,128 @@
+"""A comparison's results as markdown, JSON and a picture.
+
+The result is a dict, kept as JSON:
+
+    date, command, machine   when, how and where
+    versions                 of each contender
+    parts                    for each part and size `part`, `size`, `in_turn`, `matmul_gflops` before and after, and
+                             `contenders`, by name `warm_up_seconds`, `seconds` and `cpu_seconds` of the rounds,
+                             `peak_mib`, and `error` if it did not come to its end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import median_and_spread, ratio
+from benchmarks.workload import GROUP, NEW_TOKENS, PROMPTS
+
+LABELS = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
+PARTS = {
+    "train1": "a train step on 128 rows of 80 tokens, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
+    "train4": "old log-probs of 128 rows of 80 tokens, then four updates of 32",
+    "rl": "a whole RL step in the trainer's own loop: sample 128 x 64 tokens, reward, one update",
+    "sampler": "16 prompts x 8 completions, 64 new tokens, by the trainer's own sampler",
+}
+_SAMPLED = PROMPTS * GROUP * NEW_TOKENS
+
+
+def complete(measured: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """A contender's figures in one part and size; None if it did not come to its end."""
+    found = measured["contenders"].get(name)
+    return None if found is None or "error" in found else found
+
+
+def head(part: str, names: Sequence[str], apart: Sequence[str]) -> str:
+    """Caption and head of a part's table; `apart` are the sizes at which the contenders do not take turns."""
+    note = f". One after another, not in turn: {', '.join(apart)}" if apart else ""
+    columns = ["size", *(f"{LABELS[name]}, s" for name in names)]
+    columns += [f"{LABELS[name]} / ours" for name in names if name != "ours"]
+    if part == "sampler":
+        columns += [f"{LABELS[name]}, tokens/s" for name in names]
+    columns += [f"{LABELS[name]}, MiB" for name in names]
+    return f"\n{part}: {PARTS[part]}{note}.\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
+def row(measured: Mapping[str, Any], names: Sequence[str]) -> str:
+    """A line of the table under `head`."""
+    found = {name: complete(measured, name) for name in names}
+    ours = found["ours"]
+
+    def cells(names: Sequence[str], form: Any) -> list[str]:
+        return ["-" if found[name] is None else form(found[name]) for name in names]
+
+    def against_ours(peer: Mapping[str, Any]) -> str:
+        return "-" if ours is None else ratio(peer["seconds"], ours["seconds"])
+
+    columns = [measured["size"], *cells(names, lambda one: median_and_spread(one["seconds"]))]
+    columns += cells([name for name in names if name != "ours"], against_ours)
+    if measured["part"] == "sampler":
+        columns += cells(names, lambda one: f"{_SAMPLED / statistics.median(one['seconds']):,.0f}")
+    columns += cells(names, lambda one: f"{one['peak_mib']:,.0f}")
+    return f"| {' | '.join(columns)} |"
+
+
+def foot(result: Mapping[str, Any]) -> str:
+    """Where the numbers come from."""
+    machine = result["machine"]
+    waits = "" if machine["omp_wait"] == "default" else f", OMP_WAIT_POLICY={machine['omp_wait']}"
+    lines = [f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, float32{waits}."]
+    rates = [
+        f"{measured['part']} {measured['size']} " + " to ".join(f"{rate:.0f}" for rate in measured["matmul_gflops"])
+        for measured in result["parts"]
+    ]
+    lines.append(f"GFLOP/s of a 1024^3 float32 product in JAX, before and after each: {', '.join(rates)}.")
+    for name, versions in result["versions"].items():
+        listed = ", ".join(f"{package} {version}" for package, version in versions.items())
+        lines.append(f"{LABELS[name]}: {listed}.")
+    return "\n".join(lines)
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the JSON; whoever reads meanwhile sees the old one or the new."""
+    partial = path.with_name(path.name + ".new")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Bars of peer / ours, the median over rounds, with the slowest and the fastest round; nothing if nothing is whole.
+
+    Raises:
+        OSError: if it can't be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = [measured for measured in result["parts"] if complete(measured, "ours") is not None]
+    peers = [name for name in LABELS if name != "ours" and any(complete(measured, name) for measured in groups)]
+    if not peers:
+        return
+    figure, axes = pyplot.subplots(figsize=(2 + 0.9 * len(groups), 4), layout="constrained")
+    width = 0.8 / len(peers)
+    for number, name in enumerate(peers):
+        ratios_of = {place: _ratios(measured, name) for place, measured in enumerate(groups)}
+        bars = [(place, ratios) for place, ratios in ratios_of.items() if ratios]
+        middles = [statistics.median(ratios) for _, ratios in bars]
+        below = [middle - min(ratios) for middle, (_, ratios) in zip(middles, bars, strict=True)]
+        above = [max(ratios) - middle for middle, (_, ratios) in zip(middles, bars, strict=True)]
+        places = [place + (number - (len(peers) - 1) / 2) * width for place, _ in bars]
+        axes.bar(places, middles, width, yerr=[below, above], capsize=3, label=LABELS[name])
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(groups)), [f"{measured['part']}\n{measured['size']}" for measured in groups])
+    axes.set_ylabel("time against ours (above 1: ours is faster)")
+    figure.legend(loc="outside upper center", ncols=len(peers))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _ratios(measured: Mapping[str, Any], name: str) -> list[float]:
+    peer, ours = complete(measured, name), complete(measured, "ours")
+    return [] if peer is None else [a / b for a, b in zip(peer["seconds"], ours["seconds"], strict=True)]

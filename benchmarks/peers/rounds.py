@@ -1,0 +1,145 @@
+"""The worker's side of a comparison: a round of work for each line that comes in, a line of JSON for each round.
+
+The standard library alone: every contender's interpreter imports this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One worker's work.
+
+    Attributes:
+        part: "train1", "train4", "rl" or "sampler".
+        checkpoint: Hugging Face directory with weights and tokenizer; its end token lies outside the vocabulary.
+        problems: a .jsonl file, the field "problem" a prompt of `prompt_tokens` tokens.
+        scratch: an empty directory of the worker's own.
+        parameters: of the model, to be checked.
+        prompts, group, prompt_tokens, new_tokens: shape of a batch.
+        cores: threads to compute with.
+    """
+
+    part: str
+    checkpoint: str
+    problems: str
+    scratch: str
+    parameters: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    new_tokens: int
+    cores: int
+
+    @property
+    def rows(self) -> int:
+        """Completions in a batch."""
+        return self.prompts * self.group
+
+    def texts(self) -> list[str]:
+        """The prompts of the problems file."""
+        return [json.loads(line)["problem"] for line in Path(self.problems).read_text(encoding="utf-8").splitlines()]
+
+    def check_parameters(self, count: int) -> None:
+        """Raises RuntimeError unless the contender's model has as many parameters as the others'."""
+        if count != self.parameters:
+            raise RuntimeError(f"the model has {count:,} parameters, the others' {self.parameters:,}")
+
+    def check_completions(self, completions: Iterable[Any]) -> None:
+        """Raises RuntimeError unless there are as many completions as asked for, each of `new_tokens` tokens."""
+        lengths = [len(completion) for completion in completions]
+        if lengths != [self.new_tokens] * self.rows:
+            raise RuntimeError(
+                f"{len(lengths)} completions of {min(lengths, default=0)} to {max(lengths, default=0)} tokens, "
+                f"asked for {self.rows} of {self.new_tokens}"
+            )
+
+
+class Rounds:
+    """Waits, blocked on a read, until a round is asked for; says afterwards how long it took.
+
+    A contender whose loop is its own calls `boundary` between two steps; what is one call is given to `repeat`. Work
+    must be finished, not only dispatched, when `boundary` is reached.
+    """
+
+    def __init__(self, answers: int) -> None:
+        """Answers go to the pipe `answers`, a file descriptor; libraries print to standard output."""
+        self._answers = os.fdopen(answers, "w", encoding="utf-8")
+        self._began: tuple[float, float] | None = None
+
+    def hello(self, packages: Iterable[str]) -> None:
+        """The first line: the work is set up, with these versions."""
+        versions = {name: importlib.metadata.version(name) for name in packages}
+        self._answer({"versions": {"python": platform.python_version(), **versions}})
+
+    def boundary(self) -> bool:
+        """Ends the round under way, if one is, and waits for the next; False when no more are wanted."""
+        if self._began is not None:
+            wall, cpu = self._began
+            self._answer({
+                "seconds": time.perf_counter() - wall,
+                "cpu_seconds": time.process_time() - cpu,
+                "peak_mib": peak_mib(),
+            })  # fmt: skip
+        if not sys.stdin.readline():
+            self._began = None
+            return False
+        self._began = time.perf_counter(), time.process_time()
+        return True
+
+    def repeat(self, call: Callable[[], object]) -> None:
+        """A call for each round."""
+        while self.boundary():
+            call()
+
+    def fail(self, error: Exception) -> None:
+        """The last line: why there are no more."""
+        self._answer({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+
+    def _answer(self, answer: Mapping[str, Any]) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+
+class Ended(Exception):
+    """Leaves a trainer's own loop: no more rounds are wanted."""
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this program, MiB.
+
+    The kernel's VmHWM where there is one: Linux's ru_maxrss begins with the peak of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def work(parts: Mapping[str, Callable[[Job, Rounds], None]]) -> None:
+    """The main function of a worker: its arguments are a job as JSON and the file descriptor of the answers."""
+    # Should memory run out, the kernel ends this process and no other.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    job = Job(**json.loads(sys.argv[1]))
+    rounds = Rounds(int(sys.argv[2]))
+    try:
+        parts[job.part](job, rounds)
+    except Exception as error:
+        rounds.fail(error)
+        raise
