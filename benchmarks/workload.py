@@ -62,7 +62,7 @@ def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, Packin
     rows, length = PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_plan(
-        row_lengths=(length,), micro_batch_tokens=rows * length, mini_batches=mini_batches,
+        row_lengths=(length,), micro_batch_tokens=32 * length, mini_batches=mini_batches,
         completions=rows // mini_batches, segments_per_row=1, row_shards=1,
     )  # fmt: skip
     return compute, plan

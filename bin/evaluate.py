@@ -33,6 +33,7 @@ from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_averag
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import check_manifest, load_params
+from dcmdp_jax.parallel.host import prepare_host
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -75,6 +76,7 @@ class _Model:
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), check all input, evaluate task by task, print the table."""
     arguments = _parser().parse_args(argv[1:])
+    prepare_host(cpu_devices=0)
     model = _find_model(arguments.model, arguments.step)
     settings = _settings(arguments, model)
     tokenizer = _tokenizer(model)

@@ -110,6 +110,9 @@ def _defaults() -> ConfigDict:
     config.rollout.max_rows = 256
     # When half of a batch is done the rest moves to a batch of half the size, down to this; each size compiles once.
     config.rollout.min_rows = 32
+    # On CPU, the parts that the embedded engine splits rows into, each with a core of its own; 0: one for each core, at
+    # most 4.
+    config.rollout.cpu_devices = 0
     # G; paper [4.1]: 8.
     config.rollout.group_size = 8
     # Tokens, end-of-sequence included; paper [4.1]: 8192.

@@ -88,6 +88,7 @@ class RolloutSettings:
     kv_cache_dtype: str
     max_rows: int
     min_rows: int
+    cpu_devices: int
     group_size: int
     max_completion_tokens: int
     temperature: float

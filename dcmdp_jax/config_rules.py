@@ -49,6 +49,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "task.verifier_timeout": (0.01, None),
     "rollout.max_rows": (1, None),
     "rollout.min_rows": (1, None),
+    "rollout.cpu_devices": (0, None),
     "rollout.group_size": (2, None),
     "rollout.max_completion_tokens": (1, None),
     "rollout.vllm.tensor_parallel_size": (1, None),

@@ -10,6 +10,7 @@ _PACKAGES = ("dcmdp_jax", "bin", "configs")
 
 # Part of the program -> the parts it may import besides itself. The longest prefix of a module's name decides.
 _MAY_IMPORT = {
+    "dcmdp_jax.memory": set(),
     "dcmdp_jax.types": set(),
     "dcmdp_jax.config_rules": set(),
     "dcmdp_jax.config": {"dcmdp_jax.config_rules"},
@@ -29,7 +30,7 @@ _MAY_IMPORT = {
     },
     "configs": set(),
     "bin": {
-        "dcmdp_jax.config", "dcmdp_jax.config_rules", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types",
+        "dcmdp_jax.memory", "dcmdp_jax.config", "dcmdp_jax.config_rules", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types",
         "dcmdp_jax.tasks",
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
         "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",

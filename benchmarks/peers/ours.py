@@ -16,6 +16,8 @@ from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
+from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.tasks.prompts import load_tokenizer
@@ -39,7 +41,12 @@ def sampler(job: Job, rounds: Rounds) -> None:
     config = _model(job)
     tokenizer = load_tokenizer(job.checkpoint)
     prompts = [np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]]
-    engine = LocalEngine(config, precision="float32", max_total_tokens=job.prompt_tokens + job.new_tokens)
+    engine = LocalEngine(
+        config,
+        precision="float32",
+        max_total_tokens=job.prompt_tokens + job.new_tokens,
+        mesh=sampling_mesh(one_device_mesh()),
+    )
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     sampling = SamplingParams(job.group, job.new_tokens)
     rounds.hello(_PACKAGES)
@@ -116,4 +123,5 @@ def _model(job: Job) -> ModelConfig:
 
 
 if __name__ == "__main__":
+    prepare_host(cpu_devices=0)
     work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})

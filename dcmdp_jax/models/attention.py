@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 KERNELS = ("xla", "cudnn", "splash")
+_HIDDEN = -1e30
 
 
 def choose_kernel(setting: str, dtype: jnp.dtype, platform: str) -> str:
@@ -73,14 +75,52 @@ def _xla(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Ar
         query.reshape(rows, length, -1, group, width).transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
     )
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) * scale
     visible = jnp.tril(jnp.ones((length, length), bool))[None]
     if segment_ids is not None:
         visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    visible = jnp.tile(visible, (1, group, 1))[:, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(value.dtype)
-    attended = jnp.einsum("rkqs,rksh->rkqh", weights, value)
+    bias = jnp.tile(jnp.where(visible, 0.0, _HIDDEN), (1, group, 1))[:, None]
+    attended = _attended(query, key, value, bias, scale)
     return attended.reshape(rows, -1, group, length, width).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, scale: float) -> jax.Array:
+    """softmax(q k^T scale + bias) v for query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
+
+    The sum of the exponentials divides the result, not the [Q, S] weights, and the backward pass takes
+    sum_s w_s dw_s as sum_h o_h do_h: four passes over [Q, S] fewer than autodiff. No gradient to `bias`.
+    """
+    return _attended_forward(query, key, value, bias, scale)[0]
+
+
+def _attended_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, scale: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) * scale + bias
+    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
+    exponentials = exponentials.astype(value.dtype)
+    product = jnp.einsum("rkqs,rksh->rkqh", exponentials, value, preferred_element_type=jnp.float32)
+    attended = (product * inverse).astype(value.dtype)
+    return attended, (query, key, value, bias, exponentials, inverse, attended)
+
+
+def _attended_backward(
+    scale: float, saved: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    query, key, value, bias, exponentials, inverse, attended = saved
+    cotangent32 = cotangent.astype(jnp.float32)
+    along = jnp.sum(cotangent32 * attended.astype(jnp.float32), axis=-1, keepdims=True) * inverse
+    divided = (cotangent32 * inverse).astype(value.dtype)
+    value_bar = jnp.einsum("rkqs,rkqh->rksh", exponentials, divided)
+    pulled = jnp.einsum("rkqh,rksh->rkqs", divided, value, preferred_element_type=jnp.float32)
+    scores_bar = (exponentials.astype(jnp.float32) * (pulled - along) * scale).astype(query.dtype)
+    query_bar = jnp.einsum("rkqs,rksh->rkqh", scores_bar, key)
+    key_bar = jnp.einsum("rkqs,rkqh->rksh", scores_bar, query)
+    return query_bar, key_bar, value_bar, jnp.zeros_like(bias)
+
+
+_attended.defvjp(_attended_forward, _attended_backward)
 
 
 def _splash(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, rotary_tables
+from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, norm_and_rotate, rotary_tables
 from dcmdp_jax.types import Params
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -62,36 +62,81 @@ class Compute:
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and rotary embedding around an attention function given by the caller."""
+    """Projections, head norms and rotary embedding around an attention function given by the caller.
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    `merged` has W_q, W_k and W_v side by side in one matrix; see `merge_projections`.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, merged: bool = False) -> None:
         self.config = config
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(config.hidden_size, width, bias=config.attention_bias, dtype=dtype)
-        self.k = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
-        self.v = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
+        if merged:
+            self.qkv = Linear(config.hidden_size, width + 2 * kv_width, bias=config.attention_bias, dtype=dtype)
+        else:
+            self.q = Linear(config.hidden_size, width, bias=config.attention_bias, dtype=dtype)
+            self.k = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
+            self.v = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
         self.o = Linear(width, config.hidden_size, bias=config.output_bias, dtype=dtype)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        query, key, value = (layer(x).reshape(heads) for layer in (self.q, self.k, self.v))
-        if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        attended, extra = attend(apply_rotary(query, rotary), apply_rotary(key, rotary), value)
+        config = self.config
+        heads = (*x.shape[:2], -1, config.head_dim)
+        scales = [None, None]
+        if config.qk_norm:
+            counts = config.num_heads, config.num_kv_heads
+            scales = [
+                jnp.broadcast_to(norm.scale.get_value(), (count, config.head_dim))
+                for norm, count in zip((self.q_norm, self.k_norm), counts, strict=True)
+            ]
+        if hasattr(self, "qkv"):
+            # Queries and keys are treated alike, so they go through norm and rotation as one array.
+            both, value = _split_last(self.qkv(x).reshape(*x.shape[:2], -1), -config.num_kv_heads * config.head_dim)
+            both = self._rotated(both.reshape(heads), jnp.concatenate(scales) if config.qk_norm else None, rotary)
+            query, key = both[:, :, : config.num_heads], both[:, :, config.num_heads :]
+        else:
+            query, key = (
+                self._rotated(layer(x).reshape(heads), scale, rotary)
+                for layer, scale in zip((self.q, self.k), scales, strict=True)
+            )
+            value = self.v(x)
+        attended, extra = attend(query, key, value.reshape(heads))
         return self.o(attended.reshape(*x.shape[:2], -1)), extra
+
+    def _rotated(self, x: jax.Array, scale: jax.Array | None, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return apply_rotary(x, rotary) if scale is None else norm_and_rotate(x, scale, rotary, self.config.rms_norm_eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _split_last(x: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+    return x[..., :at], x[..., at:]
+
+
+def _split_last_forward(x: jax.Array, at: int) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return _split_last(x, at), None
+
+
+def _split_last_backward(at: int, saved: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    del at, saved
+    # Behind the barrier the concatenation copies whole rows; fused it would compute one element at a time on CPU.
+    return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=-1),)
+
+
+_split_last.defvjp(_split_last_forward, _split_last_backward)
 
 
 class Block(nnx.Module):
     """One pre-norm decoder layer; the same for training rows and for decoding with a cache."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, merged_attention: bool = False, merged_mlp: bool = False
+    ) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, merged=merged_attention)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, merged=merged_mlp)
 
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
         attended, extra = self.attention(self.attention_norm(x), rotary, attend)
@@ -115,14 +160,9 @@ class Decoder(nnx.Module):
 
 
 @functools.lru_cache(maxsize=32)
-def _skeleton(config: ModelConfig) -> nnx.GraphDef:
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32))
-    return nnx.graphdef(abstract)
-
-
-@functools.lru_cache(maxsize=32)
-def _block_skeleton(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, dtype=jnp.float32)))
+def _block_skeleton(config: ModelConfig, merged_attention: bool, merged_mlp: bool) -> nnx.GraphDef:
+    merged = {"merged_attention": merged_attention, "merged_mlp": merged_mlp}
+    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, dtype=jnp.float32, **merged)))
 
 
 def _merge(graphdef: nnx.GraphDef, params: Params) -> Any:
@@ -218,24 +258,27 @@ def hidden_states(
     """
     dtype = jnp.dtype(compute.dtype)
     kernel = choose_kernel(compute.attention, dtype, jax.default_backend() if mesh is None else _platform(mesh))
-    model = _merge(_skeleton(config), params)
-    rotary = rotary_tables(config, position_ids)
+    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
+    rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
+    merge = mesh is None or mesh.shape["tensor"] == 1
     axes = ("rows", "length", "hidden")
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
         options = {"kernel": kernel, "one_segment": compute.one_segment, "mesh": mesh}
         return row_attention(query, key, value, segment_ids, **options), None
 
-    def layer(x: jax.Array, block: Block) -> jax.Array:
-        return constrain(block(x, rotary, attend)[0], axes)
+    def layer(x: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
+        # Heads that are split over devices stay apart: side by side they would have to be dealt out again.
+        merged = merge_projections(layer_params, mlp=False) if merge else layer_params
+        return constrain(apply_block(merged, config, x, rotary, attend)[0], axes), None
 
     if compute.remat == "full":
-        layer = nnx.remat(layer)
+        layer = jax.checkpoint(layer)
     elif compute.remat == "dots":
-        layer = nnx.remat(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    x = constrain(model.embedding.get_value().astype(dtype)[input_ids], axes)
-    x = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, unroll=compute.scan_unroll)(x, model.layers)
-    return model.norm(x)
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    x = constrain(params["embedding"].astype(dtype)[input_ids], axes)
+    x, _ = jax.lax.scan(layer, x, params["layers"], unroll=compute.scan_unroll)
+    return final_norm(params, config, x)
 
 
 def _platform(mesh: Mesh) -> str:
@@ -252,13 +295,34 @@ def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
     return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(config.num_layers)]
 
 
+def merge_projections(layer_params: Params, *, mlp: bool) -> Params:
+    """The layer with W_q, W_k, W_v side by side in one matrix "qkv", and with `mlp` W_gate and W_up in "gate_up".
+
+    One larger product runs faster than three small ones. The backward pass of a merged MLP would have to put both
+    gradients side by side, which costs more than it saves: it is for decoding.
+
+    Args:
+        layer_params: one entry of `unstack_layers`; kernels may be `QuantizedKernel`s.
+        mlp: merges the MLP too.
+    """
+
+    def side_by_side(*linears: Params) -> Params:
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *linears)
+
+    attention, feed_forward = dict(layer_params["attention"]), dict(layer_params["mlp"])
+    attention["qkv"] = side_by_side(*(attention.pop(name) for name in "qkv"))
+    if mlp:
+        feed_forward["gate_up"] = side_by_side(*(feed_forward.pop(name) for name in ("gate", "up")))
+    return {**layer_params, "attention": attention, "mlp": feed_forward}
+
+
 def apply_block(
     layer_params: Params, config: ModelConfig, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend
 ) -> tuple[jax.Array, Any]:
     """One layer with the caller's attention, for engines that keep a key-value cache.
 
     Args:
-        layer_params: one entry of `unstack_layers`; kernels may be `QuantizedKernel`s.
+        layer_params: one entry of `unstack_layers`, also after `merge_projections`; kernels may be `QuantizedKernel`s.
         config: the model.
         x: [B, T, D] residual stream.
         rotary: `rotary_tables(config, positions)`.
@@ -267,7 +331,8 @@ def apply_block(
     Returns:
         The residual stream after the layer, and what `attend` returned beside.
     """
-    return _merge(_block_skeleton(config), layer_params)(x, rotary, attend)
+    skeleton = _block_skeleton(config, "qkv" in layer_params["attention"], "gate_up" in layer_params["mlp"])
+    return _merge(skeleton, layer_params)(x, rotary, attend)
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:

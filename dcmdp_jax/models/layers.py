@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +49,51 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """W_down (silu(W_gate x) * W_up x)."""
+    """W_down (silu(W_gate x) * W_up x); `merged` has W_gate and W_up side by side in one matrix."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
-        self.gate = Linear(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype)
-        self.up = Linear(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=False, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, merged: bool = False) -> None:
+        self.width = config.intermediate_size
+        if merged:
+            self.gate_up = Linear(config.hidden_size, 2 * self.width, bias=False, dtype=dtype)
+        else:
+            self.gate = Linear(config.hidden_size, self.width, bias=False, dtype=dtype)
+            self.up = Linear(config.hidden_size, self.width, bias=False, dtype=dtype)
+        self.down = Linear(self.width, config.hidden_size, bias=False, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        if hasattr(self, "gate_up"):
+            both = self.gate_up(x)
+            gate, up = both[..., : self.width], both[..., self.width :]
+        else:
+            gate, up = self.gate(x), self.up(x)
+        return self.down(swiglu(gate, up))
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+
+    The backward pass computes the sigmoid again: kept from the forward pass it is one more array of the MLP's width to
+    write and to read, which costs XLA's CPU backend more than the exponential.
+    """
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return swiglu(gate, up), (gate, up)
+
+
+def _swiglu_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The barrier keeps the forward pass's sigmoid from being found equal and kept.
+    gate, up = jax.lax.optimization_barrier(saved)
+    gate32, cotangent32 = gate.astype(jnp.float32), cotangent.astype(jnp.float32)
+    sigmoid = jax.nn.sigmoid(gate32)
+    slope = sigmoid * (1 + gate32 * (1 - sigmoid))
+    gate_bar = cotangent32 * up.astype(jnp.float32) * slope
+    return gate_bar.astype(gate.dtype), (cotangent32 * gate32 * sigmoid).astype(up.dtype)
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
@@ -100,14 +138,63 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def rotary_tables(config: ModelConfig, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the rotary angles, float32 `[..., head_dim / 2]` for position_ids `[...]`."""
+    """Cosines and sines of the rotary angles, for `apply_rotary`.
+
+    Returns:
+        (cos, cos) and (-sin, sin) for the two halves of a head: float32 `[..., 2, head_dim / 2]` for position_ids
+        `[...]`.
+    """
     frequencies, factor = rotary_frequencies(config)
     angles = position_ids[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
 def apply_rotary(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the halves of each head: `x` [B, T, heads, h], tables [B, T, h / 2]. Computed in float32."""
-    cos, sin = (table[:, :, None, :] for table in rotary)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Rotates the halves of each head: `x` [B, T, heads, h], tables [B, T, 2, h / 2]. Computed in float32.
+
+    The halves change places by a reversal, not by a concatenation: XLA's CPU backend computes what is concatenated one
+    element at a time.
+    """
+    cos, sin = (table[:, :, None] for table in rotary)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    return (halves * cos + jnp.flip(halves, -2) * sin).reshape(x.shape).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float) -> jax.Array:
+    """RMS norm of each head, then `apply_rotary`: what Qwen3 does to queries and keys.
+
+    Args:
+        x: [B, T, heads, h].
+        scale: [heads, h], the norm's weights.
+        rotary: from `rotary_tables`; no gradient.
+        eps: of the norm.
+    """
+    return _norm_and_rotate_forward(x, scale, rotary, eps)[0]
+
+
+def _norm_and_rotate_forward(
+    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    normed = (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
+    return apply_rotary(normed, rotary), (x, inverse, scale, rotary)
+
+
+def _norm_and_rotate_backward(eps: float, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    del eps
+    x, inverse, scale, rotary = saved
+    cos, sin = (table[:, :, None] for table in rotary)
+    halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    turned = (halves * cos + jnp.flip(halves * sin, -2)).reshape(x.shape)
+    normed = x.astype(jnp.float32) * inverse
+    pulled = turned * scale.astype(jnp.float32)
+    along = jnp.mean(pulled * normed, axis=-1, keepdims=True)
+    x_bar = (inverse * (pulled - normed * along)).astype(x.dtype)
+    scale_bar = jnp.sum(turned * normed, axis=(0, 1)).astype(scale.dtype)
+    return x_bar, scale_bar, jax.tree.map(jnp.zeros_like, rotary)
+
+
+norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)

@@ -18,6 +18,7 @@ from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.observe.metrics import require_wandb
+from dcmdp_jax.parallel.host import prepare_host, sampling_mesh, training_devices
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
@@ -80,7 +81,10 @@ def make_plan_of_run(config: Config) -> Plan:
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
     _check_model_path(config.model.path)
-    mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    prepare_host(config.rollout.cpu_devices)
+    mesh = make_mesh(
+        data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=training_devices()
+    )
     tokenizer = _tokenizer(config)
     model = _model(config, tokenizer)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
@@ -230,7 +234,7 @@ def make_engine(plan: Plan) -> Engine:
         max_total_tokens=config.max_total_tokens,
         max_rows=rollout.max_rows,
         min_rows=rollout.min_rows,
-        mesh=plan.mesh,
+        mesh=sampling_mesh(plan.mesh),
     )
 
 

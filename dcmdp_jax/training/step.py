@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import losses, masked
 from dcmdp_jax.algorithm.advantages import group_advantages, penalized_advantages
@@ -27,10 +28,9 @@ from dcmdp_jax.algorithm.discrepancy import (
 )
 from dcmdp_jax.algorithm.dual import dual_update, violation
 from dcmdp_jax.config import AlgorithmSettings
-from dcmdp_jax.models import decoder
+from dcmdp_jax.models import decoder, logprobs
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.parallel.sharding import constrain
 from dcmdp_jax.types import Batch, Params, Rows, TrainState, WeightedSum
 
@@ -56,10 +56,23 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
         model: the model.
         compute: dtype, rematerialisation, kernel and chunk.
         temperature: the one that completions are sampled at.
-        mesh: None or one device: padding and prompts are left out of the output layer.
+        mesh: None, or split by rows alone: padding and prompts are left out of the output layer.
     """
     several = mesh is not None and mesh.size > 1
     pin = {"constrain": constrain(mesh), "mesh": mesh} if several else {}
+    token_logprobs = functools.partial(
+        logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, compact=not several
+    )
+    if several and mesh.shape["data"] == mesh.size:
+        # The output matrix is whole on every device: each gathers its own tokens.
+        rows = P("data")
+        token_logprobs = jax.shard_map(
+            functools.partial(token_logprobs, compact=True),
+            mesh=mesh,
+            in_specs=(rows, P(), rows, rows),
+            out_specs=(rows, rows),
+            check_vma=False,
+        )
 
     def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
         hidden = decoder.hidden_states(
@@ -70,9 +83,6 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
             decoder.output_kernel(params),
             rows.input_ids,
             rows.completion_mask,
-            temperature=temperature,
-            chunk=compute.logprob_chunk,
-            compact=not several,
         )
 
     return row_logprobs

@@ -51,6 +51,23 @@ def test_one_segment_is_causal_and_right_on_real_tokens() -> None:
     np.testing.assert_allclose(np.asarray(ours)[real], _reference(query, key, value, segments)[real], atol=2e-6)
 
 
+def test_gradients_of_packed_rows() -> None:
+    """Against autodiff of the library's attention, whose weights are divided by their sum before the product."""
+    inputs = _inputs(2, 10, 6, 2, 8)
+    weights = jax.random.normal(jax.random.key(1), inputs[0].shape)
+    segments = jnp.asarray(SEGMENTS)
+    visible = jnp.tril(jnp.ones((10, 10), bool)) & (segments[:, :, None] == segments[:, None, :])
+
+    def ours(inputs: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.sum(weights * row_attention(*inputs, segments, kernel="xla", one_segment=False))
+
+    def library(inputs: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.sum(weights * jax.nn.dot_product_attention(*inputs, mask=visible[:, None], implementation="xla"))
+
+    for mine, theirs in zip(jax.grad(ours)(inputs), jax.grad(library)(inputs), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=3e-6)
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four devices."""

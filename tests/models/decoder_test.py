@@ -238,6 +238,29 @@ def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack
     np.testing.assert_allclose(decoder.final_norm(params, config, x), hidden, atol=5e-6)
 
 
+@pytest.mark.parametrize("mlp", [False, True])
+def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, Any], mlp: bool) -> None:
+    """Values and the gradients of every parameter, biases and head norms among them where the model has them."""
+    config, params = tiny_model
+    layer = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size,
+                         decoder.unstack_layers(params, config)[1])  # fmt: skip
+    x = jax.random.normal(jax.random.key(3), (2, 7, config.hidden_size))
+    rotary = rotary_tables(config, jnp.arange(14).reshape(2, 7))
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True), None
+
+    def loss(layer: Any, x: jax.Array, merged: bool) -> jax.Array:
+        used = decoder.merge_projections(layer, mlp=mlp) if merged else layer
+        assert ("qkv" in used["attention"], "gate_up" in used["mlp"]) == (merged, merged and mlp)
+        return jnp.sum(jnp.sin(decoder.apply_block(used, config, x, rotary, attend)[0]))
+
+    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(layer, x, False)
+    merged, merged_grads = jax.value_and_grad(loss, argnums=(0, 1))(layer, x, True)
+    np.testing.assert_allclose(merged, value, rtol=1e-5)
+    _assert_trees_close(merged_grads, grads, relative=2e-5)
+
+
 def test_bfloat16_compute_stays_near_float32(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
     config, params = tiny_model
     rows = pack([_segments()], 24)

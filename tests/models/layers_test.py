@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig, from_hf
-from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
+from dcmdp_jax.models.layers import (
+    MLP,
+    Linear,
+    RMSNorm,
+    apply_rotary,
+    norm_and_rotate,
+    rotary_frequencies,
+    rotary_tables,
+    swiglu,
+)
 
 CONFIG = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, rope_theta=1e4)
 
@@ -60,6 +69,36 @@ def test_rotary_by_hand() -> None:
     np.testing.assert_allclose(turned, [1 * c0 - 3 * s0, 2 * c1 - 4 * s1, 3 * c0 + 1 * s0, 4 * c1 + 2 * s1], rtol=1e-6)
 
 
+def test_swiglu_gradient_by_hand() -> None:
+    # sigmoid(1) = s; d/dgate = up (s + gate s (1 - s)), d/dup = gate s; the cotangent 3 multiplies both
+    s = 1 / (1 + np.exp(-1.0))
+    gate_bar, up_bar = jax.vjp(swiglu, jnp.float32(1), jnp.float32(2))[1](jnp.float32(3))
+    np.testing.assert_allclose([gate_bar, up_bar], [6 * (s + s * (1 - s)), 3 * s], rtol=1e-6)
+
+
+def test_norm_and_rotation_as_complex_numbers() -> None:
+    """Value and gradients of the one function for both, against autodiff of the norm and a product with e^(i angle)."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
+    scale = jax.random.normal(jax.random.key(1), (3, 16))
+    weights = jax.random.normal(jax.random.key(2), x.shape)
+    positions = jnp.array([[0, 1, 2, 3, 4], [9, 7, 5, 3, 1]])
+    angles = positions[..., None] * rotary_frequencies(CONFIG)[0]
+
+    def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
+        normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale
+        turned = jax.lax.complex(normed[..., :8], normed[..., 8:]) * jnp.exp(1j * angles)[:, :, None]
+        return jnp.sum(weights * jnp.concatenate([turned.real, turned.imag], axis=-1))
+
+    def ours(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sum(weights * norm_and_rotate(x, scale, rotary_tables(CONFIG, positions), 0.1))
+
+    value, grads = jax.value_and_grad(ours, argnums=(0, 1))(x, scale)
+    expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(x, scale)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for mine, theirs in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=5e-6)
+
+
 def test_rotary_products_depend_on_distance_only() -> None:
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 2, 1, 16))
 
@@ -88,8 +127,10 @@ def test_rotary_tables_are_those_of_transformers(hf_config: Callable[..., Any], 
     positions = np.array([[0, 1, 2, 63, 64, 255, 1000, 32767]])
     cos, sin = embedding(torch.zeros(1), torch.tensor(positions))
     ours = rotary_tables(config, jnp.asarray(positions, jnp.int32))
-    for mine, theirs in zip(ours, (cos, sin), strict=True):
-        np.testing.assert_allclose(mine, theirs.numpy()[..., :64], atol=3e-6)
+    # Two halves each: (cos, cos) and (-sin, sin).
+    for mine, theirs, sign in zip(ours, (cos, sin), (1, -1), strict=True):
+        np.testing.assert_allclose(mine[..., 0, :], sign * theirs.numpy()[..., :64], atol=3e-6)
+        np.testing.assert_allclose(mine[..., 1, :], theirs.numpy()[..., 64:], atol=3e-6)
 
 
 def test_scaled_frequencies_lie_between_plain_and_stretched(hf_config: Callable[..., Any]) -> None:
