@@ -6,7 +6,6 @@ from absl import flags
 
 from bin.cli import run_main
 from bin.flags import parse
-from dcmdp_jax.observe.report import write_report
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.training.loop import TrainingStopped, train
 from dcmdp_jax.training.setup import describe, make_plan_of_run
@@ -27,6 +26,9 @@ def main(argv: list[str]) -> int:
     except Interrupted as stopped:
         print(f"{stopped}; the same command resumes", flush=True)
         return 128 + stopped.signal_number
+    # The plotting library takes most of a second to import, which the first step need not wait for.
+    from dcmdp_jax.observe.report import write_report
+
     print(f"report: {write_report([config.run_dir], config.run_dir)}")
     return 0
 

@@ -1,6 +1,6 @@
 """DC-GRPO on a laptop CPU: multi-step arithmetic, a fresh 0.3M-parameter Qwen3, an fp8 engine.
 
-    python -m bin.train --config=configs/demo.py                                              about four minutes
+    python -m bin.train --config=configs/demo.py                                              under two minutes
     python -m bin.train --config=configs/demo.py:grpo                                         the baseline
     python -m bin.train --config=configs/demo.py --config.rollout.precision=exact             the control
 
@@ -26,7 +26,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.model.remat = "none"
     config.model.scan_unroll = 3
     config.model.logprob_chunk = 8192
-    config.task.train = "arithmetic:difficulty=2,count=8192,seed=0"
+    config.task.train = "arithmetic:difficulty=2,count=2048,seed=0"
     config.task.prompt_suffix = ""
     config.task.max_prompt_tokens = 20
     config.rollout.precision = "fp8"

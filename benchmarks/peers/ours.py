@@ -58,7 +58,13 @@ def sampler(job: Job, rounds: Rounds) -> None:
 
 def reinforce(job: Job, rounds: Rounds) -> None:
     """The training loop of bin/train.py, from one push of weights to the next."""
-    plan = make_plan_of_run(from_config_dict(_run(job)))
+    config = run_config(
+        job.checkpoint, job.problems, job.scratch,
+        prompts=job.prompts, group=job.group, prompt_tokens=job.prompt_tokens, new_tokens=job.new_tokens,
+    )  # fmt: skip
+    # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
+    config.training.steps = config.checkpoint.every_steps = 10**6
+    plan = make_plan_of_run(from_config_dict(config))
     make_engine = loop.make_engine
     loop.make_engine = lambda plan: _SteppedEngine(make_engine(plan), job, rounds)
     rounds.hello(_PACKAGES)
@@ -89,30 +95,30 @@ class _SteppedEngine:
         return getattr(self._engine, name)
 
 
-def _run(job: Job) -> ConfigDict:
+def run_config(
+    checkpoint: str, problems: str, scratch: str, *, prompts: int, group: int, prompt_tokens: int, new_tokens: int
+) -> ConfigDict:
     """The run of an experiment file: one update on all completions, computed as `train` computes it."""
-    compute, layout = step_layout(_model(job), mini_batches=1)
+    compute, layout = step_layout(read_config(checkpoint), mini_batches=1)
     config = get_config()
-    config.run_dir = str(Path(job.scratch) / "run")
-    config.model.path = job.checkpoint
+    config.run_dir = str(Path(scratch) / "run")
+    config.model.path = checkpoint
     config.model.compute_dtype = compute.dtype
     config.model.remat = compute.remat
     config.model.scan_unroll = compute.scan_unroll
     config.model.logprob_chunk = compute.logprob_chunk
-    config.task.train = job.problems
+    config.task.train = problems
     config.task.prompt_suffix = ""
-    config.task.max_prompt_tokens = job.prompt_tokens
+    config.task.max_prompt_tokens = prompt_tokens
     config.rollout.precision = "float32"
     config.rollout.compute_dtype = "float32"
-    config.rollout.group_size = job.group
-    config.rollout.max_completion_tokens = job.new_tokens
+    config.rollout.group_size = group
+    config.rollout.max_completion_tokens = new_tokens
     config.algorithm.clip_high = 0.2
-    config.training.prompts_per_step = job.prompts
-    config.training.prompts_per_mini_batch = job.prompts
+    config.training.prompts_per_step = prompts
+    config.training.prompts_per_mini_batch = prompts
     config.training.row_lengths = layout.row_lengths
     config.training.micro_batch_tokens = layout.rows_per_micro_batch[0] * layout.row_lengths[0]
-    # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
-    config.training.steps = config.checkpoint.every_steps = 10**6
     return config
 
 

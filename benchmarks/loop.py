@@ -1,0 +1,85 @@
+"""What of a training step is not model time: the loop of bin/train.py, phase by phase.
+
+    python -m benchmarks.loop --size 9M --steps 12
+
+16 prompts x 8 completions of 64 tokens, one update, DC-GRPO, the embedded engine in float32, real verifier, metrics and
+samples written, a checkpoint after every second step. Model time is sampling and the compiled step; the rest of the
+seconds from one push of weights to the next is the loop's own. Steps before which a checkpoint was begun are told
+apart: what an asynchronous save costs is seen there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.inputs import make_inputs
+from benchmarks.peers.ours import run_config
+from benchmarks.timing import machine, median_and_spread
+from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
+from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.parallel.host import prepare_host
+from dcmdp_jax.training import loop
+from dcmdp_jax.training.setup import make_plan_of_run
+
+_WARM, _EVERY = 3, 2
+_PHASES = ("push", "generate", "verify", "pack", "step")
+
+
+class _Stamped:
+    """An engine that notes when a step begins: its first act is to push the weights."""
+
+    def __init__(self, engine: Any, stamps: list[float]) -> None:
+        self._engine, self._stamps = engine, stamps
+
+    def push_weights(self, *arguments: Any) -> dict[str, float]:
+        self._stamps.append(time.monotonic())
+        return self._engine.push_weights(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=tuple(SIZES), default="9M")
+    parser.add_argument("--steps", type=int, default=12)
+    arguments = parser.parse_args()
+    prepare_host(cpu_devices=0)
+    print(machine() + "\n")
+    stamps: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint, problems = make_inputs(model(arguments.size), Path(scratch), prompt_tokens=PROMPT_TOKENS)
+        config = run_config(
+            str(checkpoint), str(problems), scratch,
+            prompts=PROMPTS, group=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS,
+        )  # fmt: skip
+        config.training.steps = arguments.steps + _WARM + 1
+        config.checkpoint.every_steps = _EVERY
+        make_engine = loop.make_engine
+        loop.make_engine = lambda plan: _Stamped(make_engine(plan), stamps)
+        loop.train(make_plan_of_run(from_config_dict(config)), show=lambda line: None)
+        lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = {record["step"]: record for record in map(json.loads, lines) if "time/step" in record}
+    seconds = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+    print("| steps | seconds | " + " | ".join(_PHASES) + " | else | not model time |")
+    print("|---|---|" + "---|" * (len(_PHASES) + 2))
+    for name, begun in (("with a checkpoint begun", 0), ("without", 1)):
+        chosen = [step for step in records if _WARM < step <= len(seconds) and step % _EVERY == begun]
+        shares = {phase: [records[s][f"time/{phase}"] / seconds[s - 1] for s in chosen] for phase in _PHASES}
+        own = [1 - sum(parts) for parts in zip(*shares.values(), strict=True)]
+        overhead = [1 - a - b for a, b in zip(shares["generate"], shares["step"], strict=True)]
+        print(
+            f"| {name} | {median_and_spread([seconds[s - 1] for s in chosen])} | "
+            + " | ".join(f"{statistics.median(shares[phase]):.1%}" for phase in _PHASES)
+            + f" | {statistics.median(own):.1%} | {median_and_spread(overhead, '.1%')} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
