@@ -1,30 +1,43 @@
-"""Tokens per second of the embedded engine against model size and precision.
+"""Tokens per second of the embedded engine against model size and precision, and what refilling a batch gains.
 
     python -m benchmarks.sampler --sizes 0.6M,9M,60M --precisions float32,bfloat16,int8,fp8 --repeats 7
+    python -m benchmarks.sampler --sizes 0.6M,9M --lengths longtail --repeats 7
 
 16 prompts x 8 completions, 16-token prompts, 64 new tokens, no stop token: every row runs to the end. Random Qwen3
 weights, tied embeddings, float32 compute, temperature 1. Prints a markdown table: the median over repeats, slowest and
 fastest, the time of a weight push and of the first call, which compiles.
+
+With --lengths longtail: 64 x 8 completions in batches of at most 128, lengths log-normal, median 32, the longest 8
+times that; the same completions three ways, in turns: one batch after another, with a cache of at least 128 tokens and
+batches that shrink to 32 rows ("coarse", all that there was before refill), the same with a cache from 32 tokens and
+batches down to 8 rows ("fine"), and with refill in those sizes. Lengths are forced by the random words: those of a row's
+last token draw the end token, earlier ones never do. Nothing else differs from sampling.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import machine
+from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import SIZES, model
 from dcmdp_jax.models.decoder import init_params
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.local import decode, sampler
 from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.local.schedule import Scheduler
 from dcmdp_jax.rollout.local.weights import PRECISIONS
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
+TAIL_PROMPTS, TAIL_ROWS, MEDIAN, LONGEST = 64, 128, 32, 256
+_END = 0
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -60,6 +73,67 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     ]
 
 
+def _forced_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`sampler.token_words`, but such that a row's length is a log-normal function of its key."""
+    uniform = ((keys[:, 0] >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
+    # 512 draws of a normal reach 3.04 on average.
+    spread = np.log(LONGEST / MEDIAN) / 3.04
+    lengths = jnp.clip(MEDIAN * jnp.exp(spread * jax.scipy.special.ndtri(uniform)), 1, LONGEST).astype(jnp.int32)
+    # Words of 0 draw the first token, those from 2^30 on never do: it has less than a quarter of the mass.
+    words = jnp.maximum(sampler.token_words(keys, tokens), np.uint32(2**30))
+    return jnp.where((tokens >= lengths - 1)[:, None], np.uint32(0), words)
+
+
+def _one_batch_after_another(schedule: Callable[..., None]) -> Callable[..., None]:
+    def sample(self: Scheduler, prompts: list[np.ndarray], members: list[int], group: int, bucket: int) -> None:
+        for start in range(0, len(members), TAIL_ROWS // group):
+            schedule(self, prompts, members[start : start + TAIL_ROWS // group], group, bucket)
+
+    return sample
+
+
+def measure_long_tail(size: str, repeats: int) -> str:
+    """A table row: seconds one batch after another, and with refill."""
+    config = model(size)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(TAIL_PROMPTS)]
+    sampling = SamplingParams(group_size=GROUP, max_completion_tokens=LONGEST, stop_token_ids=(_END,))
+    params = init_params(config, jax.random.key(0))
+
+    def made(**settings: int) -> LocalEngine:
+        total = PROMPT_TOKENS + LONGEST
+        engine = LocalEngine(config, precision="float32", max_total_tokens=total, max_rows=TAIL_ROWS, **settings)
+        engine.push_weights(params, 0)
+        return engine
+
+    coarse, fine = made(cache_block=128, min_rows=32), made(min_rows=8)
+    completions, refilled = {}, Scheduler.sample
+
+    def call(name: str, engine: LocalEngine, sample: Callable[..., None]) -> None:
+        Scheduler.sample = sample
+        try:
+            completions[name] = engine.generate(prompts, sampling, seed=0, step=0).completion_ids
+        finally:
+            Scheduler.sample = refilled
+
+    batches = _one_batch_after_another(refilled)
+    calls = {"coarse": (coarse, batches), "fine": (fine, batches), "refill": (fine, refilled)}
+    decode.token_words = _forced_words
+    try:
+        times = interleave({name: functools.partial(call, name, *what) for name, what in calls.items()}, repeats)
+    finally:
+        decode.token_words = sampler.token_words
+    for other in ("coarse", "fine"):
+        for pair in zip(completions["refill"], completions[other], strict=True):
+            np.testing.assert_array_equal(*pair)
+    lengths = np.asarray([ids.size for ids in completions["refill"]])
+    return (
+        f"| {size} | {np.median(lengths):.0f}, {lengths.mean():.0f}, {lengths.max()} | "
+        + " | ".join(median_and_spread(times[name]) for name in calls)
+        + f" | {ratio(times['coarse'], times['refill'])} | {ratio(times['fine'], times['refill'])} |"
+    )
+
+
 def _names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
@@ -85,9 +159,16 @@ def main() -> None:
         default=["float32", "bfloat16", "int8", "fp8"],
         help="of " + ", ".join(PRECISIONS),
     )
+    parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
     parser.add_argument("--repeats", type=_positive, default=7)
     arguments = parser.parse_args()
     print(machine() + "\n")
+    if arguments.lengths == "longtail":
+        print("| size | lengths: median, mean, longest | coarse, s | fine, s | refill, s | over coarse | over fine |")
+        print("|---|---|---|---|---|---|---|")
+        for size in arguments.sizes:
+            print(measure_long_tail(size, arguments.repeats), flush=True)
+        return
     print("| size | parameters | precision | tokens/s, median | spread | push, ms | first call, s |")
     print("|---|---|---|---|---|---|---|")
     for size in arguments.sizes:

@@ -212,11 +212,11 @@ def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows)
 def test_decoding_stops_when_every_row_is_done(monkeypatch):
     from dcmdp_jax.rollout.local import decode
 
-    ends, compiled = [], decode.decode
+    steps, compiled = [], decode.decode
 
     def recorded(*args, **kwargs):
         result = compiled(*args, **kwargs)
-        ends.append(int(result[1].end))
+        steps.append(int(result[1].steps))
         return result
 
     monkeypatch.setattr(decode, "decode", recorded)
@@ -224,7 +224,8 @@ def test_decoding_stops_when_every_row_is_done(monkeypatch):
     rollout = engine().generate(prompts(), sampling, seed=1, step=2)
     longest = max(ids.size for ids in rollout.completion_ids)
     assert set(rollout.finish_reasons) == {"stop"}
-    assert ends == [longest] and longest < 40
+    # The first token comes from the prompt.
+    assert steps == [longest - 1] and longest < 40
 
 
 def test_top_p_renormalises_inside_the_nucleus():
@@ -335,11 +336,11 @@ def test_score_is_the_softmax_of_given_tokens():
 
 
 def test_long_prompts_run_in_parts(monkeypatch):
-    from dcmdp_jax.rollout.local import engine as module
+    from dcmdp_jax.rollout.local import schedule
 
     whole = engine().generate(prompts(), SAMPLING, seed=1, step=2)
     # Room for the attention of two prompts in the bucket of 16: parts of 2, 2, 1.
-    monkeypatch.setattr(module, "_ATTENTION_ELEMENTS", 2 * 4 * 16 * 16)
+    monkeypatch.setattr(schedule, "ATTENTION_ELEMENTS", 2 * 4 * 16 * 16)
     assert_same_samples(whole, engine().generate(prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
 
 

@@ -54,7 +54,7 @@ def test_frequencies_follow_the_softmax():
     # 200,000 draws over 300 tokens in 3 blocks; chi-square with 299 degrees of freedom, fixed keys.
     logits = np.random.default_rng(3).normal(size=300).astype(np.float32)
     keys = row_keys(np.uint32(0), np.uint32(0), jnp.arange(2000, dtype=jnp.uint32))
-    bits = token_words(keys, jnp.int32(0), 100).reshape(-1, 2)
+    bits = jax.vmap(token_words, (None, 0))(keys, jnp.tile(jnp.arange(100)[:, None], 2000)).reshape(-1, 2)
     tiled = jnp.broadcast_to(jnp.asarray(logits), (bits.shape[0], 300))
     tokens, _ = jax.jit(choose_tokens, static_argnums=4)(tiled, bits, ONE, ONE, "sample")
     counts = np.bincount(np.asarray(tokens), minlength=300)
@@ -138,10 +138,10 @@ def test_unknown_mode_is_refused():
 
 def test_words_are_the_documented_chain_of_keys():
     keys = row_keys(np.uint32(7), np.uint32(3), jnp.array([0, 5, 2**20], jnp.uint32))
-    got = token_words(keys, jnp.int32(40), 4)
-    for i, t in enumerate(range(40, 44)):
-        for j, row in enumerate((0, 5, 2**20)):
+    for tokens in ((40, 41, 42), (0, 2**20, 7)):
+        got = token_words(keys, jnp.asarray(tokens, jnp.int32))
+        for place, (row, token) in enumerate(zip((0, 5, 2**20), tokens, strict=True)):
             key = jax.random.key(7)
-            for number in (3, row, t):
+            for number in (3, row, token):
                 key = jax.random.fold_in(key, number)
-            np.testing.assert_array_equal(got[i, j], jax.random.bits(key, (2,), jnp.uint32))
+            np.testing.assert_array_equal(got[place], jax.random.bits(key, (2,), jnp.uint32))

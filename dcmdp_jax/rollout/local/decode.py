@@ -1,10 +1,4 @@
-"""The compiled programs of the embedded engine: prefill, decode, shrink, grow and score.
-
-A cache has `prompt_slots` slots for the prompt, filled from the left, then the slots of the completion: token t of
-every row is written to slot prompt_slots + t, so that a decode step writes one slice and no scatter. Keys are stored
-transposed, [R, K, h, S], values [R, K, S, h]: the one pair of layouts in which both products of the attention stream
-through memory on XLA's CPU backend (keys stored like values cost 2 to 7 times as much). The layers are unrolled.
-"""
+"""The compiled programs of the embedded engine that run the model: prefill, first_tokens, decode and score."""
 
 from __future__ import annotations
 
@@ -20,15 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
+from dcmdp_jax.models.decoder import apply_block, final_norm, merge_projections, output_kernel
 from dcmdp_jax.models.layers import rotary_tables
-from dcmdp_jax.models.quantize import FP8_MAX, QuantizedKernel, widen
-from dcmdp_jax.rollout.local.sampler import choose_tokens, row_keys, token_words
+from dcmdp_jax.models.quantize import QuantizedKernel, widen
+from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
+from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
 from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024
 _HIDDEN = -1e30
-_FLOAT8 = "float8_e4m3fn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,52 +41,28 @@ class Program:
     cache_dtype: str
     mesh: Mesh
 
-    def place_rows(self, tree: DecodeState) -> DecodeState:
-        sharding = NamedSharding(self.mesh, P("rows"))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+    @property
+    def rows(self) -> NamedSharding:
+        """How arrays are placed whose leading axis is the row."""
+        return NamedSharding(self.mesh, P("rows"))
 
 
-class DecodeState(NamedTuple):
-    """Rows between two calls of `decode`; the leading axis of every array is the row.
+class Rows(NamedTuple):
+    """What `decode` has to know of each row of a batch; the leading axis of every array is the row.
 
     Attributes:
-        cache: for each layer keys [R, K, h, S] and values [R, K, S, h], float8 as uint8 bits.
-        hidden: [R, D], the normed hidden state that the next token is drawn from.
-        prompt_lengths: [R] int32.
         keys: [R, 2] uint32, see `sampler.row_keys`.
-        done: [R] bool, a stop token was sampled or the row is padding.
-        sampled: [R] int32, tokens of the completion so far.
+        prompt_lengths: [R] int32.
+        last: [R] int32, the token sampled last; its key and value are not in the cache yet.
+        sampled: [R] int32, tokens of the completion so far, at least 1.
+        done: [R] bool, a stop token was sampled or there is no row in this place.
     """
 
-    cache: tuple[tuple[jax.Array, jax.Array], ...]
-    hidden: jax.Array
-    prompt_lengths: jax.Array
     keys: jax.Array
-    done: jax.Array
+    prompt_lengths: jax.Array
+    last: jax.Array
     sampled: jax.Array
-
-    @property
-    def slots(self) -> int:
-        """Length of the cache in tokens."""
-        return self.cache[0][1].shape[2]
-
-
-def _store(x: jax.Array, cache_dtype: str) -> jax.Array:
-    """Casts to the cache's dtype; float8 saturates where a cast would give NaN (scale 1, as vLLM's default).
-
-    float8 is kept as its bits: XLA's CPU backend has no float8 copy and would convert the whole cache to write one
-    slot, at ten times the time of a decode step.
-    """
-    if cache_dtype != _FLOAT8:
-        return x.astype(cache_dtype)
-    return jax.lax.bitcast_convert_type(jnp.clip(x, -FP8_MAX, FP8_MAX).astype(cache_dtype), jnp.uint8)
-
-
-def _load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `_store` kept, in `dtype`."""
-    if stored.dtype == jnp.uint8:
-        stored = jax.lax.bitcast_convert_type(stored, _FLOAT8)
-    return stored.astype(dtype)
+    done: jax.Array
 
 
 def _logits(weights: Params, hidden: jax.Array) -> jax.Array:
@@ -118,8 +88,8 @@ def _forward_rows(
     rotary = jax.lax.optimization_barrier(rotary_tables(config, jnp.arange(length)[None]))
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        stored = _store(key, program.cache_dtype), _store(value, program.cache_dtype)
-        read = (_load(x, dtype) for x in stored)
+        stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
+        read = (load(x, dtype) for x in stored)
         return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True), stored
 
     x = weights["embedding"][tokens].astype(dtype)
@@ -130,35 +100,23 @@ def _forward_rows(
     return final_norm(weights, config, x), stored
 
 
-@functools.partial(jax.jit, static_argnames=("program", "capacity", "groups"))
+@functools.partial(jax.jit, static_argnames=("program", "groups"))
 def prefill(
-    weights: Params,
-    prompts: jax.Array,
-    lengths: jax.Array,
-    row_prompts: jax.Array,
-    row_ids: jax.Array,
-    seed: jax.Array,
-    step: jax.Array,
-    *,
-    program: Program,
-    capacity: int,
-    groups: int,
-) -> DecodeState:
-    """Runs each prompt once and gives its cache to all rows that answer it.
+    weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
+) -> tuple[Cache, jax.Array]:
+    """Runs each prompt once.
 
     Args:
         weights: the engine's tree, see `weights.convert`.
         prompts: [P, prompt_slots] int32, right-padded.
         lengths: [P] int32.
-        row_prompts: [R] int32, index into `prompts`.
-        row_ids: [R] int32, the row's number in the whole call; -1 is padding.
-        seed, step: [] uint32.
         program: the specialisation.
-        capacity: completion slots to make room for.
         groups: the prompts are run in this many parts, one after another; divides P. Bounds the memory of attention.
+
+    Returns:
+        The cache of the prompts, and [P, D], the normed hidden states that the first tokens are drawn from.
     """
-    dtype = jnp.dtype(program.compute_dtype)
-    weights = widen(weights, dtype)
+    weights = widen(weights, jnp.dtype(program.compute_dtype))
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         hidden, stored = _forward_rows(weights, *part, program)
@@ -170,47 +128,68 @@ def prefill(
         parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
         mapped = jax.lax.map(run, parts)
         last, stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
-
-    def expand(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        key, value = key.transpose(0, 2, 3, 1)[row_prompts], value.transpose(0, 2, 1, 3)[row_prompts]
-        return _pad_slots(key, value, capacity)
-
-    return program.place_rows(
-        DecodeState(
-            cache=tuple(expand(key, value) for key, value in stored),
-            hidden=last[row_prompts],
-            prompt_lengths=lengths[row_prompts],
-            keys=row_keys(seed, step, jnp.maximum(row_ids, 0).astype(jnp.uint32)),
-            done=row_ids < 0,
-            sampled=jnp.zeros(row_ids.shape, jnp.int32),
-        )
-    )
+    cache = tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored)
+    return jax.lax.with_sharding_constraint((cache, last), program.rows)
 
 
-def _pad_slots(key: jax.Array, value: jax.Array, extra: int) -> tuple[jax.Array, jax.Array]:
-    return jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, extra))), jnp.pad(value, ((0, 0), (0, 0), (0, extra), (0, 0)))
+@functools.partial(jax.jit, static_argnames=("program", "mode"))
+def first_tokens(
+    weights: Params,
+    hidden: jax.Array,
+    row_prompts: jax.Array,
+    keys: jax.Array,
+    inverse_temperature: jax.Array,
+    top_p: jax.Array,
+    *,
+    program: Program,
+    mode: str,
+) -> tuple[jax.Array, jax.Array]:
+    """The first token of each row, drawn from the hidden state of its prompt.
+
+    Args:
+        weights: the engine's tree.
+        hidden: [P, D], of `prefill`.
+        row_prompts: [R] int32, index into `hidden`.
+        keys: [R, 2] uint32, see `sampler.row_keys`.
+        inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
+        program: the specialisation.
+
+    Returns:
+        [R] int32 tokens and [R] float32 log-probs.
+    """
+    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
+    words = token_words(keys, jnp.zeros(row_prompts.shape, jnp.int32))
+    return choose_tokens(_logits(weights, rows), words, inverse_temperature, top_p, mode)
 
 
 class Decoded(NamedTuple):
     """What a call of `decode` sampled.
 
     Attributes:
-        tokens: [slots - prompt_slots, R] int32; row i holds token first + i, rows after the last step are 0.
-        logprobs: as `tokens`, float32 nats. Entries after a row's stop token mean nothing.
-        end: [] int32, the token that comes next.
+        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, `sampled` as it was before the call.
+            Entries after a row's stop token or the last step mean nothing.
+        logprobs: as `tokens`, float32 nats.
+        steps: [] int32, how many were taken.
+        sampled, done: [R], see `Rows`.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
-    end: jax.Array
+    steps: jax.Array
+    sampled: jax.Array
+    done: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("program", "prompt_slots", "mode"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
+)
 def decode(
     weights: Params,
-    state: DecodeState,
-    first: jax.Array,
-    last: jax.Array,
+    cache: Cache,
+    rows: Rows,
+    clock: jax.Array,
+    steps: jax.Array,
     live_floor: jax.Array,
     inverse_temperature: jax.Array,
     top_p: jax.Array,
@@ -218,62 +197,80 @@ def decode(
     *,
     program: Program,
     prompt_slots: int,
+    prefix_slots: int,
     mode: str,
-) -> tuple[DecodeState, Decoded]:
-    """Samples tokens first, first + 1, ... of every row until token `last` or until few rows are alive.
+) -> tuple[Cache, Decoded]:
+    """Samples tokens for all rows until `steps` are taken or `live_floor` rows, or fewer, are not done.
+
+    The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
+    window of W slots in a circle: in a step every row writes to slot `clock % W` of it, one slice and no scatter. A row
+    that entered when the clock stood at c has its tokens in the slots written since, whichever those are: attention
+    does not mind the order of slots, and positions were rotated into the keys. W tokens after it entered a row would
+    overwrite its own; `steps` must not go so far.
 
     Args:
         weights: the engine's tree.
-        state: donated.
-        first, last: [] int32, the tokens to sample are first .. last - 1; last is at most the completion slots.
-        live_floor: [] int32, returns as soon as no more rows than this are alive.
+        cache: of the rows, `prefix_slots + W` slots; donated.
+        rows: what goes with them.
+        clock: [] int32, steps taken in this window by earlier calls.
+        steps: [] int32, at most W.
+        live_floor: [] int32.
         inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
-        stop_ids: [any] int32.
+        stop_ids: [E] int32.
         program: the specialisation.
         prompt_slots: cache slots of the prompt.
+        prefix_slots: those and the slots of tokens that every row sampled before it entered the window.
     """
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
     weights = widen(weights, dtype)
-    slots, rows = jnp.arange(state.slots), state.done.shape[0]
-    words = token_words(state.keys, first, state.slots - prompt_slots)
+    weights["layers"] = [merge_projections(layer, mlp=True) for layer in weights["layers"]]
+    rows = jax.lax.with_sharding_constraint(rows, program.rows)
+    slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
+    # A slot is seen by rows that have sampled at least this many tokens in the window, not counting the last.
+    ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
 
-    def forward(state: DecodeState, tokens: jax.Array, t: jax.Array) -> DecodeState:
-        slot = prompt_slots + t
-        seen = (slots < state.prompt_lengths[:, None]) | ((slots >= prompt_slots) & (slots <= slot))
+    def forward(cache: Cache, last: jax.Array, sampled: jax.Array, now: jax.Array) -> tuple[Cache, jax.Array]:
+        slot = prefix_slots + now % window
+        ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
+        entered = sampled - 1 - (prefix_slots - prompt_slots)
+        seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
         bias = jnp.where(seen, 0.0, _HIDDEN)
-        rotary = tuple(table[state.prompt_lengths + t][:, None] for table in tables)
-        x = weights["embedding"][tokens][:, None]
-        cache = []
-        for layer, kept in zip(weights["layers"], state.cache, strict=True):
-            attend = functools.partial(_attend_cached, cache=kept, slot=slot, bias=bias, dtype=program.cache_dtype)
-            x, kept = apply_block(layer, config, x, rotary, attend)
-            cache.append(kept)
-        return state._replace(cache=tuple(cache), hidden=final_norm(weights, config, x)[:, 0])
+        rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
+        x = weights["embedding"][last][:, None]
+        kept = []
+        for layer, held in zip(weights["layers"], cache, strict=True):
+            attend = functools.partial(_attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype)
+            x, held = apply_block(layer, config, x, rotary, attend)
+            kept.append(held)
+        return tuple(kept), final_norm(weights, config, x)[:, 0]
 
-    def alive(carry: tuple[DecodeState, Decoded]) -> jax.Array:
-        state, decoded = carry
-        return (decoded.end < last) & (jnp.sum(~state.done, dtype=jnp.int32) > live_floor)
+    def alive(carry: tuple[Cache, jax.Array, Decoded]) -> jax.Array:
+        decoded = carry[2]
+        return (decoded.steps < steps) & (jnp.sum(~decoded.done, dtype=jnp.int32) > live_floor)
 
-    def body(carry: tuple[DecodeState, Decoded]) -> tuple[DecodeState, Decoded]:
-        state, decoded = carry
-        t = decoded.end
-        tokens, logprobs = choose_tokens(
-            _logits(weights, state.hidden), words[t - first], inverse_temperature, top_p, mode
+    def body(carry: tuple[Cache, jax.Array, Decoded]) -> tuple[Cache, jax.Array, Decoded]:
+        cache, last, decoded = carry
+        step, sampled = decoded.steps, decoded.sampled
+        cache, hidden = forward(cache, last, sampled, clock + step)
+        words = token_words(rows.keys, sampled)
+        tokens, logprobs = choose_tokens(_logits(weights, hidden), words, inverse_temperature, top_p, mode)
+        return (
+            cache,
+            tokens,
+            Decoded(
+                jax.lax.dynamic_update_slice(decoded.tokens, tokens[None], (step, 0)),
+                jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (step, 0)),
+                step + 1,
+                sampled + ~decoded.done,
+                decoded.done | jnp.any(tokens[:, None] == stop_ids, axis=-1),
+            ),
         )
-        sampled = state.sampled + ~state.done
-        done = state.done | jnp.any(tokens[:, None] == stop_ids, axis=-1)
-        state = forward(state, tokens, t)._replace(done=done, sampled=sampled)
-        decoded = Decoded(
-            jax.lax.dynamic_update_slice(decoded.tokens, tokens[None], (t - first, 0)),
-            jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (t - first, 0)),
-            t + 1,
-        )
-        return state, decoded
 
-    shape = (state.slots - prompt_slots, rows)
-    empty = Decoded(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), first)
-    return jax.lax.while_loop(alive, body, (state, empty))
+    shape = (window, rows.done.shape[0])
+    empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
+    cache, _, decoded = jax.lax.while_loop(alive, body, (cache, rows.last, Decoded(*empty, rows.sampled, rows.done)))
+    return jax.lax.with_sharding_constraint(cache, program.rows), decoded
 
 
 def _attend_cached(
@@ -290,27 +287,13 @@ def _attend_cached(
     rows, _, heads, width = query.shape
     kv_heads = key.shape[2]
     keys, values = cache
-    keys = jax.lax.dynamic_update_slice(keys, _store(key, dtype).transpose(0, 2, 3, 1), (0, 0, 0, slot))
-    values = jax.lax.dynamic_update_slice(values, _store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0))
+    keys = jax.lax.dynamic_update_slice(keys, store(key, dtype).transpose(0, 2, 3, 1), (0, 0, 0, slot))
+    values = jax.lax.dynamic_update_slice(values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0))
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, _load(keys, query.dtype), preferred_element_type=jnp.float32)
+    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, load(keys, query.dtype), preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores / math.sqrt(width) + bias[:, None, None], axis=-1).astype(query.dtype)
-    attended = jnp.einsum("rkgs,rksh->rkgh", weights, _load(values, query.dtype))
+    attended = jnp.einsum("rkgs,rksh->rkgh", weights, load(values, query.dtype))
     return attended.reshape(rows, 1, heads, width), (keys, values)
-
-
-@functools.partial(jax.jit, static_argnames=("program",))
-def shrink(state: DecodeState, keep: jax.Array, padding: jax.Array, *, program: Program) -> DecodeState:
-    """The rows `keep` [R'] int32 of the state; a row where `padding` [R'] is true is a stand-in and counts as done."""
-    kept = jax.tree.map(lambda x: x[keep], state)
-    return program.place_rows(kept._replace(done=kept.done | padding))
-
-
-@functools.partial(jax.jit, static_argnames=("extra", "program"))
-def grow(state: DecodeState, *, extra: int, program: Program) -> DecodeState:
-    """The state with `extra` more completion slots."""
-    cache = tuple(_pad_slots(key, value, extra) for key, value in state.cache)
-    return program.place_rows(state._replace(cache=cache))
 
 
 @functools.partial(jax.jit, static_argnames=("program",))

@@ -16,14 +16,13 @@ from dcmdp_jax.models.decoder import check_params
 from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local import decode
+from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
 from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, source_fingerprint
 from dcmdp_jax.types import Params, Rollout
 
 logger = logging.getLogger(__name__)
 
 _SMALLEST_BUCKET = 16
-_ATTENTION_ELEMENTS = 2**28
-"""Attention scores that a forward pass over whole rows may hold at one time: 1 GiB in float32."""
 
 
 class LocalEngine:
@@ -33,9 +32,10 @@ class LocalEngine:
     fold_in(fold_in(fold_in(key(seed), step), row), t) whatever batch, bucket or chunk the row is computed in. Only the
     rounding of products depends on the batch, about 1e-6 in a float32 log-prob.
 
-    Each prompt is run once; its cache is copied to the rows that answer it. Rows advance in lockstep; when half of them
-    are done the others move to a batch of half the size, and the cache grows by doubling, so that a long completion
-    costs little while it is short. Each new shape compiles once: prompt bucket x row count x cache length.
+    Each prompt is run once; its cache is copied to the rows that answer it. A batch is filled up with rows that wait as
+    others are done; when none wait the last ones move to batches of half the size. Rows that outgrow their cache go on
+    together in one of twice the length (see `schedule.Scheduler`), so that a long completion costs little while it is
+    short, and others nothing. Each new shape compiles once: prompt bucket x row count x cache length.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LocalEngine:
         prompt_buckets: Sequence[int] = (),
         max_rows: int = 256,
         min_rows: int = 32,
-        cache_block: int = 128,
+        cache_block: int | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         """Checks the settings; nothing is allocated before the first push.
@@ -62,9 +62,11 @@ class LocalEngine:
             max_total_tokens: longest prompt with its completion.
             prompt_buckets: lengths that prompts are padded to; empty: powers of two from 16. The longest is the longest
                 prompt allowed.
-            max_rows: completions in one batch; bounds the memory of the cache.
+            max_rows: completions in one batch; bounds the memory of caches: with more rows to sample than these, up to
+                three times what a batch of the longest takes.
             min_rows: a batch is not made smaller than this when rows finish.
-            cache_block: completion slots of the cache at first; doubles when they are full.
+            cache_block: completion slots of the cache at first; rows that fill them go on in twice as many. None is 32
+                on CPU, where a step takes as long as its cache is, and 128 elsewhere: each length is a program.
             mesh: devices to split rows over, whatever its axes; None is the first local device. Weights are
                 whole on each device.
 
@@ -74,6 +76,9 @@ class LocalEngine:
         _allowed("precision", precision, PRECISIONS)
         _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16"))
         _allowed("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
+        devices = np.asarray(jax.local_devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
+        if cache_block is None:
+            cache_block = 32 if devices[0].platform == "cpu" else 128
         sizes = {"max_rows": max_rows, "min_rows": min_rows, "cache_block": cache_block}
         for name, value in sizes.items():
             if value < 1:
@@ -90,7 +95,6 @@ class LocalEngine:
         self.max_total_tokens = max_total_tokens
         self._prompt_buckets = tuple(prompt_buckets) or _powers_of_two(max_total_tokens)
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
-        devices = np.asarray(jax.local_devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
         self._mesh = Mesh(devices, ("rows",))
         cache_dtype = "float8_e4m3fn" if kv_cache_dtype == "fp8" else compute_dtype
         self._program = decode.Program(config, compute_dtype, cache_dtype, self._mesh)
@@ -161,95 +165,38 @@ class LocalEngine:
         for index, prompt in enumerate(prompts):
             if prompt.size > longest:
                 raise ValueError(f"prompt {index}: {prompt.size} tokens, the longest prompt bucket has {longest}")
-        group = sampling.group_size
-        # Whole groups together, prompts of like lengths together.
-        size = self._max_rows // group * group or self._max_rows
-        order = np.argsort([prompt.size for prompt in prompts], kind="stable")
-        rows = (order[:, None] * group + np.arange(group)).reshape(-1)
-        chunks = [rows[start : start + size] for start in range(0, rows.size, size)]
-        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * rows.size
-        logprobs: list[np.ndarray] = [np.empty(0, np.float32)] * rows.size
-        for chunk in chunks:
-            for row, *sampled in self._sample(prompts, chunk, min(size, rows.size), sampling, seed, step):
-                tokens[row], logprobs[row] = sampled
-        stops = set(sampling.stop_token_ids)
+        group, limit = sampling.group_size, sampling.max_completion_tokens
+        mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
+        inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
+        draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
+        sampled = Completions(prompts, group, limit, seed, step)
+        # Whole groups, where they fit.
+        size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
+        sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
+        scheduler = Scheduler(self._weights, sampled, draw, sizes, program=self._program)
+        for bucket, members in self._by_bucket(prompts, -(-size // group)):
+            scheduler.sample(prompts, members, group, bucket)
+        rows, stops = range(len(prompts) * group), set(sampling.stop_token_ids)
+        tokens = [sampled.tokens[row, : sampled.sampled[row]].copy() for row in rows]
         return Rollout(
-            prompt_ids=[prompts[row // group] for row in range(rows.size)],
+            prompt_ids=[prompts[row // group] for row in rows],
             completion_ids=tokens,
-            rollout_logprobs=logprobs,
+            rollout_logprobs=[sampled.logprobs[row, : sampled.sampled[row]].copy() for row in rows],
             finish_reasons=["stop" if int(row[-1]) in stops else "length" for row in tokens],
             group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
             policy_version=self._policy_version,
         )
 
-    def _sample(
-        self, prompts: list[np.ndarray], rows: np.ndarray, size: int, sampling: SamplingParams, seed: int, step: int
-    ) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """One batch of at most `size` rows: (row, tokens, log-probs) of each."""
-        limit, devices = sampling.max_completion_tokens, self._mesh.size
-        members = list(dict.fromkeys((rows // sampling.group_size).tolist()))
-        bucket = _bucket(max(prompts[index].size for index in members), self._prompt_buckets)
-        # A batch that is no whole number of groups may begin and end within one.
-        count = -(-size // sampling.group_size) + (size % sampling.group_size > 0)
-        groups = min(count, -(-count * self.config.num_heads * bucket**2 // _ATTENTION_ELEMENTS))
-        padded = np.zeros((_round_up(count, groups * devices), bucket), np.int32)
-        lengths = np.ones(padded.shape[0], np.int32)
-        for place, index in enumerate(members):
-            padded[place, : prompts[index].size] = prompts[index]
-            lengths[place] = prompts[index].size
-        ids = np.full(_round_up(size, devices), -1, np.int32)
-        ids[: rows.size] = rows
-        place_of = {index: place for place, index in enumerate(members)}
-        row_prompts = np.zeros(ids.size, np.int32)
-        row_prompts[: rows.size] = [place_of[index] for index in (rows // sampling.group_size).tolist()]
-        capacity = min(self._cache_block, limit)
-        state = decode.prefill(
-            self._weights, padded, lengths, row_prompts, ids, np.uint32(seed), np.uint32(step),
-            program=self._program, capacity=capacity, groups=groups,
-        )  # fmt: skip
-
-        mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
-        inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
-        stops = np.asarray(sampling.stop_token_ids, np.int32)
-        # Rows by number within this batch; padding is -1.
-        where = np.where(ids < 0, -1, np.arange(ids.size))
-        tokens = np.zeros((rows.size, limit), np.int32)
-        logprobs = np.zeros((rows.size, limit), np.float32)
-        lengths_out = np.zeros(rows.size, np.int32)
-        done, first = ids < 0, 0
-        while first < limit and not done.all():
-            if (smaller := self._shrunk(done)) < done.size:
-                live = np.flatnonzero(~done)
-                keep = np.resize(live, smaller)
-                padding = np.arange(smaller) >= live.size
-                state = decode.shrink(state, keep.astype(np.int32), padding, program=self._program)
-                where, done = np.where(padding, -1, where[keep]), padding
-            if first == capacity:
-                extra = min(capacity, limit - capacity)
-                state = decode.grow(state, extra=extra, program=self._program)
-                capacity += extra
-            half = _round_up(-(-done.size // 2), devices)
-            floor = half if half >= self._min_rows and half < done.size else 0
-            state, decoded = decode.decode(
-                self._weights, state, np.int32(first), np.int32(capacity), np.int32(floor), inverse,
-                np.float32(sampling.top_p), stops, program=self._program, prompt_slots=bucket, mode=mode,
-            )  # fmt: skip
-            end, real = int(decoded.end), where >= 0
-            tokens[where[real], first:end] = np.asarray(decoded.tokens)[: end - first, real].T
-            logprobs[where[real], first:end] = np.asarray(decoded.logprobs)[: end - first, real].T
-            lengths_out[where[real]] = np.asarray(state.sampled)[real]
-            done, first = np.asarray(state.done), end
-        return [
-            (int(row), tokens[place, :length], logprobs[place, :length])
-            for place, (row, length) in enumerate(zip(rows, lengths_out, strict=True))
-        ]
-
-    def _shrunk(self, done: np.ndarray) -> int:
-        """The row count after halving for as long as the live rows fit and it is not below `min_rows`."""
-        size, live = done.size, int((~done).sum())
-        while (half := _round_up(-(-size // 2), self._mesh.size)) < size and half >= max(live, self._min_rows):
-            size = half
-        return size
+    def _by_bucket(self, prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
+        """Prompts by bucket, ascending; those of a bucket with fewer than `fill` go to the next that is used."""
+        runs: list[tuple[int, list[int]]] = []
+        for index in np.argsort([prompt.size for prompt in prompts], kind="stable").tolist():
+            bucket = _bucket(prompts[index].size, self._prompt_buckets)
+            if runs and (runs[-1][0] == bucket or len(runs[-1][1]) < fill):
+                runs[-1] = (bucket, [*runs[-1][1], index])
+            else:
+                runs.append((bucket, [index]))
+        return runs
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -284,11 +231,11 @@ class LocalEngine:
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         for length in sorted(set(buckets)):
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
-            fit = _ATTENTION_ELEMENTS // (self.config.num_heads * length**2)
+            fit = ATTENTION_ELEMENTS // (self.config.num_heads * length**2)
             size = max(1, min(self._max_rows, fit, 1 << (len(members) - 1).bit_length()))
             for start in range(0, len(members), size):
                 part = members[start : start + size]
-                padded = np.zeros((_round_up(size, self._mesh.size), length), np.int32)
+                padded = np.zeros((round_up(size, self._mesh.size), length), np.int32)
                 lengths = np.ones(padded.shape[0], np.int32)
                 for place, index in enumerate(part):
                     padded[place, : rows[index].size] = rows[index]
@@ -320,7 +267,3 @@ def _powers_of_two(limit: int) -> tuple[int, ...]:
 def _bucket(length: int, buckets: Sequence[int]) -> int:
     """The smallest bucket that holds `length`."""
     return next(bucket for bucket in buckets if bucket >= length)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,0 +1,305 @@
+"""Which rows are computed together: batches that are filled up again, and a cache no longer than its rows need."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dcmdp_jax.rollout.local import decode as programs
+from dcmdp_jax.rollout.local.cache import Cache, insert, slots_of, take
+from dcmdp_jax.rollout.local.sampler import row_keys
+from dcmdp_jax.types import Params
+
+ATTENTION_ELEMENTS = 2**28
+"""Attention scores that a forward pass over whole rows may hold at one time: 1 GiB in float32."""
+_REFILL = 4
+"""A batch is filled up when one in this many of its places is free."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shapes of the batches.
+
+    Attributes:
+        rows: of a full batch; a multiple of the devices.
+        min_rows: a batch is not made smaller than this.
+        cache_block: completion slots of the cache of rows that begin; it doubles.
+        limit: tokens of a completion.
+    """
+
+    rows: int
+    min_rows: int
+    cache_block: int
+    limit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """The distribution to draw from, see `sampler.choose_tokens`.
+
+    Attributes:
+        inverse_temperature, top_p: [] float32.
+        stop_ids: [E] int32.
+        mode: "sample", "nucleus" or "greedy".
+    """
+
+    inverse_temperature: np.float32
+    top_p: np.float32
+    stop_ids: np.ndarray
+    mode: str
+
+
+class Completions:
+    """What is sampled in one call of `generate`, by row of the whole call.
+
+    Attributes:
+        tokens, logprobs: [N, limit] int32 and float32; meaningful up to `sampled`.
+        sampled: [N] int32.
+        keys: [N, 2] uint32, see `sampler.row_keys`.
+        prompt_lengths: [N] int32.
+    """
+
+    def __init__(self, prompts: Sequence[np.ndarray], group: int, limit: int, seed: int, step: int) -> None:
+        count = len(prompts) * group
+        self.tokens = np.empty((count, limit), np.int32)
+        self.logprobs = np.empty((count, limit), np.float32)
+        self.sampled = np.zeros(count, np.int32)
+        self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), np.arange(count, dtype=np.uint32)))
+        self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
+
+    def add(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray) -> None:
+        """[steps, rows] more tokens; each row has `sampled` afterwards, what goes beyond means nothing."""
+        places = self.sampled[rows][:, None] + np.arange(tokens.shape[0])
+        self.tokens[rows[:, None], places] = tokens.T
+        self.logprobs[rows[:, None], places] = logprobs.T
+        self.sampled[rows] = sampled
+
+
+@dataclasses.dataclass(eq=False)
+class _Kept:
+    """A cache whose rows wait to enter a batch."""
+
+    cache: Cache
+    used: int
+
+
+class _Waiting(NamedTuple):
+    """A row of the call that can enter a batch, and where its cache is."""
+
+    kept: _Kept
+    place: int
+    row: int
+
+
+class Scheduler:
+    """Samples rows whose prompts share a bucket.
+
+    Rows enter a batch as others leave it. A batch belongs to a level: at level k the cache has room for
+    min(2^k cache_block, limit) tokens of a completion, and a row that has filled it is put aside until the batch of the
+    next level takes it up. So a batch stays full, a few long rows do not make a long cache of the others', and at the
+    end the longest run together.
+
+    What is put aside takes no more memory than the cache of two full batches of the longest rows.
+    """
+
+    def __init__(
+        self, weights: Params, completions: Completions, draw: Draw, sizes: Sizes, *, program: programs.Program
+    ) -> None:
+        self._weights, self._completions, self._draw = weights, completions, draw
+        self._sizes, self._program, self._devices = sizes, program, program.mesh.size
+        self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
+        capacities = [min(sizes.cache_block, sizes.limit)]
+        # A row of n tokens holds n - 1 of them in the cache.
+        while capacities[-1] < sizes.limit - 1:
+            capacities.append(min(2 * capacities[-1], sizes.limit))
+        self._capacities = capacities
+
+    def sample(self, prompts: Sequence[np.ndarray], members: Sequence[int], group: int, bucket: int) -> None:
+        """Samples `group` rows for each of the prompts `members`, none of them longer than `bucket`."""
+        self._prompts, self._group, self._bucket = prompts, group, bucket
+        self._members = deque(members)
+        self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
+        while any(self._has(level) for level in range(len(self._queues))):
+            levels = [level for level in range(len(self._queues)) if self._has(level)]
+            self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
+
+    def _has(self, level: int) -> bool:
+        return bool(self._queues[level]) or (level == 0 and bool(self._members))
+
+    def _blocked(self, level: int) -> bool:
+        """Whether too much is put aside for rows to enter this level."""
+        if level == len(self._queues) - 1:
+            return False
+        aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
+        return sum(slots_of(kept.cache) for kept in aside.values()) > self._bucket + self._sizes.limit
+
+    def _run(self, level: int) -> None:
+        """Fills a batch again and again until all its rows are done or put aside."""
+        completions, sizes = self._completions, self._sizes
+        waiting = self._supply(level, sizes.rows)
+        if not waiting:
+            return
+        first = [row for row in waiting if row.kept is waiting[0].kept]
+        places = np.full(self._shrunk(sizes.rows, len(waiting)), -1)
+        places[: len(first)] = [row.row for row in first]
+        cache = self._take(first[0].kept.cache, [row.place for row in first], places.size, self._slots(level))
+        cache = self._enter(cache, places, waiting[len(first) :])
+        clock, prefix = 0, slots_of(first[0].kept.cache)
+        while True:
+            more = self._has(level) and not self._blocked(level)
+            free = int((places < 0).sum())
+            if more and (free >= self._unit or free == places.size):
+                cache = self._enter(cache, places, self._supply(level, free))
+                more = self._has(level) and not self._blocked(level)
+            live = np.flatnonzero(places >= 0)
+            if not live.size:
+                if more:
+                    continue
+                return
+            if not more and (smaller := self._shrunk(places.size, live.size)) < places.size:
+                cache = self._take(cache, live, smaller, slots_of(cache))
+                places = np.append(places[live], np.full(smaller - live.size, -1))
+                live = np.arange(live.size)
+            cache, steps = self._decode(cache, places, live, level, clock, prefix, more)
+            clock += steps
+            full = np.flatnonzero((places >= 0) & (completions.sampled[places] > self._capacities[level]))
+            if not full.size:
+                continue
+            if full.size == (places >= 0).sum() and self._keeps_together(level, full.size, more):
+                size = self._shrunk(places.size, full.size)
+                level, clock, prefix = level + 1, 0, slots_of(cache)
+                cache = self._take(cache, full, size, self._slots(level))
+                places = np.append(places[full], np.full(size - full.size, -1))
+            else:
+                self._put_aside(cache, places, full, level + 1)
+
+    def _decode(
+        self, cache: Cache, places: np.ndarray, live: np.ndarray, level: int, clock: int, prefix: int, more: bool
+    ) -> tuple[Cache, int]:
+        """Advances a batch until rows should leave it; those that are done leave `places`."""
+        completions, draw = self._completions, self._draw
+        sampled = completions.sampled[places]
+        rows = programs.Rows(
+            keys=completions.keys[places],
+            prompt_lengths=completions.prompt_lengths[places],
+            last=completions.tokens[places, sampled - 1],
+            sampled=sampled,
+            done=places < 0,
+        )
+        end = min(self._capacities[level] + 1, self._sizes.limit)
+        half = round_up(-(-places.size // 2), self._devices)
+        shrinkable = self._sizes.min_rows <= half < places.size
+        floor = places.size - self._unit if more else half if shrinkable else 0
+        cache, decoded = programs.decode(
+            self._weights, cache, rows, np.int32(clock), np.int32(end - sampled[live].max()), np.int32(floor),
+            draw.inverse_temperature, draw.top_p, draw.stop_ids,
+            program=self._program, prompt_slots=self._bucket, prefix_slots=prefix, mode=draw.mode,
+        )  # fmt: skip
+        decoded = jax.device_get(decoded)
+        steps, of = int(decoded.steps), places[live]
+        completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live])
+        places[live] = np.where(decoded.done[live] | (completions.sampled[of] == self._sizes.limit), -1, of)
+        return cache, steps
+
+    def _keeps_together(self, level: int, count: int, more: bool) -> bool:
+        """Whether a batch whose rows are all full goes on as one: nobody to wait for, or too many to be moved twice."""
+        return count >= 0.75 * self._sizes.rows or not (more or self._queues[level + 1])
+
+    def _slots(self, level: int) -> int:
+        return self._bucket + self._capacities[level]
+
+    def _supply(self, level: int, count: int) -> list[_Waiting]:
+        """At most `count` rows that can enter this level."""
+        queue = self._queues[level]
+        while level == 0 and len(queue) < count and self._members:
+            self._prefill()
+        return [queue.popleft() for _ in range(min(count, len(queue)))]
+
+    def _prefill(self) -> None:
+        """Runs the next prompts and draws the first token of each of their rows."""
+        program, group, completions, draw = self._program, self._group, self._completions, self._draw
+        count = max(1, self._sizes.rows // group)
+        members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
+        groups = min(count, -(-count * program.config.num_heads * self._bucket**2 // ATTENTION_ELEMENTS))
+        padded = np.zeros((round_up(count, groups * self._devices), self._bucket), np.int32)
+        lengths = np.ones(padded.shape[0], np.int32)
+        for place, index in enumerate(members):
+            padded[place, : self._prompts[index].size] = self._prompts[index]
+            lengths[place] = self._prompts[index].size
+        cache, hidden = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
+        rows = (np.asarray(members)[:, None] * group + np.arange(group)).reshape(-1)
+        of = np.repeat(np.arange(len(members), dtype=np.int32), group)
+        kept = _Kept(cache, len(members))
+        for start in range(0, rows.size, self._sizes.rows):
+            part, prompts = rows[start : start + self._sizes.rows], of[start : start + self._sizes.rows]
+            tokens, logprobs = jax.device_get(
+                programs.first_tokens(
+                    self._weights,
+                    hidden,
+                    np.resize(prompts, self._sizes.rows),
+                    completions.keys[np.resize(part, self._sizes.rows)],
+                    draw.inverse_temperature,
+                    draw.top_p,
+                    program=program,
+                    mode=draw.mode,
+                )  # fmt: skip
+            )
+            tokens, logprobs = tokens[: part.size], logprobs[: part.size]
+            completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32))
+            going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
+            pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)
+            self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
+
+    def _enter(self, cache: Cache, places: np.ndarray, waiting: Sequence[_Waiting]) -> Cache:
+        """Puts rows into free places."""
+        free = iter(np.flatnonzero(places < 0).tolist())
+        for _, rows in itertools.groupby(waiting, lambda row: id(row.kept)):
+            rows = list(rows)
+            to = list(itertools.islice(free, len(rows)))
+            places[to] = [row.row for row in rows]
+            cache = self._insert(cache, rows[0].kept.cache, [row.place for row in rows], to)
+        return cache
+
+    def _put_aside(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
+        """Moves rows of a batch to where the batch of `level` will find them."""
+        queue, size = self._queues[level], self._sizes.rows
+        while full.size:
+            kept = queue[-1].kept if queue else None
+            if kept is None or kept.used == size:
+                part, full = full[:size], full[size:]
+                kept = _Kept(self._take(cache, part, size, slots_of(cache)), 0)
+            else:
+                part, full = full[: size - kept.used], full[size - kept.used :]
+                kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
+            queue.extend(_Waiting(kept, kept.used + i, row) for i, row in enumerate(places[part].tolist()))
+            kept.used += part.size
+            places[part] = -1
+
+    def _take(self, cache: Cache, rows: Sequence[int], size: int, slots: int) -> Cache:
+        """A cache of `size` rows, the first of them `rows`."""
+        filled = np.resize(np.asarray(rows, np.int32), size)
+        return take(cache, filled, extra=slots - slots_of(cache), sharding=self._program.rows)
+
+    def _insert(self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]) -> Cache:
+        for start in range(0, len(rows), self._unit):
+            part = np.asarray(rows[start : start + self._unit], np.int32)
+            to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
+            to[: part.size] = places[start : start + self._unit]
+            cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.rows)
+        return cache
+
+    def _shrunk(self, size: int, live: int) -> int:
+        """The row count after halving for as long as the live rows fit and it is not below `min_rows`."""
+        while (half := round_up(-(-size // 2), self._devices)) < size and half >= max(live, self._sizes.min_rows):
+            size = half
+        return size
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

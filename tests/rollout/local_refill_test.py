@@ -1,0 +1,223 @@
+"""Rows that enter a batch when others leave it: the same tokens as alone, from a cache that is put together again."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import init_params
+from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.local import cache as cache_module
+from dcmdp_jax.rollout.local import decode, schedule
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.types import Params, Rollout
+
+MODEL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+GROUP = 3
+# Four of 40 tokens end a completion: most end by chance somewhere in 16 tokens, some with their first, some never.
+SAMPLING = SamplingParams(GROUP, 16, temperature=0.8, stop_token_ids=(3, 4, 5, 6))
+ENDLESS = dataclasses.replace(SAMPLING, stop_token_ids=())
+STAGGERED = {"max_rows": 6, "min_rows": 2, "cache_block": 4}
+"""Levels of 4, 8 and 16 tokens; a window of 4 goes round while 27 rows pass through six places."""
+
+
+@functools.lru_cache
+def params() -> Params:
+    return init_params(MODEL, jax.random.key(0))
+
+
+@functools.lru_cache
+def prompts() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2))
+
+
+def generate(sampling: SamplingParams = SAMPLING, **settings) -> Rollout:
+    engine = LocalEngine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
+    engine.push_weights(params(), 0)
+    return engine.generate(prompts(), sampling, seed=1, step=2)
+
+
+@functools.lru_cache
+def alone(sampling: SamplingParams = SAMPLING, cache: str = "auto") -> Rollout:
+    """Every row in a batch of its own, in a cache that is long enough from the beginning."""
+    return generate(sampling, max_rows=1, cache_block=16, kv_cache_dtype=cache)
+
+
+def assert_same(first: Rollout, second: Rollout, atol: float = 1e-5) -> None:
+    assert first.finish_reasons == second.finish_reasons
+    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> dict[str, list]:
+    """What the scheduler asked for: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
+    seen = {"decode": [], "insert": []}
+    originals = decode.decode, schedule.insert
+
+    def decoded(weights, cache, rows, clock, *args, **kwargs):
+        size = cache[0][1].shape[0], cache[0][1].shape[2]
+        seen["decode"].append((*size, int(clock), kwargs["prefix_slots"]))
+        return originals[0](weights, cache, rows, clock, *args, **kwargs)
+
+    def inserted(cache, source, *args, **kwargs):
+        seen["insert"].append((cache[0][1].shape[2], source[0][1].shape[2]))
+        return originals[1](cache, source, *args, **kwargs)
+
+    monkeypatch.setattr(decode, "decode", decoded)
+    monkeypatch.setattr(schedule, "insert", inserted)
+    return seen
+
+
+def test_rows_that_enter_later_are_the_rows_alone(calls):
+    refilled = generate(**STAGGERED)
+    lengths = [ids.size for ids in refilled.completion_ids]
+    assert min(lengths) == 1 and max(lengths) == 16 and len(set(lengths)) > 8
+    assert_same(refilled, alone())
+    # From prompts of 16 slots into rows of 4 tokens, and aside.
+    assert {(20, 16), (20, 20)} <= set(calls["insert"])
+    # The window was overwritten: its clock went beyond its 4 slots, and rows entered after.
+    assert max(clock for _, slots, clock, prefix in calls["decode"] if slots - prefix == 4) > 4
+
+
+def test_no_batch_is_larger_than_asked_for_and_only_as_long_as_its_rows(calls):
+    generate(**STAGGERED)
+    assert {rows for rows, *_ in calls["decode"]} <= {6, 3, 2}
+    # Prefix and window of each level, doubling from 4 tokens.
+    assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} <= {(16, 20), (20, 24), (24, 32)}
+
+
+def test_a_group_is_prefilled_once(monkeypatch):
+    ran, original = [], decode.prefill
+
+    def prefill(weights, padded, lengths, **kwargs):
+        ran.extend(tuple(row[:length]) for row, length in zip(padded, lengths, strict=True))
+        return original(weights, padded, lengths, **kwargs)
+
+    monkeypatch.setattr(decode, "prefill", prefill)
+    generate(**STAGGERED)
+    for prompt in prompts():
+        assert ran.count(tuple(prompt)) == 1
+
+
+def test_rows_of_one_length_stay_together(calls):
+    expected = alone(ENDLESS)
+    for seen in calls.values():
+        seen.clear()
+    assert_same(generate(ENDLESS, **STAGGERED), expected)
+    # Neither put aside nor filled up; 27 rows in five batches, each of them through the three levels.
+    assert not calls["insert"]
+    assert [(rows, slots) for rows, slots, *_ in calls["decode"]] == (
+        [(6, 20), (6, 24), (6, 32)] * 4 + [(3, 20), (3, 24), (3, 32)]
+    )
+
+
+def test_first_tokens_that_end_a_completion_take_no_place(calls):
+    every = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(40)))
+    single = dataclasses.replace(SAMPLING, max_completion_tokens=1)
+    for sampling, reason in ((every, {"stop"}), (single, {"stop", "length"})):
+        rollout = generate(sampling, **STAGGERED)
+        assert {ids.size for ids in rollout.completion_ids} == {1}
+        assert set(rollout.finish_reasons) == reason
+        for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
+            assert ids[0] == whole[0]
+    assert not calls["decode"]
+
+
+def test_groups_that_do_not_fit_a_batch():
+    # 7 rows of a prompt in 6 places: a group is cut, its prompt's cache is kept for the rest.
+    sampling = dataclasses.replace(SAMPLING, group_size=7)
+    assert_same(generate(sampling, **STAGGERED), alone(sampling))
+
+
+def test_prompts_of_several_buckets():
+    assert_same(generate(prompt_buckets=(8, 16), **STAGGERED), alone())
+
+
+def test_what_is_put_aside_is_bounded(monkeypatch):
+    aside, refused, original = [], [], schedule.Scheduler._blocked
+
+    def blocked(self, level):
+        kept = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
+        aside.append(sum(kept.cache[0][1].shape[0] * kept.cache[0][1].shape[2] for kept in kept.values()))
+        refused.append(original(self, level))
+        return refused[-1]
+
+    monkeypatch.setattr(schedule.Scheduler, "_blocked", blocked)
+    # All rows outlive each level, and none may stay where it is.
+    monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
+    assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
+    assert any(refused) and not all(refused)
+    # A batch of the longest rows, 6 x (16 + 16) slots, and one of rows that went on from the level below.
+    assert max(aside) <= 6 * (32 + 24)
+
+
+def test_batches_of_rows_put_aside_are_filled_up_too(monkeypatch, calls):
+    monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
+    monkeypatch.setattr(schedule.Scheduler, "_blocked", lambda *args: False)
+    assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
+    assert {(20, 16), (24, 20), (32, 24)} <= set(calls["insert"])
+
+
+def test_float8_cache_moves_as_bits():
+    assert_same(generate(kv_cache_dtype="fp8", **STAGGERED), alone(cache="fp8"))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+def test_rows_stay_split_over_devices(monkeypatch, calls):
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    split, original = [], decode.decode
+
+    def decoded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        split.extend(leaf.sharding.spec for cache in (args[1], result[0]) for leaf in jax.tree.leaves(cache))
+        return result
+
+    monkeypatch.setattr(decode, "decode", decoded)
+    assert_same(generate(mesh=mesh, **STAGGERED), alone())
+    assert set(split) == {P("rows")} or set(split) == {P("rows", None, None, None)}
+    assert {(20, 16), (20, 20)} <= set(calls["insert"])
+
+
+def test_take_and_insert_by_hand():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("rows",)), P("rows"))
+
+    def made(first: int, rows: int, slots: int) -> cache_module.Cache:
+        def layer(start: int) -> tuple[jax.Array, jax.Array]:
+            values = jnp.arange(start, start + rows * slots, dtype=jnp.float32).reshape(rows, 1, slots, 1)
+            return values.transpose(0, 1, 3, 2), values
+
+        return layer(first), layer(first + 100)
+
+    longer = cache_module.take(made(10, 3, 2), np.array([2, 0, 2], np.int32), extra=1, sharding=sharding)
+    for layer, add in zip(longer, (0, 100), strict=True):
+        rows = np.array([[14, 15, -add], [10, 11, -add], [14, 15, -add]]) + add
+        for array in layer:
+            np.testing.assert_array_equal(array.reshape(3, 3), rows)
+    # Row 1 of the source goes to place 2; place 7 does not exist and takes nothing.
+    places = np.array([2, 7], np.int32)
+    filled = cache_module.insert(longer, made(50, 2, 2), np.array([1, 0], np.int32), places, sharding=sharding)
+    for layer, add in zip(filled, (0, 100), strict=True):
+        rows = np.array([[14, 15, -add], [10, 11, -add], [52, 53, -add]]) + add
+        for array in layer:
+            np.testing.assert_array_equal(array.reshape(3, 3), rows)
