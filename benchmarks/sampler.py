@@ -10,8 +10,8 @@ fastest, the time of a weight push and of the first call, which compiles.
 With --lengths longtail: 64 x 8 completions in batches of at most 128, lengths log-normal, median 32, the longest 8
 times that; the same completions three ways, in turns: one batch after another, with a cache of at least 128 tokens and
 batches that shrink to 32 rows ("coarse", all that there was before refill), the same with a cache from 32 tokens and
-batches down to 8 rows ("fine"), and with refill in those sizes. Lengths are forced by the random words: those of a row's
-last token draw the end token, earlier ones never do. Nothing else differs from sampling.
+batches down to 8 rows ("fine"), and with refill in those sizes. Lengths are forced by the random words: those of a
+row's last token draw the end token, earlier ones never do. Nothing else differs from sampling.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _MAY_IMPORT = {
     },
     "configs": set(),
     "bin": {
-        "dcmdp_jax.memory", "dcmdp_jax.config", "dcmdp_jax.config_rules", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types",
-        "dcmdp_jax.tasks",
+        "dcmdp_jax.memory", "dcmdp_jax.config", "dcmdp_jax.config_rules", "dcmdp_jax.models", "dcmdp_jax.parallel",
+        "dcmdp_jax.types", "dcmdp_jax.tasks",
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
         "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",
     },
