@@ -172,10 +172,14 @@ class Scheduler:
             if not full.size:
                 continue
             if full.size == (places >= 0).sum() and self._keeps_together(level, full.size, more):
-                size = self._shrunk(places.size, full.size)
-                level, clock, prefix = level + 1, 0, slots_of(cache)
-                cache = self._take(cache, full, size, self._slots(level))
-                places = np.append(places[full], np.full(size - full.size, -1))
+                prefix, size = slots_of(cache), self._shrunk(places.size, full.size)
+                level, clock = level + 1, 0
+                if size == places.size:
+                    extra = self._slots(level) - prefix
+                    cache = take(cache, None, extra=extra, sharding=self._program.rows)
+                else:
+                    cache = self._take(cache, full, size, self._slots(level))
+                    places = np.append(places[full], np.full(size - full.size, -1))
             else:
                 self._put_aside(cache, places, full, level + 1)
 
