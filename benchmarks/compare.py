@@ -25,16 +25,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from benchmarks.arguments import at_least_one, names_of
 from benchmarks.peers import report
 from benchmarks.peers.environments import INSTALLS, InstallationFailed, ready
 from benchmarks.peers.inputs import make_inputs
 from benchmarks.peers.rounds import Job
 from benchmarks.peers.worker import Worker, WorkerFailed
-from benchmarks.timing import interleave
+from benchmarks.timing import matmul_gflops
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from bin.cli import Parser, run_main
+from dcmdp_jax.parallel.host import usable_cores
 
 _WARM_UPS = 2
 _ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ class Comparison:
         self.result: dict[str, Any] = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": "python -m benchmarks.compare " + shlex.join(sys.argv[1:]),
-            "machine": {"processor": _processor(), "cores": _cores(), "omp_wait": arguments.omp_wait},
+            "machine": {"processor": _processor(), "cores": usable_cores(), "omp_wait": arguments.omp_wait},
             "versions": {},
             "parts": [],
         }
@@ -61,11 +61,11 @@ class Comparison:
         names = list(self._pythons)
         apart = _is_apart(size, self._arguments.apart)
         measured: dict[str, Any] = {"part": part, "size": size, "in_turn": not apart, "contenders": {}}
-        before = _matmul_gflops()
+        before = matmul_gflops()
         for together in [[name] for name in names] if apart else [names]:
             with contextlib.ExitStack() as stack:
                 self._take_turns(part, size, together, stack, measured["contenders"])
-        measured["matmul_gflops"] = [before, _matmul_gflops()]
+        measured["matmul_gflops"] = [before, matmul_gflops()]
         self.result["parts"].append(measured)
         return measured
 
@@ -118,7 +118,7 @@ class Comparison:
             group=GROUP,
             prompt_tokens=PROMPT_TOKENS,
             new_tokens=NEW_TOKENS,
-            cores=_cores(),
+            cores=usable_cores(),
         )
         return Worker(
             self._pythons[name],
@@ -145,15 +145,6 @@ def _environment(scratch: Path, omp_wait: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _matmul_gflops() -> float:
-    x = jax.numpy.ones((1024, 1024))
-    return 2 * 1024**3 / min(interleave({"product": lambda: x @ x}, 10)["product"]) / 1e9
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def _processor() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -170,22 +161,6 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = list(dict.fromkeys(text.split(",")))
-        if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, allowed are {', '.join(allowed)}")
-        return names
-
-    return parse
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
-    return int(text)
-
-
 def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
@@ -195,16 +170,14 @@ def _file(text: str) -> Path:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=_names(tuple(SIZES)), default=["0.6M", "9M"], help="of " + ", ".join(SIZES))
+    parser.add_argument("--sizes", type=names_of(SIZES), default=["0.6M", "9M"], help="of " + ", ".join(SIZES))
     parser.add_argument(
-        "--parts", type=_names(tuple(report.PARTS)), default=list(report.PARTS), help="of " + ", ".join(report.PARTS)
+        "--parts", type=names_of(report.PARTS), default=list(report.PARTS), help="of " + ", ".join(report.PARTS)
     )
-    parser.add_argument(
-        "--peers", type=_names(tuple(INSTALLS)), default=list(INSTALLS), help="of " + ", ".join(INSTALLS)
-    )
-    parser.add_argument("--rounds", type=_at_least_one, default=5, help="that are counted")
+    parser.add_argument("--peers", type=names_of(INSTALLS), default=list(INSTALLS), help="of " + ", ".join(INSTALLS))
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="that are counted")
     parser.add_argument("--apart", action="store_true", help="one contender after another, not in turn: less memory")
-    parser.add_argument("--timeout", type=_at_least_one, default=900, help="seconds that an answer may take")
+    parser.add_argument("--timeout", type=at_least_one, default=900, help="seconds that an answer may take")
     parser.add_argument(
         "--omp-wait", choices=("default", "passive"), default="default",
         help="OMP_WAIT_POLICY; passive helps torch where something else uses the machine",

@@ -16,10 +16,9 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.peers.inputs import make_inputs
-from benchmarks.peers.ours import run_config
+from benchmarks.peers.ours import SteppedEngine, run_config
 from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.config import from_config_dict
@@ -29,20 +28,6 @@ from dcmdp_jax.training.setup import make_plan_of_run
 
 _WARM, _EVERY = 3, 2
 _PHASES = ("push", "generate", "verify", "pack", "step")
-
-
-class _Stamped:
-    """An engine that notes when a step begins: its first act is to push the weights."""
-
-    def __init__(self, engine: Any, stamps: list[float]) -> None:
-        self._engine, self._stamps = engine, stamps
-
-    def push_weights(self, *arguments: Any) -> dict[str, float]:
-        self._stamps.append(time.monotonic())
-        return self._engine.push_weights(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 def main() -> None:
@@ -62,7 +47,7 @@ def main() -> None:
         config.training.steps = arguments.steps + _WARM + 1
         config.checkpoint.every_steps = _EVERY
         make_engine = loop.make_engine
-        loop.make_engine = lambda plan: _Stamped(make_engine(plan), stamps)
+        loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), lambda _: stamps.append(time.monotonic()))
         loop.train(make_plan_of_run(from_config_dict(config)), show=lambda line: None)
         lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["step"]: record for record in map(json.loads, lines) if "time/step" in record}

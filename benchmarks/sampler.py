@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
-from benchmarks.workload import SIZES, model
+from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.models.decoder import init_params
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local import decode, sampler
@@ -35,7 +36,6 @@ from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.local.schedule import Scheduler
 from dcmdp_jax.rollout.local.weights import PRECISIONS
 
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
 TAIL_PROMPTS, TAIL_ROWS, MEDIAN, LONGEST = 64, 128, 32, 256
 _END = 0
 
@@ -134,33 +134,17 @@ def measure_long_tail(size: str, repeats: int) -> str:
     )
 
 
-def _names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, allowed are {', '.join(allowed)}")
-        return names
-
-    return parse
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
-    return int(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=_names(tuple(SIZES)), default=list(SIZES), help="of " + ", ".join(SIZES))
+    parser.add_argument("--sizes", type=names_of(SIZES), default=list(SIZES), help="of " + ", ".join(SIZES))
     parser.add_argument(
         "--precisions",
-        type=_names(PRECISIONS),
+        type=names_of(PRECISIONS),
         default=["float32", "bfloat16", "int8", "fp8"],
         help="of " + ", ".join(PRECISIONS),
     )
     parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
-    parser.add_argument("--repeats", type=_positive, default=7)
+    parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()
     print(machine() + "\n")
     if arguments.lengths == "longtail":

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.timing import machine, median_and_spread, ratio
+from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
@@ -42,7 +43,6 @@ MODELS = {
     "107M": (32768, 640, 2560, 14, 10, 5, 64),
     "0.6B": (151936, 1024, 3072, 28, 16, 8, 128),
 }
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
 ROWS, TOTAL = PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS
 SETTINGS = VllmSettings(**get_config().rollout.vllm.to_dict())
 

@@ -14,7 +14,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.rollout.packing import PackingPlan, make_plan, pack
+from dcmdp_jax.rollout.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import initial_dual, new_state
 from dcmdp_jax.training.step import make_row_logprobs, make_train_step
@@ -58,12 +58,12 @@ def batch_of(sampled: Rollout, plan: PackingPlan) -> tuple[Batch, float]:
 
 
 def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
-    """How a step on 16 x 8 completions of 64 tokens computes, and its shapes: a completion in each row, no padding."""
-    rows, length = PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS
+    """How a step on 16 x 8 completions of 64 tokens computes, and its shapes: a group's prompt once, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
-    plan = make_plan(
-        row_lengths=(length,), micro_batch_tokens=32 * length, mini_batches=mini_batches,
-        completions=rows // mini_batches, segments_per_row=1, row_shards=1,
+    plan = make_shared_plan(
+        max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,
+        micro_batch_tokens=32 * (PROMPT_TOKENS + NEW_TOKENS), mini_batches=mini_batches,
+        completions=PROMPTS * GROUP // mini_batches,
     )  # fmt: skip
     return compute, plan
 

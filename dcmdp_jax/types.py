@@ -56,6 +56,18 @@ class TrainState(NamedTuple):
     skipped_in_row: Array
 
 
+class SharedPrompts(NamedTuple):
+    """The prompts of a micro-batch's rows, each computed once for its group: P = R / G.
+
+    Attributes:
+        input_ids: [M, A, P, S] int32, every prompt without its last token, padding after it.
+        lengths: [M, A, P] int32, how many of the S tokens are real.
+    """
+
+    input_ids: Array
+    lengths: Array
+
+
 class Rows(NamedTuple):
     """Packed rows of one length bucket, `[M, A, R, L]` each, or `[R, L]` inside a micro-batch.
 
@@ -66,6 +78,8 @@ class Rows(NamedTuple):
         completion_mask: bool, true on sampled tokens, end-of-sequence included.
         completion_index: int32, which completion of the mini-batch a token belongs to; 0 where the mask is false.
         rollout_logprobs: float32 nats, the inference engine's; 0 where the mask is false.
+        prompts: None: each segment holds its whole prompt. Else rows r G to r G + G - 1 are the completions of prompt
+            r, one each, every one after its prompt's last token.
     """
 
     input_ids: Array
@@ -74,6 +88,7 @@ class Rows(NamedTuple):
     completion_mask: Array
     completion_index: Array
     rollout_logprobs: Array
+    prompts: SharedPrompts | None = None
 
 
 class Batch(NamedTuple):

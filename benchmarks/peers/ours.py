@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,17 @@ def reinforce(job: Job, rounds: Rounds) -> None:
     # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
     config.training.steps = config.checkpoint.every_steps = 10**6
     plan = make_plan_of_run(from_config_dict(config))
+
+    def begin(params: Params) -> None:
+        jax.block_until_ready(params)
+        if not rounds.boundary():
+            raise Ended
+
+    def check(rollout: Rollout) -> None:
+        job.check_completions(rollout.completion_ids)
+
     make_engine = loop.make_engine
-    loop.make_engine = lambda plan: _SteppedEngine(make_engine(plan), job, rounds)
+    loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), begin, check)
     rounds.hello(_PACKAGES)
     try:
         loop.train(plan, show=print)
@@ -74,21 +83,21 @@ def reinforce(job: Job, rounds: Rounds) -> None:
         return
 
 
-class _SteppedEngine:
-    """An engine that waits for the word before a step begins: a step's first act is to push the weights."""
+class SteppedEngine:
+    """An engine that calls `begin` before a step, whose first act is to push the weights, and `check` on samples."""
 
-    def __init__(self, engine: Engine, job: Job, rounds: Rounds) -> None:
-        self._engine, self._job, self._rounds = engine, job, rounds
+    def __init__(
+        self, engine: Engine, begin: Callable[[Params], None], check: Callable[[Rollout], None] = lambda rollout: None
+    ) -> None:
+        self._engine, self._begin, self._check = engine, begin, check
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        jax.block_until_ready(params)
-        if not self._rounds.boundary():
-            raise Ended
+        self._begin(params)
         return self._engine.push_weights(params, policy_version)
 
     def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
         rollout = self._engine.generate(prompts, sampling, seed=seed, step=step)
-        self._job.check_completions(rollout.completion_ids)
+        self._check(rollout)
         return rollout
 
     def __getattr__(self, name: str) -> Any:

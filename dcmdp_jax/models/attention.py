@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.models.layers import split
 
 KERNELS = ("xla", "cudnn", "splash")
 _HIDDEN = -1e30
@@ -63,40 +64,85 @@ def row_attention(
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
         )
-    return _xla(query, key, value, None if one_segment else segment_ids, scale)
+    visible = _causal(query.shape[1])
+    if not one_segment:
+        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return _xla(query, key, value, visible)
 
 
-def _xla(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, scale: float) -> jax.Array:
-    """The heads of a group stand in the query axis, [R, K, (H / K) L, h]: both products are plain batched matrix
-    products, and forward and backward take half the time of `jax.nn.dot_product_attention` on CPU."""
+def shared_prompt_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, shape: tuple[int, int, int, int]
+) -> jax.Array:
+    """`row_attention` where the R / P rows of a group share the S tokens of their prompt.
+
+    Args:
+        query: [1, P S + R L, H, h], the tokens of all prompts and then those of all rows.
+        key, value: [1, P S + R L, K, h].
+        visible: from `visible_of_shared`.
+        shape: P, S, R, L.
+
+    Returns:
+        [1, P S + R L, H, h].
+    """
+    prompts, prompt_length, rows, length = shape
+    in_prompts, in_rows = [], []
+    for x in (query, key, value):
+        shared, own = split(x[0], prompts * prompt_length, axis=0)
+        in_prompts.append(shared.reshape(prompts, prompt_length, *x.shape[2:]))
+        in_rows.append(own.reshape(rows, length, *x.shape[2:]))
+    for i in (1, 2):
+        repeated = jnp.repeat(in_prompts[i], rows // prompts, axis=0)
+        in_rows[i] = _apart(jnp.concatenate(_apart((repeated, in_rows[i])), axis=1))
+    attended = _xla(*in_prompts, _causal(prompt_length)), _xla(*in_rows, visible)
+    return jnp.concatenate(_apart(tuple(x.reshape(-1, *query.shape[2:]) for x in attended)))[None]
+
+
+def visible_of_shared(prompt_lengths: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
+    """The keys that each query of `shared_prompt_attention`'s rows sees, [R, L, S + L] bool: the real tokens of its
+    prompt, of which there are `prompt_lengths` [P], and its own row up to itself."""
+    prompts, prompt_length, rows, length = shape
+    real = jnp.repeat(jnp.arange(prompt_length) < prompt_lengths[:, None], rows // prompts, axis=0)
+    parts = jnp.broadcast_to(real[:, None], (rows, length, prompt_length)), _causal(length)
+    return jnp.concatenate([parts[0], jnp.broadcast_to(parts[1], (rows, length, length))], axis=-1)
+
+
+# XLA's CPU backend computes a concatenation inside a fusion one element at a time, one that stands alone by whole rows.
+_apart = jax.lax.optimization_barrier
+
+
+def _causal(length: int) -> jax.Array:
+    return jnp.tril(jnp.ones((length, length), bool))[None]
+
+
+def _xla(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """`visible` [R or 1, L, S]. The heads of a group stand in the query axis, [R, K, (H / K) L, h]: both products are
+    plain batched matrix products, and forward and backward take half the time of `jax.nn.dot_product_attention` on
+    CPU."""
     rows, length, heads, width = query.shape
     group = heads // key.shape[2]
-    query = (
-        query.reshape(rows, length, -1, group, width).transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
-    )
+    # A factor on the query costs less than one on the scores.
+    query = (query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)).reshape(rows, length, -1, group, width)
+    query = query.transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    visible = jnp.tril(jnp.ones((length, length), bool))[None]
-    if segment_ids is not None:
-        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
     bias = jnp.tile(jnp.where(visible, 0.0, _HIDDEN), (1, group, 1))[:, None]
-    attended = _attended(query, key, value, bias, scale)
+    attended = _attended(query, key, value, bias)
     return attended.reshape(rows, -1, group, length, width).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, scale: float) -> jax.Array:
-    """softmax(q k^T scale + bias) v for query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
+@jax.custom_vjp
+def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
+    """softmax(q k^T + bias) v for query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
 
     The sum of the exponentials divides the result, not the [Q, S] weights, and the backward pass takes
     sum_s w_s dw_s as sum_h o_h do_h: four passes over [Q, S] fewer than autodiff. No gradient to `bias`.
     """
-    return _attended_forward(query, key, value, bias, scale)[0]
+    return _attended_forward(query, key, value, bias)[0]
 
 
 def _attended_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, scale: float
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) * scale + bias
+    scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) + bias
     exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     exponentials = exponentials.astype(value.dtype)
@@ -106,7 +152,7 @@ def _attended_forward(
 
 
 def _attended_backward(
-    scale: float, saved: tuple[jax.Array, ...], cotangent: jax.Array
+    saved: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     query, key, value, bias, exponentials, inverse, attended = saved
     cotangent32 = cotangent.astype(jnp.float32)
@@ -114,7 +160,7 @@ def _attended_backward(
     divided = (cotangent32 * inverse).astype(value.dtype)
     value_bar = jnp.einsum("rkqs,rkqh->rksh", exponentials, divided)
     pulled = jnp.einsum("rkqh,rksh->rkqs", divided, value, preferred_element_type=jnp.float32)
-    scores_bar = (exponentials.astype(jnp.float32) * (pulled - along) * scale).astype(query.dtype)
+    scores_bar = (exponentials.astype(jnp.float32) * (pulled - along)).astype(query.dtype)
     query_bar = jnp.einsum("rkqs,rksh->rkqh", scores_bar, key)
     key_bar = jnp.einsum("rkqs,rkqh->rksh", scores_bar, query)
     return query_bar, key_bar, value_bar, jnp.zeros_like(bias)

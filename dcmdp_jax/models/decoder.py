@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prompt_attention, visible_of_shared
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, norm_and_rotate, rotary_tables
-from dcmdp_jax.types import Params
+from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, norm_and_rotate, rotary_tables, split
+from dcmdp_jax.types import Params, SharedPrompts
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], what the caller wants back)."""
@@ -93,9 +93,10 @@ class Attention(nnx.Module):
             ]
         if hasattr(self, "qkv"):
             # Queries and keys are treated alike, so they go through norm and rotation as one array.
-            both, value = _split_last(self.qkv(x).reshape(*x.shape[:2], -1), -config.num_kv_heads * config.head_dim)
+            width = (config.num_heads + config.num_kv_heads) * config.head_dim
+            both, value = split(self.qkv(x), width, axis=2)
             both = self._rotated(both.reshape(heads), jnp.concatenate(scales) if config.qk_norm else None, rotary)
-            query, key = both[:, :, : config.num_heads], both[:, :, config.num_heads :]
+            query, key = split(both, config.num_heads, axis=2)
         else:
             query, key = (
                 self._rotated(layer(x).reshape(heads), scale, rotary)
@@ -107,24 +108,6 @@ class Attention(nnx.Module):
 
     def _rotated(self, x: jax.Array, scale: jax.Array | None, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
         return apply_rotary(x, rotary) if scale is None else norm_and_rotate(x, scale, rotary, self.config.rms_norm_eps)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _split_last(x: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
-    return x[..., :at], x[..., at:]
-
-
-def _split_last_forward(x: jax.Array, at: int) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return _split_last(x, at), None
-
-
-def _split_last_backward(at: int, saved: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    del at, saved
-    # Behind the barrier the concatenation copies whole rows; fused it would compute one element at a time on CPU.
-    return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=-1),)
-
-
-_split_last.defvjp(_split_last_forward, _split_last_backward)
 
 
 class Block(nnx.Module):
@@ -242,6 +225,7 @@ def hidden_states(
     *,
     constrain: Constrain = _identity,
     mesh: Mesh | None = None,
+    prompts: SharedPrompts | None = None,
 ) -> jax.Array:
     """Final normed hidden states of packed rows; `hidden[t]` predicts token t + 1.
 
@@ -252,18 +236,31 @@ def hidden_states(
         compute: dtype, rematerialisation and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
         mesh: the mesh, for kernels that need `shard_map`.
+        prompts: the rows' shared prompts [P, S], if they have any. Computed on one device with the "xla" kernel.
 
     Returns:
-        [R, L, D] in the compute dtype.
+        [R, L, D] in the compute dtype; [R, L - 1, D] with shared prompts, as no one reads a row's last token.
     """
     dtype = jnp.dtype(compute.dtype)
     kernel = choose_kernel(compute.attention, dtype, jax.default_backend() if mesh is None else _platform(mesh))
+    shape = ()
+    if prompts is not None:
+        # Prompts and rows side by side as one long row: all but attention treats tokens alike.
+        shape = (*prompts.input_ids.shape, input_ids.shape[0], input_ids.shape[1] - 1)
+        prompt_positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
+        input_ids, position_ids = (
+            jnp.concatenate([shared.reshape(-1), own[:, :-1].reshape(-1)])[None]
+            for shared, own in ((prompts.input_ids, input_ids), (prompt_positions, position_ids))
+        )
+        visible = visible_of_shared(prompts.lengths, shape)
     # The barrier keeps XLA from recomputing cosines in every layer's fusion.
     rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
     merge = mesh is None or mesh.shape["tensor"] == 1
     axes = ("rows", "length", "hidden")
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        if shape:
+            return shared_prompt_attention(query, key, value, visible, shape), None
         options = {"kernel": kernel, "one_segment": compute.one_segment, "mesh": mesh}
         return row_attention(query, key, value, segment_ids, **options), None
 
@@ -278,6 +275,8 @@ def hidden_states(
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     x = constrain(params["embedding"].astype(dtype)[input_ids], axes)
     x, _ = jax.lax.scan(layer, x, params["layers"], unroll=compute.scan_unroll)
+    if shape:
+        x = x[0, shape[0] * shape[1] :].reshape(*shape[2:], -1)
     return final_norm(params, config, x)
 
 

@@ -96,6 +96,26 @@ def _swiglu_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The first `at` entries along an axis, and the rest."""
+    first, second = jnp.split(x, [at], axis=axis)
+    return first, second
+
+
+def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return split(x, at, axis), None
+
+
+def _split_backward(at: int, axis: int, saved: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    del at, saved
+    # Behind the barrier the concatenation copies whole rows; fused it would compute one element at a time on CPU.
+    return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
+
+
+split.defvjp(_split_forward, _split_backward)
+
+
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Inverse frequencies of the rotary embedding and the factor on cos and sin.
 

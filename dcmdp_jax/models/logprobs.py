@@ -36,7 +36,7 @@ def token_logprobs(
     from both results.
 
     Args:
-        hidden: [R, L, D] final normed hidden states.
+        hidden: [R, L, D] final normed hidden states, or [R, L - 1, D] as those of the last tokens predict nothing.
         kernel: [D, V] output matrix, cast to the dtype of `hidden`.
         input_ids: [R, L] int32.
         mask: [R, L] bool, the tokens whose log-prob is wanted. The first token of a row or of a segment has no
@@ -54,26 +54,28 @@ def token_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature: got {temperature}, must be above 0")
-    if hidden.shape[:2] != input_ids.shape or input_ids.shape != mask.shape:
+    rows, length = input_ids.shape
+    if hidden.shape[:2] not in ((rows, length), (rows, length - 1)) or input_ids.shape != mask.shape:
         raise ValueError(f"hidden {hidden.shape}, input_ids {input_ids.shape}, mask {mask.shape}: rows must agree")
-    rows, length, width = hidden.shape
+    width = hidden.shape[-1]
     kernel = kernel.astype(hidden.dtype)
-    previous = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    previous = hidden[:, : length - 1]
     if compact:
-        total = rows * length
-        size = min(chunk, total)
+        wanted, total = mask[:, 1:].reshape(-1), rows * (length - 1)
+        size = max(1, min(chunk, total))
         blocks = -(-total // size)
-        wanted = mask.reshape(-1)
         order, place = _wanted_first(wanted)
         padding = blocks * size - total
         gathered = jnp.pad(_permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
-        targets = jnp.pad(input_ids.reshape(-1)[order], (0, padding))
+        targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
         count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         blocked = gathered.reshape(blocks, size, width), targets.reshape(blocks, size)
-        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)
-        logprobs, entropy = (x.reshape(-1)[:total][place].reshape(rows, length) for x in (logprobs, entropy))
+        results = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)
+        results = [x.reshape(-1)[:total][place].reshape(rows, length - 1) for x in results]
+        logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in results)
     else:
         size = max(d for d in range(1, length + 1) if length % d == 0 and d <= max(1, chunk // rows))
+        previous = jnp.pad(previous, ((0, 0), (1, 0), (0, 0)))
         blocked = (_split(previous, size), _split(input_ids, size))
         count = jnp.int32(length // size)
         logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)

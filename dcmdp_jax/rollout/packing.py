@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from dcmdp_jax.types import Batch, Rollout, Rows
+from dcmdp_jax.types import Batch, Rollout, Rows, SharedPrompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,9 @@ class PackingPlan:
         mini_batches: M.
         completions: N of one mini-batch.
         segments_per_row: sequences in one row at most.
+        group_size: G where the rows of a group share their prompt, which is then computed once; 0 where each row has
+            its own.
+        prompt_length: S, the shared tokens of the longest prompt: all but its last.
     """
 
     row_lengths: tuple[int, ...]
@@ -32,6 +35,8 @@ class PackingPlan:
     mini_batches: int
     completions: int
     segments_per_row: int
+    group_size: int = 0
+    prompt_length: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +92,52 @@ def make_plan(
     return PackingPlan(row_lengths, tuple(rows), tuple(counts), mini_batches, completions, segments_per_row)
 
 
+def make_shared_plan(
+    *,
+    max_prompt_tokens: int,
+    max_completion_tokens: int,
+    group_size: int,
+    micro_batch_tokens: int,
+    mini_batches: int,
+    completions: int,
+) -> PackingPlan:
+    """The shapes for completions that share the prompt of their group, one completion in each row.
+
+    A row begins with the last token of its prompt, whose hidden state is the first completion token's, and ends with a
+    token that is predicted and never read: `max_completion_tokens` positions are computed for it.
+
+    Args:
+        max_prompt_tokens: of the longest prompt, at least 2.
+        max_completion_tokens: of the longest completion.
+        group_size: G; divides `completions`.
+        micro_batch_tokens: tokens, padding included, of one forward and backward pass; at least one group's.
+        mini_batches: M.
+        completions: N of a mini-batch.
+    """
+    # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
+    prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
+    wanted = micro_batch_tokens // (group_size * max_completion_tokens + prompt_length)
+    groups = min(max(1, wanted), completions // group_size)
+    return PackingPlan(
+        row_lengths=(max_completion_tokens + 1,),
+        rows_per_micro_batch=(groups * group_size,),
+        micro_batches=(-(-completions // (groups * group_size)),),
+        mini_batches=mini_batches,
+        completions=completions,
+        segments_per_row=1,
+        group_size=group_size,
+        prompt_length=prompt_length,
+    )
+
+
 def pack(
     rollout: Rollout, rewards: np.ndarray, plan: PackingPlan, *, mask_truncated: bool, dropped: np.ndarray | None = None
 ) -> tuple[Batch, PackingReport]:
     """Lays a rollout of M * N completions into a batch; completion i goes to mini-batch i // N.
 
     Each sequence goes to the shortest bucket that holds it. With more than one segment a row, sequences are placed
-    longest first into the first row with room.
+    longest first into the first row with room. Completions that share prompts each have a row of their own, row i of
+    the mini-batch.
 
     Args:
         rollout: M * N completions, those of a prompt side by side.
@@ -106,7 +150,8 @@ def pack(
         The batch as numpy arrays, and what it cost.
 
     Raises:
-        ValueError: if counts disagree, or a sequence is longer than the longest row, naming it.
+        ValueError: if counts disagree, a sequence is longer than the longest row, or completions that should share a
+            prompt don't, naming them.
     """
     total = plan.mini_batches * plan.completions
     if len(rollout.completion_ids) != total or rewards.shape != (total,):
@@ -114,15 +159,16 @@ def pack(
             f"rollout: {len(rollout.completion_ids)} completions and rewards {rewards.shape}, the plan is for {total}"
         )
     dropped = np.zeros(total, bool) if dropped is None else dropped
-    lengths = np.array(
-        [len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)], np.int64
-    )
+    # What a row holds of its prompt is all of it, or the last token alone.
+    apart = [len(prompt) - 1 if plan.group_size else 0 for prompt in rollout.prompt_ids]
+    completion_lengths = np.array([len(c) for c in rollout.completion_ids], np.int32)
+    lengths = np.array([len(prompt) for prompt in rollout.prompt_ids]) - apart + completion_lengths
     if len(too_long := np.flatnonzero(lengths > plan.row_lengths[-1])):
         i = too_long[0]
         raise ValueError(
-            f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {plan.row_lengths[-1]}"
+            f"rollout: completion {i} has {lengths[i]} tokens with {'the end of ' * bool(plan.group_size)}its prompt, "
+            f"rows {plan.row_lengths[-1]}"
         )
-    completion_lengths = np.array([len(c) for c in rollout.completion_ids], np.int32)
     truncated = np.array([reason == "length" for reason in rollout.finish_reasons], bool)
     shape = (plan.mini_batches, plan.completions)
     valid = ~dropped.reshape(shape)
@@ -130,7 +176,7 @@ def pack(
 
     buckets = np.searchsorted(plan.row_lengths, lengths)
     counts = np.zeros((plan.mini_batches, len(plan.row_lengths)), np.int32)
-    blocks, computed = [], 0
+    blocks, tokens, computed = [], int(lengths[~dropped].sum()), 0
     for b, (length, rows, micro) in enumerate(
         zip(plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches, strict=True)
     ):
@@ -139,13 +185,23 @@ def pack(
             first = m * plan.completions
             members = first + np.flatnonzero(buckets[first : first + plan.completions] == b)
             members = members[~dropped[members]]
-            placed = _place(lengths[members], length, plan.segments_per_row)
+            if plan.group_size:
+                placed = [(i - first, 0, 1) for i in members]
+            else:
+                placed = _place(lengths[members], length, plan.segments_per_row)
             for i, (row, start, segment) in zip(members, placed, strict=True):
-                _write(block, (m, row), start, segment, i - first, rollout, i)
+                _write(block, (m, row), start, segment, i - first, rollout, i, apart[i])
             used = 1 + max((row for row, _, _ in placed), default=-1)
             counts[m, b] = -(-used // rows)
         computed += int(counts[:, b].sum()) * rows * length
-        blocks.append(Rows(*(x.reshape(plan.mini_batches, micro, rows, length) for x in block)))
+        blocks.append(Rows(*(x.reshape(plan.mini_batches, micro, rows, length) for x in block[:-1])))
+    if plan.group_size:
+        prompts = _shared_prompts(rollout, plan, ~dropped)
+        blocks = [blocks[0]._replace(prompts=prompts)]
+        # The last token of a row is not read, and the shared ones are read once.
+        tokens += int(prompts.lengths.sum() - (~dropped).sum())
+        rows = plan.rows_per_micro_batch[0]
+        computed += int(counts.sum()) * (rows // plan.group_size * plan.prompt_length - rows)
     groups = rollout.group_ids.reshape(shape)
     batch = Batch(
         rows=tuple(blocks),
@@ -156,7 +212,7 @@ def pack(
         loss_mask=loss_mask,
         valid=valid,
     )
-    return batch, PackingReport(tokens=int(lengths[~dropped].sum()), computed_tokens=computed)
+    return batch, PackingReport(tokens=tokens, computed_tokens=computed)
 
 
 def _empty_rows(mini_batches: int, rows: int, length: int) -> Rows:
@@ -183,12 +239,36 @@ def _place(lengths: np.ndarray, row_length: int, segments_per_row: int) -> list[
     return placed
 
 
-def _write(rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, rollout: Rollout, i: int) -> None:
-    prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]
+def _shared_prompts(rollout: Rollout, plan: PackingPlan, used: np.ndarray) -> SharedPrompts:
+    """Every group's prompt without its last token; nothing for a group of which no completion is used."""
+    shape = (plan.mini_batches, plan.micro_batches[0], plan.rows_per_micro_batch[0] // plan.group_size)
+    ids, lengths = np.zeros((*shape, plan.prompt_length), np.int32), np.zeros(shape, np.int32)
+    groups = plan.completions // plan.group_size
+    for group, first in enumerate(range(0, len(rollout.prompt_ids), plan.group_size)):
+        prompt, last = rollout.prompt_ids[first], first + plan.group_size
+        if len(prompt) > plan.prompt_length + 1:
+            raise ValueError(
+                f"rollout: the prompt of completion {first} has {len(prompt)} tokens, the plan is for "
+                f"{plan.prompt_length + 1}"
+            )
+        for i in range(first + 1, last):
+            if not np.array_equal(rollout.prompt_ids[i], prompt):
+                raise ValueError(f"rollout: completions {first} and {i} are of one group and have different prompts")
+        if used[first:last].any():
+            place = np.unravel_index(group % groups, shape[1:])
+            ids[group // groups][place][: len(prompt) - 1] = prompt[:-1]
+            lengths[group // groups][place] = len(prompt) - 1
+    return SharedPrompts(ids, lengths)
+
+
+def _write(
+    rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, rollout: Rollout, i: int, apart: int
+) -> None:
+    prompt, completion = rollout.prompt_ids[i][apart:], rollout.completion_ids[i]
     middle, end = start + len(prompt), start + len(prompt) + len(completion)
     rows.input_ids[row][start:middle] = prompt
     rows.input_ids[row][middle:end] = completion
-    rows.position_ids[row][start:end] = np.arange(end - start)
+    rows.position_ids[row][start:end] = apart + np.arange(end - start)
     rows.segment_ids[row][start:end] = segment
     rows.completion_mask[row][middle:end] = True
     rows.completion_index[row][middle:end] = index

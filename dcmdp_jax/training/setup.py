@@ -23,7 +23,7 @@ from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan
+from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan, make_shared_plan
 from dcmdp_jax.rollout.vllm.client import VllmEngine
 from dcmdp_jax.rollout.vllm.probe import Probe
 from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
@@ -176,14 +176,20 @@ def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
     row_lengths = config.training.row_lengths or default_row_lengths(config.max_total_tokens, skips_segments=skips)
     if skips and (odd := [length for length in row_lengths if length % 128]):
         raise ValueError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
-    packing = make_plan(
-        row_lengths=row_lengths,
-        micro_batch_tokens=config.training.micro_batch_tokens,
-        mini_batches=config.mini_batches,
-        completions=config.completions_per_mini_batch,
-        segments_per_row=segments,
-        row_shards=row_shards(mesh),
-    )
+    shapes = {
+        "micro_batch_tokens": config.training.micro_batch_tokens,
+        "mini_batches": config.mini_batches,
+        "completions": config.completions_per_mini_batch,
+    }
+    if _shares_prompts(config, mesh, kernel, row_lengths, segments):
+        packing = make_shared_plan(
+            max_prompt_tokens=config.task.max_prompt_tokens,
+            max_completion_tokens=config.rollout.max_completion_tokens,
+            group_size=config.rollout.group_size,
+            **shapes,
+        )
+    else:
+        packing = make_plan(row_lengths=row_lengths, segments_per_row=segments, row_shards=row_shards(mesh), **shapes)
     compute = Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
@@ -193,6 +199,17 @@ def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
         one_segment=segments == 1,
     )
     return compute, packing
+
+
+def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[int, ...], segments: int) -> bool:
+    """Whether a group's prompt is computed once for all its completions, and not in each of their rows.
+
+    Rows of one length say that completions are about as long as each other: then a row for each in its group's place
+    costs nothing. Only the "xla" kernel can do it, and only on one device.
+    """
+    alike = segments == 1 and len(row_lengths) == 1
+    several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
+    return alike and several and kernel == "xla" and mesh.size == 1
 
 
 def initial_params(plan: Plan) -> Params:
@@ -289,7 +306,11 @@ def describe(plan: Plan) -> str:
         + (f", {len(plan.held_out.problems):,} held out" if plan.held_out else ""),
         f"step         {config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} "
         f"completions of at most {config.rollout.max_completion_tokens} tokens, {packing.mini_batches} update(s)",
-        f"rows         micro-batches of {rows} tokens",
+        f"rows         micro-batches of {rows} tokens"
+        + (
+            f", prompts of {packing.prompt_length} computed once for {packing.group_size} rows"
+            * bool(packing.group_size)
+        ),
         f"memory       {state:.3f} GiB a device for parameters, Adam's moments and gradients; "
         f"{gib * (2 if config.rollout.precision == 'bfloat16' else 4):.3f} GiB at most for the engine's weights",
         f"warm-up      {config.warmup.steps} supervised steps" if config.warmup.steps else "warm-up      none",

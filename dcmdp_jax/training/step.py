@@ -1,8 +1,8 @@
 """The compiled training step: (TrainState, Batch) -> (TrainState, metrics), Algorithm 1 of the paper.
 
 Recompute p^Train -> discrepancy -> advantages -> penalised advantages with the old multiplier -> one optimizer update
-for each mini-batch -> one projected dual-ascent step -> metrics. With a single mini-batch the recompute pass is the
-forward pass of the update itself, so the method costs no more than GRPO.
+for each mini-batch -> one projected dual-ascent step -> metrics. The first mini-batch's recompute pass is the forward
+pass of its update, so with a single one the method costs no more than GRPO.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dcmdp_jax.config import AlgorithmSettings
 from dcmdp_jax.models import decoder, logprobs
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.host import compiler_options
 from dcmdp_jax.parallel.sharding import constrain
 from dcmdp_jax.types import Batch, Params, Rows, TrainState, WeightedSum
 
@@ -76,7 +77,7 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
 
     def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
         hidden = decoder.hidden_states(
-            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, **pin
+            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts, **pin
         )
         return token_logprobs(
             hidden,
@@ -129,7 +130,7 @@ def make_rescore(row_logprobs: RowLogprobs) -> Callable[[Params, Batch], tuple[B
     second result is a diagnostic: the mean |p_train - p_sampler| of the log-probs that were replaced.
     """
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
         logprobs = batch_logprobs(params, batch, row_logprobs)
         differences = WeightedSum(jnp.float32(0), jnp.float32(0))
@@ -163,8 +164,8 @@ def make_train_step(
         settings: the method and its constants.
         max_completion_tokens: sampling limit, for the fixed-length normaliser.
         optimizer, schedule: from `optimizer.py`; the schedule only for the record.
-        always_recompute: take p^Train from a pass of its own with a single mini-batch too, as several mini-batches do.
-            A differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
+        always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
+            differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
 
     Returns:
@@ -181,7 +182,8 @@ def make_train_step(
         always_recompute=always_recompute,
     )
     out = {} if shardings is None else {"out_shardings": (shardings, None)}
-    return jax.jit(step, donate_argnums=0, **out)
+    platform = jax.default_backend() if shardings is None else shardings.step.mesh.devices.flat[0].platform
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform), **out)
 
 
 def _train_step(
@@ -196,16 +198,19 @@ def _train_step(
     schedule: optax.Schedule,
     always_recompute: bool,
 ) -> tuple[TrainState, Metrics]:
-    on_policy = batch.rewards.shape[0] == 1 and not always_recompute
-    completions = batch.rewards.shape[1]
+    mini_batches, completions = batch.rewards.shape
     multiplier = state.dual.multiplier
-    recomputed = None if on_policy else batch_logprobs(state.params, batch, row_logprobs)
+    # The first mini-batch is trained at the parameters that p^Train is taken at: its own forward pass gives it.
+    first_is_own = not always_recompute
+    others = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0)) if first_is_own else batch
+    alone = first_is_own and mini_batches == 1
+    recomputed = None if alone else batch_logprobs(state.params, others, row_logprobs)
 
     def micro_loss(
-        params: Params, micro: Rows, old: jax.Array | None, advantages: jax.Array, weights: jax.Array
+        params: Params, micro: Rows, old: jax.Array | None, own: jax.Array, advantages: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         train, entropy = row_logprobs(params, micro)
-        old = lax.stop_gradient(train) if old is None else old
+        old = lax.stop_gradient(train if old is None else jnp.where(own, train, old))
         mask, index = micro.completion_mask, micro.completion_index
         measured = {"measure": settings.measure, "sided": settings.sided, "level": settings.level}
         delta = discrepancy(old, micro.rollout_logprobs, mask, index, completions, **measured)
@@ -226,7 +231,7 @@ def _train_step(
 
     def update(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         params, opt_state, skipped_in_row, totals = carry
-        part, old_logprobs = xs
+        part, old_logprobs, own = xs
         advantages = group_advantages(
             part.rewards,
             part.group_ids,
@@ -246,15 +251,15 @@ def _train_step(
 
         def body(carry: tuple[Any, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[Any, ...]:
             grads, loss, entropy, clip, buffers = carry
-            old = None if on_policy else old_logprobs[bucket][index]
+            old = None if alone else old_logprobs[bucket][index]
             gradient = jax.value_and_grad(micro_loss, has_aux=True)
-            (value, (old, clipped, entropies)), new = gradient(params, micro, old, advantages, weights)
+            (value, (old, clipped, entropies)), new = gradient(params, micro, old, own, advantages, weights)
             return (
                 jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new),
                 loss + value,
                 masked.add(entropy, entropies),
                 losses.add_clip_statistics(clip, clipped),
-                _put(buffers, bucket, index, old) if on_policy else buffers,
+                _put(buffers, bucket, index, old),
             )
 
         zero = jnp.zeros((), jnp.float32)
@@ -263,7 +268,7 @@ def _train_step(
             zero,
             WeightedSum(zero, zero),
             losses.empty_clip_statistics(),
-            _empty_logprobs(part.rows) if on_policy else (),
+            _empty_logprobs(part.rows),
         )
         grads, loss, entropy, clip, buffers = _over_micro_batches(part.rows, part.micro_batches, body, start)
         grad_norm = optax.tree.norm(grads)
@@ -288,9 +293,9 @@ def _train_step(
     nothing = WeightedSum(zero, zero)
     totals = _Totals(nothing, nothing, losses.empty_clip_statistics(), nothing, jnp.zeros((), jnp.int32))
     start = (state.params, state.opt_state, state.skipped_in_row, totals)
-    (params, opt_state, skipped_in_row, totals), buffers = lax.scan(update, start, (batch, recomputed))
+    own = first_is_own & (jnp.arange(mini_batches) == 0)
+    (params, opt_state, skipped_in_row, totals), old_logprobs = lax.scan(update, start, (batch, recomputed, own))
 
-    old_logprobs = buffers if on_policy else recomputed
     metrics, mean_discrepancy = _measure(batch, old_logprobs, settings)
     dual, gap = state.dual, mean_discrepancy - settings.tolerance
     if settings.method == "dc_grpo":

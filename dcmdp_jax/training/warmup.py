@@ -11,6 +11,7 @@ import optax
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.parallel.host import compiler_options
 from dcmdp_jax.training.step import RowLogprobs
 from dcmdp_jax.types import Params, Rows
 
@@ -57,7 +58,11 @@ def warm_up(
         )
     rows = _rows(prompts, solutions, length_multiple)
     optimizer = _optimizer(settings)
-    step = jax.jit(functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer), donate_argnums=(0, 1))
+    step = jax.jit(
+        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer),
+        donate_argnums=(0, 1),
+        compiler_options=compiler_options(jax.default_backend()),
+    )
     opt_state = jax.jit(optimizer.init)(params)
     order = np.random.default_rng([seed, 0]).permutation(len(prompts))
     position, epoch = 0, 0

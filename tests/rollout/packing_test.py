@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.rollout.packing import default_row_lengths, make_plan, pack
+from dcmdp_jax.rollout.packing import default_row_lengths, make_plan, make_shared_plan, pack
 from dcmdp_jax.types import Rollout
 
 
@@ -65,6 +65,61 @@ def test_two_buckets_by_hand():
     np.testing.assert_array_equal(batch.rewards, [[1, 0], [0, 1]])
     # Group ids restart in each mini-batch: 2 of the rollout is 0 of the second mini-batch.
     np.testing.assert_array_equal(batch.group_ids, [[0, 0], [0, 0]])
+
+
+def test_shared_prompts_by_hand():
+    # Groups of 2: prompts of 3 and 1 tokens (100, 101, 102 and 100), completions of 2, 4, 3 and 1 tokens.
+    rollout = _rollout([(3, 2), (3, 4), (1, 3), (1, 1)], group_size=2)
+    plan = make_shared_plan(
+        max_prompt_tokens=4, max_completion_tokens=4, group_size=2, micro_batch_tokens=20, mini_batches=1, completions=4
+    )
+    # Rows of 4 + 1 tokens, of which 4 are computed; prompts of 4 - 1 tokens, widened to 12 so that a row sees 16.
+    # 20 tokens hold one group: 2 x 4 + 12.
+    assert (plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches) == ((5,), (2,), (2,))
+    assert plan.prompt_length == 12
+    batch, report = pack(rollout, np.zeros(4, np.float32), plan, mask_truncated=False)
+    (rows,) = batch.rows
+    assert batch.micro_batches.tolist() == [[2]]
+    np.testing.assert_array_equal(rows.prompts.input_ids[0, :, 0, :3], [[100, 101, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(rows.prompts.lengths[0, :, 0], [2, 0])
+    # A row begins with its prompt's last token, at its place in the prompt.
+    np.testing.assert_array_equal(rows.input_ids[0, 0], [[102, 1000, 1001, 0, 0], [102, 2000, 2001, 2002, 2003]])
+    np.testing.assert_array_equal(rows.position_ids[0, 0], [[2, 3, 4, 0, 0], [2, 3, 4, 5, 6]])
+    np.testing.assert_array_equal(rows.input_ids[0, 1], [[100, 3000, 3001, 3002, 0], [100, 4000, 0, 0, 0]])
+    np.testing.assert_array_equal(
+        rows.completion_mask[0, 1], [[False, True, True, True, False], [False, True] + [False] * 3]
+    )
+    np.testing.assert_array_equal(rows.completion_index[0, 1, :, 1], [2, 3])
+    np.testing.assert_array_equal(rows.rollout_logprobs[0, 1, 0], [0, -0.125, -0.25, -0.375, 0])
+    # Tokens: 2 + 4 + 3 + 1 in the rows (the first reads a prompt's last token, the last is not read), 2 in prompts.
+    assert (report.tokens, report.computed_tokens) == (12, 40)
+
+
+def test_shared_prompts_keep_their_places_when_completions_are_dropped():
+    rollout = _rollout([(2, 1)] * 6, group_size=2)
+    shapes = {"max_prompt_tokens": 2, "max_completion_tokens": 2, "group_size": 2, "mini_batches": 1, "completions": 6}
+    plan = make_shared_plan(micro_batch_tokens=1, **shapes)
+    dropped = np.array([True, True, True, False, True, True])
+    batch, _ = pack(rollout, np.ones(6, np.float32), plan, mask_truncated=False, dropped=dropped)
+    (rows,) = batch.rows
+    # Completion 3 is the second of the second group; the third group's micro-batch is not run.
+    assert batch.micro_batches.tolist() == [[2]]
+    np.testing.assert_array_equal(rows.prompts.lengths[0, :, 0], [0, 1, 0])
+    np.testing.assert_array_equal(rows.segment_ids[0, :, :, 0], [[0, 0], [0, 1], [0, 0]])
+    assert rows.completion_index[0, 1, 1, 1] == 3
+
+
+def test_refuses_prompts_that_are_not_shared():
+    shapes = {"max_prompt_tokens": 3, "max_completion_tokens": 4, "group_size": 2, "mini_batches": 1, "completions": 2}
+    plan = make_shared_plan(micro_batch_tokens=64, **shapes)
+    for lengths, message in (
+        ([(2, 1), (3, 1)], "completions 0 and 1 are of one group and have different prompts"),
+        # Up to 16 with the row's own 4 tokens, and the last of the prompt: 13 fit.
+        ([(14, 1), (14, 1)], "the prompt of completion 0 has 14 tokens, the plan is for 13"),
+        ([(2, 1), (2, 5)], "completion 1 has 6 tokens with the end of its prompt, rows 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack(_rollout(lengths, 2), np.ones(2, np.float32), plan, mask_truncated=False)
 
 
 def test_segments_first_fit_longest_first():

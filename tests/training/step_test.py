@@ -15,7 +15,7 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.rollout.packing import make_plan, pack
+from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
@@ -67,18 +67,22 @@ def _programs(settings, mini_batches, mesh, compute, exact):
 
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None,
+    exact=False, rollout=None, dropped=None, ref_params=None, shared=False,
 ):  # fmt: skip
-    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
+    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
+
+    With `shared` the completions of a group share their prompt and `row_lengths` and `segments` are not used."""
     rollout, rewards = rollout or _rollout()
     n = PROMPTS * GROUP // mini_batches
     shards = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
-    plan = make_plan(
-        row_lengths=row_lengths, micro_batch_tokens=tokens, mini_batches=mini_batches, completions=n,
-        segments_per_row=segments, row_shards=shards,
-    )  # fmt: skip
+    shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n}
+    if shared:
+        plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
+    else:
+        plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, row_shards=shards, **shapes)
     batch, _ = pack(rollout, rewards, plan, mask_truncated=settings.mask_truncated, dropped=dropped)
-    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=16)
+    # Another chunk for other shapes, so that their step is not found in the cache of these.
+    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
     create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, _params()))
     if mesh:
@@ -224,6 +228,19 @@ def test_step_is_algorithm_one(mini_batches, changes):
         assert state.dual.multiplier == pytest.approx(multiplier, rel=1e-5)
 
 
+@pytest.mark.parametrize(("mini_batches", "tokens"), [(1, 64), (2, 1000), (4, 1)])
+def test_step_with_shared_prompts_is_algorithm_one(mini_batches, tokens):
+    # 1, 2 and again 1 group in a micro-batch. One prompt is a single token: the row begins with all that there is.
+    rollout, rewards = _rollout()
+    rollout.prompt_ids[-GROUP:] = [rollout.prompt_ids[-1][:1]] * GROUP
+    assert {len(prompt) for prompt in rollout.prompt_ids} == {1, 2, 5}
+    expected, loss, mean_delta, _ = _algorithm_one(ALGORITHM, mini_batches, _params(), rollout, rewards, 0.4)
+    state, history, _ = _run(mini_batches=mini_batches, tokens=tokens, rollout=(rollout, rewards), shared=True)
+    _close(state.params, expected)
+    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
+
+
 def test_layouts_and_micro_batches_agree():
     expected, history, _ = _run(row_lengths=(16,), tokens=10_000)
     several = Compute(logprob_chunk=5)
@@ -231,6 +248,7 @@ def test_layouts_and_micro_batches_agree():
         {"row_lengths": (8, 16), "tokens": 24},
         {"row_lengths": (32,), "segments": 8, "tokens": 32, "compute": several},
         {"row_lengths": (16,), "compute": Compute(remat="full", scan_unroll=2)},
+        {"shared": True, "tokens": 64, "compute": Compute(remat="dots", one_segment=True)},
     ):
         state, other, _ = _run(**options)
         _close(state.params, expected.params, 5e-6)
@@ -256,9 +274,9 @@ def test_eight_devices_equal_one(shape):
     assert one[1]["dual/violation"] == pytest.approx((first + second) / 2 - 0.05, rel=1e-5)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2])
-def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches):
-    state, history, step = _run(exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3)
+@pytest.mark.parametrize(("mini_batches", "shared"), [(1, False), (2, False), (2, True)])
+def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches, shared):
+    state, history, step = _run(exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3, shared=shared)
     for metrics in history:
         assert metrics["discrepancy/max"] == 0.0
         assert metrics["discrepancy/mean"] == 0.0
@@ -296,14 +314,21 @@ def test_update_that_is_not_finite_is_skipped_and_counted():
     jax.tree.map(np.testing.assert_array_equal, state.params, _params())
 
 
-def test_dropped_completion_leaves_no_trace():
+@pytest.mark.parametrize("shared", [False, True])
+def test_dropped_completion_leaves_no_trace(shared):
     rollout, rewards = _rollout()
     dropped = np.zeros(len(rewards), bool)
     dropped[6] = True
-    expected, _, _ = _run(rollout=(rollout, rewards), dropped=dropped)
-    rollout.rollout_logprobs[6][:] = np.nan
+    # A whole group too: with shared prompts its place stays empty.
+    dropped[8:12] = True
+    expected, _, _ = _run(rollout=(rollout, rewards), dropped=dropped, row_lengths=(16,))
     rewards = rewards.copy()
-    rewards[6] = 1e9
-    state, history, _ = _run(rollout=(rollout, rewards), dropped=dropped)
-    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    for i in np.flatnonzero(dropped):
+        rollout.rollout_logprobs[i][:] = np.nan
+        rewards[i] = 1e9
+    state, history, _ = _run(rollout=(rollout, rewards), dropped=dropped, shared=shared)
+    if shared:
+        _close(state.params, expected.params, 5e-6)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
     assert history[0]["reward/mean"] < 1
