@@ -89,8 +89,16 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
     return row_logprobs
 
 
-def _over_micro_batches(rows: tuple[Rows, ...], counts: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
-    """carry = body(carry, bucket, index, rows [R, L]) for every micro-batch of one mini-batch that holds a row."""
+def _over_micro_batches(
+    rows: tuple[Rows, ...], counts: jax.Array, body: Callable[..., Any], carry: Any, *, skip_empty: bool
+) -> Any:
+    """carry = body(carry, bucket, index, rows [R, L]) for every micro-batch of one mini-batch that holds a row.
+
+    Without `skip_empty` a micro-batch that is the only one there is runs in any case: what is added to a carry of
+    zeros then needs neither the zeros nor the addition.
+    """
+    if not skip_empty and len(rows) == 1 and rows[0].input_ids.shape[0] == 1:
+        return body(carry, 0, jnp.int32(0), jax.tree.map(lambda x: x[0], rows[0]))
     for bucket, stacked in enumerate(rows):
 
         def one(index: jax.Array, carry: Any, bucket: int = bucket, stacked: Rows = stacked) -> Any:
@@ -118,7 +126,7 @@ def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs) -> t
         def body(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[jax.Array, ...]:
             return _put(buffers, bucket, index, row_logprobs(params, micro)[0])
 
-        return None, _over_micro_batches(rows, counts, body, _empty_logprobs(rows))
+        return None, _over_micro_batches(rows, counts, body, _empty_logprobs(rows), skip_empty=True)
 
     return lax.scan(mini_batch, None, (batch.rows, batch.micro_batches))[1]
 
@@ -148,7 +156,7 @@ def make_train_step(
     row_logprobs: RowLogprobs,
     settings: AlgorithmSettings,
     max_completion_tokens: int,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     always_recompute: bool = False,
     shardings: TrainState | None = None,
@@ -194,7 +202,7 @@ def _train_step(
     row_logprobs: RowLogprobs,
     settings: AlgorithmSettings,
     max_completion_tokens: int,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     always_recompute: bool,
 ) -> tuple[TrainState, Metrics]:
@@ -270,13 +278,15 @@ def _train_step(
             losses.empty_clip_statistics(),
             _empty_logprobs(part.rows),
         )
-        grads, loss, entropy, clip, buffers = _over_micro_batches(part.rows, part.micro_batches, body, start)
-        grad_norm = optax.tree.norm(grads)
+        grads, loss, entropy, clip, buffers = _over_micro_batches(
+            part.rows, part.micro_batches, body, start, skip_empty=False
+        )
+        grad_norm = _norm(grads)
         finite = jnp.isfinite(grad_norm)
 
         def apply(params: Params, opt_state: Any) -> tuple[Params, Any]:
             cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            updates, new_state = optimizer.update(cast, opt_state, params)
+            updates, new_state = optimizer.update(cast, opt_state, params, grad_norm=grad_norm)
             return optax.apply_updates(params, updates), new_state
 
         params, opt_state = lax.cond(finite, apply, lambda params, opt_state: (params, opt_state), params, opt_state)
@@ -321,6 +331,16 @@ def _train_step(
         "dual/violation": gap,
     }
     return TrainState(state.step + 1, params, opt_state, dual, skipped_in_row), metrics
+
+
+def _norm(grads: Params) -> jax.Array:
+    """The Euclidean norm of all leaves together. Dot products: a sum of squares would write the squares first."""
+
+    def squared(leaf: jax.Array) -> jax.Array:
+        axes = tuple(range(leaf.ndim))
+        return lax.dot_general(leaf, leaf, ((axes, axes), ((), ())))
+
+    return jnp.sqrt(sum(squared(leaf) for leaf in jax.tree.leaves(grads)))
 
 
 def _applied(opt_state: optax.OptState) -> jax.Array:

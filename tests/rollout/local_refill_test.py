@@ -221,3 +221,36 @@ def test_take_and_insert_by_hand():
         rows = np.array([[14, 15, -add], [10, 11, -add], [52, 53, -add]]) + add
         for array in layer:
             np.testing.assert_array_equal(array.reshape(3, 3), rows)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+def test_rows_are_taken_where_they_are():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:2]), ("rows",)), P("rows"))
+    values = jnp.arange(12, dtype=jnp.float32).reshape(6, 1, 2, 1)
+    cache = jax.device_put(((values.transpose(0, 1, 3, 2), values),), sharding)
+    # Rows 0 to 2 are the first device's, 3 to 5 the second's; taken are rows 2, 0 and 4, 4.
+    local = cache_module.take(cache, np.array([2, 0, 1, 1], np.int32), extra=1, sharding=sharding, local=True)
+    named = cache_module.take(cache, np.array([2, 0, 4, 4], np.int32), extra=1, sharding=sharding)
+    for array, other in zip(jax.tree.leaves(local), jax.tree.leaves(named), strict=True):
+        assert array.sharding.is_equivalent_to(sharding, 4)
+        np.testing.assert_array_equal(array.reshape(4, 3), [[4, 5, 0], [0, 1, 0], [8, 9, 0], [8, 9, 0]])
+        np.testing.assert_array_equal(array, other)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+def test_devices_that_count_together_now_and_then_stop_at_the_last_token(monkeypatch):
+    sampling = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(13)))
+    expected, steps, original = alone(sampling), [], decode.decode
+
+    def decoded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        steps.append(int(result[1].steps))
+        return result
+
+    monkeypatch.setattr(decode, "decode", decoded)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    rollout = generate(sampling, mesh=mesh)
+    assert_same(rollout, expected)
+    # The first token comes from the prompt; the longest row is no multiple of the steps between two counts.
+    longest = max(ids.size for ids in rollout.completion_ids)
+    assert steps == [longest - 1] and (longest - 1) % decode._STEPS_ALONE
