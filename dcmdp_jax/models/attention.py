@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.layers import split
+from dcmdp_jax.models.layers import row_maximum, split
 
 KERNELS = ("xla", "cudnn", "splash")
 _HIDDEN = -1e30
@@ -143,7 +143,7 @@ def _attended_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) + bias
-    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    exponentials = jnp.exp(scores - row_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     exponentials = exponentials.astype(value.dtype)
     product = jnp.einsum("rkqs,rksh->rkqh", exponentials, value, preferred_element_type=jnp.float32)

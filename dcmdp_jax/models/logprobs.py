@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dcmdp_jax.models.layers import row_maximum
 from dcmdp_jax.types import Array
 
 
@@ -31,9 +32,9 @@ def token_logprobs(
 
         logprobs[t] = z[token_t] - logsumexp(z),    entropy[t] = logsumexp(z) - sum_v softmax(z)_v z_v.
 
-    Logits exist for `chunk` tokens at a time, forward and backward: the backward pass recomputes them, and adds the
-    gradient of W in float32 (a bfloat16 sum over chunks loses 1e-2 of it). Gradients flow to `hidden` and `kernel`
-    from both results.
+    Logits exist for `chunk` tokens at a time, forward and backward: where one chunk doesn't hold all tokens the
+    backward pass recomputes them, and adds the gradient of W in float32 (a bfloat16 sum over chunks loses 1e-2 of it).
+    Gradients flow to `hidden` and `kernel` from both results.
 
     Args:
         hidden: [R, L, D] final normed hidden states, or [R, L - 1, D] as those of the last tokens predict nothing.
@@ -115,9 +116,13 @@ def _permute_backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _block(hidden: jax.Array, targets: jax.Array, kernel: jax.Array, scale: float) -> tuple[jax.Array, ...]:
-    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32) * scale
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
+    return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32) * scale
+
+
+def _block(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    maximum = row_maximum(logits)
+    normalizer = maximum[..., 0] + jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1))
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     entropy = normalizer - jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1)
     return chosen - normalizer, entropy, normalizer
@@ -133,39 +138,51 @@ def _blocked_logprobs(
 
 def _blocked_forward(
     hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
+    if len(hidden) == 1:
+        # A single block may keep the logits that each of several would have to compute again.
+        logits = _logits(hidden, kernel, scale)
+        logprobs, entropy, normalizer = _block(logits, targets)
+        return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, logits)
+
     def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        block = _block(hidden[i], targets[i], kernel, scale)
+        block = _block(_logits(hidden[i], kernel, scale), targets[i])
         return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
-    return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy)
+    return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, None)
 
 
 def _blocked_backward(
-    scale: float, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+    scale: float, saved: tuple[jax.Array | None, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Array | None, ...]:
-    hidden, targets, kernel, count, normalizer, entropy = saved
+    hidden, targets, kernel, count, normalizer, entropy, kept = saved
     logprob_bar, entropy_bar = cotangents
 
-    def body(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden_bar, kernel_bar = grads
+    def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The gradients of block i's hidden states and, from it, of the kernel."""
         block = hidden[i]
-        logits = jnp.matmul(block, kernel, preferred_element_type=jnp.float32) * scale
         centered = logits - normalizer[i][..., None]
         # d logprob / d z = onehot - p;  d entropy / d z = -p (log p + entropy)
         pull = logprob_bar[i][..., None] + entropy_bar[i][..., None] * (centered + entropy[i][..., None])
         onehot = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[i][..., None]
         logits_bar = (jnp.where(onehot, logprob_bar[i][..., None], 0.0) - jnp.exp(centered) * pull) * scale
         logits_bar = logits_bar.astype(block.dtype)
-        hidden_bar = hidden_bar.at[i].set(jnp.matmul(logits_bar, kernel.T).astype(block.dtype))
         axes = tuple(range(block.ndim - 1))
         product = lax.dot_general(block, logits_bar, ((axes, axes), ((), ())), preferred_element_type=jnp.float32)
-        return hidden_bar, kernel_bar + product
+        return jnp.matmul(logits_bar, kernel.T).astype(block.dtype), product
 
-    zeros = jnp.zeros_like(hidden), jnp.zeros(kernel.shape, jnp.float32)
-    hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
+    def body(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        block_bar, product = pulled(i, _logits(hidden[i], kernel, scale))
+        return grads[0].at[i].set(block_bar), grads[1] + product
+
+    if kept is not None:
+        block_bar, kernel_bar = pulled(0, kept[0])
+        hidden_bar = block_bar[None]
+    else:
+        zeros = jnp.zeros_like(hidden), jnp.zeros(kernel.shape, jnp.float32)
+        hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
     none = np.zeros(targets.shape, jax.dtypes.float0)
     return hidden_bar, none, kernel_bar.astype(kernel.dtype), np.zeros((), jax.dtypes.float0)
 

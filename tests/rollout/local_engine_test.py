@@ -272,7 +272,7 @@ def test_quantised_weights_are_kept_in_eight_bits(precision):
     made = engine(precision=precision)
     kernels = [x for x in jax.tree.leaves(made._weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
                if isinstance(x, QuantizedKernel)]  # fmt: skip
-    assert len(kernels) == 2 * 7 + 1
+    assert len(kernels) == 2 * 4 + 1
     assert {kernel.values.dtype.itemsize for kernel in kernels} == {1}
 
 
@@ -282,14 +282,14 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
     def swapped(tree: Params, config: ModelConfig, precision: str) -> Params:
         copied = original(tree, config, precision)
         # Two rows of one matrix change places: the plain sum of its values stays.
-        kernel = copied["layers"][1]["mlp"]["up"]["kernel"]
-        copied["layers"][1]["mlp"]["up"]["kernel"] = kernel[jnp.array([1, 0, *range(2, 32)])]
+        kernel = copied["layers"][1]["mlp"]["gate_up"]["kernel"]
+        copied["layers"][1]["mlp"]["gate_up"]["kernel"] = kernel[jnp.array([1, 0, *range(2, 32)])]
         return copied
 
     original = module.convert
     made = engine()
     monkeypatch.setattr(module, "convert", swapped)
-    with pytest.raises(EngineError, match="weights of version 3: 1 of 24 checksums differ"):
+    with pytest.raises(EngineError, match="weights of version 3: 1 of 18 checksums differ"):
         made.push_weights(params(), 3)
     with pytest.raises(EngineError, match="no weights"):
         made.generate(prompts(), SAMPLING, seed=0, step=0)
@@ -353,6 +353,17 @@ def test_rows_over_several_devices_sample_the_same():
     assert_same_samples(one, two.generate(prompts(), sampling, seed=1, step=2), atol=2e-5)
     scored = two.score(one.prompt_ids, one.completion_ids, temperature=0.8)
     np.testing.assert_allclose(np.concatenate(scored), np.concatenate(one.rollout_logprobs), rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="devices that the CPU was made into")
+@pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "fp8"])
+def test_cpu_devices_share_the_weights(precision):
+    made = engine(precision=precision, mesh=Mesh(np.asarray(jax.devices()[:2]), ("rows",)))
+    for leaf in jax.tree.leaves(made._weights):
+        shards = [shard.data for shard in leaf.addressable_shards]
+        assert [shard.shape for shard in shards] == [leaf.shape] * 2
+        assert len({shard.unsafe_buffer_pointer() for shard in shards}) == 1
 
 
 def test_logprobs_that_are_not_finite_name_completion_and_token():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import apply_block, final_norm, merge_projections, output_kernel
+from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.quantize import QuantizedKernel, widen
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
@@ -23,6 +23,7 @@ from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024
 _HIDDEN = -1e30
+_STEPS_ALONE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,13 @@ class Rows(NamedTuple):
     done: jax.Array
 
 
+def _embedded(weights: Params, tokens: jax.Array) -> jax.Array:
+    """[..., D] for `tokens` [...]."""
+    if "embedding" in weights:
+        return weights["embedding"][tokens]
+    return jnp.moveaxis(weights["output"][:, tokens], 0, -1)
+
+
 def _logits(weights: Params, hidden: jax.Array) -> jax.Array:
     """[..., V] float32."""
     kernel = output_kernel(weights)
@@ -92,7 +100,7 @@ def _forward_rows(
         read = (load(x, dtype) for x in stored)
         return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True), stored
 
-    x = weights["embedding"][tokens].astype(dtype)
+    x = _embedded(weights, tokens).astype(dtype)
     stored = []
     for layer in weights["layers"]:
         x, kept = apply_block(layer, config, x, rotary, attend)
@@ -116,6 +124,17 @@ def prefill(
     Returns:
         The cache of the prompts, and [P, D], the normed hidden states that the first tokens are drawn from.
     """
+    local = functools.partial(_prefill_local, program=program, groups=groups)
+    split = P("rows")
+    return jax.shard_map(
+        local, mesh=program.mesh, in_specs=(P(), split, split), out_specs=(split, split), check_vma=False
+    )(weights, prompts, lengths)
+
+
+def _prefill_local(
+    weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
+) -> tuple[Cache, jax.Array]:
+    """`prefill` on one device, with its share of the prompts."""
     weights = widen(weights, jnp.dtype(program.compute_dtype))
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
@@ -128,8 +147,7 @@ def prefill(
         parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
         mapped = jax.lax.map(run, parts)
         last, stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
-    cache = tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored)
-    return jax.lax.with_sharding_constraint((cache, last), program.rows)
+    return tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored), last
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
@@ -181,6 +199,10 @@ class Decoded(NamedTuple):
     done: jax.Array
 
 
+_State = tuple[Cache, jax.Array, Decoded]
+"""Between two steps: the cache, the tokens sampled last and all before them."""
+
+
 @functools.partial(
     jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
 )
@@ -202,6 +224,9 @@ def decode(
 ) -> tuple[Cache, Decoded]:
     """Samples tokens for all rows until `steps` are taken or `live_floor` rows, or fewer, are not done.
 
+    Several devices count the rows that are not done every `_STEPS_ALONE` steps, between which none waits for another:
+    they may take that many steps more, unless all rows are done.
+
     The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
     window of W slots in a circle: in a step every row writes to slot `clock % W` of it, one slice and no scatter. A row
     that entered when the clock stood at c has its tokens in the slots written since, whichever those are: attention
@@ -221,10 +246,41 @@ def decode(
         prompt_slots: cache slots of the prompt.
         prefix_slots: those and the slots of tokens that every row sampled before it entered the window.
     """
+    rows = jax.lax.with_sharding_constraint(rows, program.rows)
+    local = functools.partial(
+        _decode_local, program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode
+    )
+    split, whole = P("rows"), P()
+    decoded = Decoded(P(None, "rows"), P(None, "rows"), whole, split, split)
+    # Each device has its rows to itself: no product, nor the order of a sum, is left to the compiler to divide.
+    return jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(whole, split, split, *6 * (whole,)),
+        out_specs=(split, decoded),
+        check_vma=False,
+    )(weights, cache, rows, clock, steps, live_floor, inverse_temperature, top_p, stop_ids)
+
+
+def _decode_local(
+    weights: Params,
+    cache: Cache,
+    rows: Rows,
+    clock: jax.Array,
+    steps: jax.Array,
+    live_floor: jax.Array,
+    inverse_temperature: jax.Array,
+    top_p: jax.Array,
+    stop_ids: jax.Array,
+    *,
+    program: Program,
+    prompt_slots: int,
+    prefix_slots: int,
+    mode: str,
+) -> tuple[Cache, Decoded]:
+    """`decode` on one device, with its share of the rows."""
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
     weights = widen(weights, dtype)
-    weights["layers"] = [merge_projections(layer, mlp=True) for layer in weights["layers"]]
-    rows = jax.lax.with_sharding_constraint(rows, program.rows)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
     # A slot is seen by rows that have sampled at least this many tokens in the window, not counting the last.
@@ -237,7 +293,7 @@ def decode(
         seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
         bias = jnp.where(seen, 0.0, _HIDDEN)
         rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
-        x = weights["embedding"][last][:, None]
+        x = _embedded(weights, last)[:, None]
         kept = []
         for layer, held in zip(weights["layers"], cache, strict=True):
             attend = functools.partial(_attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype)
@@ -245,12 +301,11 @@ def decode(
             kept.append(held)
         return tuple(kept), final_norm(weights, config, x)[:, 0]
 
-    def alive(carry: tuple[Cache, jax.Array, Decoded]) -> jax.Array:
-        decoded = carry[2]
-        return (decoded.steps < steps) & (jnp.sum(~decoded.done, dtype=jnp.int32) > live_floor)
+    def live(state: _State) -> jax.Array:
+        return jnp.sum(~state[2].done, dtype=jnp.int32)
 
-    def body(carry: tuple[Cache, jax.Array, Decoded]) -> tuple[Cache, jax.Array, Decoded]:
-        cache, last, decoded = carry
+    def body(state: _State) -> _State:
+        cache, last, decoded = state
         step, sampled = decoded.steps, decoded.sampled
         cache, hidden = forward(cache, last, sampled, clock + step)
         words = token_words(rows.keys, sampled)
@@ -267,10 +322,31 @@ def decode(
             ),
         )
 
+    def until(state: _State, end: jax.Array, floor: jax.Array | int) -> _State:
+        return jax.lax.while_loop(lambda state: (state[2].steps < end) & (live(state) > floor), body, state)
+
     shape = (window, rows.done.shape[0])
     empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
-    cache, _, decoded = jax.lax.while_loop(alive, body, (cache, rows.last, Decoded(*empty, rows.sampled, rows.done)))
-    return jax.lax.with_sharding_constraint(cache, program.rows), decoded
+    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done)
+    if program.mesh.size == 1:
+        cache, _, decoded = until(state, steps, live_floor)
+        return cache, decoded
+
+    # Rows that none of the stop tokens can end are not counted on the way.
+    period = _STEPS_ALONE if stop_ids.size else window
+
+    def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
+        end = jnp.minimum(carry[1] + period, steps)
+        state = until(carry[0], end, 0)
+        return state, end, jax.lax.psum(live(state), "rows")
+
+    (cache, _, decoded), _, _ = jax.lax.while_loop(
+        lambda carry: (carry[1] < steps) & (carry[2] > live_floor),
+        alone,
+        (state, jnp.int32(0), jax.lax.psum(live(state), "rows")),
+    )
+    # A device whose rows are all done has taken fewer steps; what its cache holds is of no row.
+    return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, "rows"))
 
 
 def _attend_cached(
@@ -291,8 +367,11 @@ def _attend_cached(
     values = jax.lax.dynamic_update_slice(values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0))
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, load(keys, query.dtype), preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(scores / math.sqrt(width) + bias[:, None, None], axis=-1).astype(query.dtype)
-    attended = jnp.einsum("rkgs,rksh->rkgh", weights, load(values, query.dtype))
+    scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
+    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
+    attended = jnp.einsum("rkgs,rksh->rkgh", exponentials.astype(query.dtype), load(values, query.dtype))
+    attended = attended * inverse.astype(query.dtype)
     return attended.reshape(rows, 1, heads, width), (keys, values)
 
 

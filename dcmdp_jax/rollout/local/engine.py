@@ -17,7 +17,7 @@ from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_row
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
-from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, source_fingerprint
+from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, replicate, source_fingerprint
 from dcmdp_jax.types import Params, Rollout
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class LocalEngine:
             EngineError: if the checksums of the engine's weights differ from the trainer's.
         """
         check_params(params, self.config)
-        placed = jax.device_put(params, NamedSharding(self._mesh, P()))
+        placed = jax.device_put(params, self._mesh.devices.flat[0])
         # The old weights go first: two copies need not fit.
         self.close()
         weights = convert(placed, self.config, self.precision)
@@ -133,7 +133,7 @@ class LocalEngine:
         if not np.array_equal(expected, consumed):
             wrong = np.flatnonzero(expected != consumed)
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
-        self._weights, self._policy_version = weights, policy_version
+        self._weights, self._policy_version = replicate(weights, self._mesh), policy_version
         self._fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self._fingerprint)
         return {}

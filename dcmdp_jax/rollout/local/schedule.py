@@ -146,9 +146,9 @@ class Scheduler:
         if not waiting:
             return
         first = [row for row in waiting if row.kept is waiting[0].kept]
-        places = np.full(self._shrunk(sizes.rows, len(waiting)), -1)
-        places[: len(first)] = [row.row for row in first]
-        cache = self._take(first[0].kept.cache, [row.place for row in first], places.size, self._slots(level))
+        size, source = self._shrunk(sizes.rows, len(waiting)), first[0].kept.cache
+        cache, order = self._take(source, [row.place for row in first], size, self._slots(level))
+        places = _ordered([row.row for row in first], order)
         cache = self._enter(cache, places, waiting[len(first) :])
         clock, prefix = 0, slots_of(first[0].kept.cache)
         while True:
@@ -163,9 +163,9 @@ class Scheduler:
                     continue
                 return
             if not more and (smaller := self._shrunk(places.size, live.size)) < places.size:
-                cache = self._take(cache, live, smaller, slots_of(cache))
-                places = np.append(places[live], np.full(smaller - live.size, -1))
-                live = np.arange(live.size)
+                cache, order = self._take(cache, live, smaller, slots_of(cache))
+                places = _ordered(places[live], order)
+                live = np.flatnonzero(places >= 0)
             cache, steps = self._decode(cache, places, live, level, clock, prefix, more)
             clock += steps
             full = np.flatnonzero((places >= 0) & (completions.sampled[places] > self._capacities[level]))
@@ -178,8 +178,8 @@ class Scheduler:
                     extra = self._slots(level) - prefix
                     cache = take(cache, None, extra=extra, sharding=self._program.rows)
                 else:
-                    cache = self._take(cache, full, size, self._slots(level))
-                    places = np.append(places[full], np.full(size - full.size, -1))
+                    cache, order = self._take(cache, full, size, self._slots(level))
+                    places = _ordered(places[full], order)
             else:
                 self._put_aside(cache, places, full, level + 1)
 
@@ -277,7 +277,8 @@ class Scheduler:
             kept = queue[-1].kept if queue else None
             if kept is None or kept.used == size:
                 part, full = full[:size], full[size:]
-                kept = _Kept(self._take(cache, part, size, slots_of(cache)), 0)
+                filled = np.resize(np.asarray(part, np.int32), size)
+                kept = _Kept(take(cache, filled, extra=0, sharding=self._program.rows), 0)
             else:
                 part, full = full[: size - kept.used], full[size - kept.used :]
                 kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
@@ -285,10 +286,27 @@ class Scheduler:
             kept.used += part.size
             places[part] = -1
 
-    def _take(self, cache: Cache, rows: Sequence[int], size: int, slots: int) -> Cache:
-        """A cache of `size` rows, the first of them `rows`."""
-        filled = np.resize(np.asarray(rows, np.int32), size)
-        return take(cache, filled, extra=slots - slots_of(cache), sharding=self._program.rows)
+    def _take(self, cache: Cache, rows: Sequence[int], size: int, slots: int) -> tuple[Cache, np.ndarray]:
+        """A cache of `size` rows, and which of `rows` is where in it, -1 for none.
+
+        Rows stay on their devices if these have room for them, else they come in order.
+        """
+        rows, devices = np.asarray(rows, np.int32), self._devices
+        share, room = cache[0][0].shape[0] // devices, size // devices
+        owners = rows // share
+        local = devices > 1 and np.bincount(owners).max() <= room
+        order = np.full((devices, room), -1)
+        if local:
+            for device in range(devices):
+                own = np.flatnonzero(owners == device)
+                order[device, : own.size] = own
+        else:
+            order.reshape(-1)[: rows.size] = np.arange(rows.size)
+        order = order.reshape(-1)
+        # What a place without a row holds does not matter.
+        named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
+        extra = slots - slots_of(cache)
+        return take(cache, named, extra=extra, sharding=self._program.rows, local=bool(local)), order
 
     def _insert(self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]) -> Cache:
         for start in range(0, len(rows), self._unit):
@@ -303,6 +321,11 @@ class Scheduler:
         while (half := round_up(-(-size // 2), self._devices)) < size and half >= max(live, self._sizes.min_rows):
             size = half
         return size
+
+
+def _ordered(rows: Sequence[int], order: np.ndarray) -> np.ndarray:
+    """`rows` as `order` names them, -1 where it names none."""
+    return np.where(order >= 0, np.asarray(rows)[order], -1)
 
 
 def round_up(value: int, multiple: int) -> int:
