@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ConfigDict:
     # This small model disagrees with its engine less than an 8B one does: a budget, and a dual step, to its scale.
     config.algorithm.tolerance = 0.0006
     config.algorithm.dual_learning_rate = 50.0
-    config.training.steps = 32
+    config.training.steps = 40
     config.training.prompts_per_step = 48
     config.training.prompts_per_mini_batch = 24
     config.training.micro_batch_tokens = 16384
@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.optimizer.learning_rate = 1e-4
     config.warmup.task = "arithmetic:difficulty=2,count=16384,seed=1,error_rate=0.5"
     config.warmup.steps = 600
-    config.warmup.batch_size = 64
+    config.warmup.batch_size = 32
     config.evaluation.task = "arithmetic:difficulty=2,count=64,split=heldout"
     config.evaluation.every_steps = 8
     config.evaluation.temperature = 1.0

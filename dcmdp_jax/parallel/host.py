@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 logger = logging.getLogger(__name__)
 
 _MOST_CPU_DEVICES = 4
-_WORTH_CACHING_S = 0.3
+_WORTH_CACHING_S = 0.05
 
 
 def prepare_host(cpu_devices: int) -> None:
