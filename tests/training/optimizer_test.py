@@ -82,6 +82,15 @@ def test_the_norm_is_taken_over_all_parameters_together():
     np.testing.assert_allclose(np.concatenate(moments), [0.06, 0.08, 0.018, 0.032], rtol=1e-6)
 
 
+def test_a_norm_that_is_given_is_not_computed_again():
+    optimizer = make_optimizer(_PAPER, make_schedule(_PAPER, updates=1))
+    params = {"a": jnp.zeros(2)}
+    gradient = {"a": jnp.array([3.0, 4.0])}
+    _, state = optimizer.update(gradient, optimizer.init(params), params, grad_norm=jnp.float32(10.0))
+    # Divided by the 10 that was said, not by the norm of 5: m = 0.1 g / 10.
+    np.testing.assert_allclose(state[1][0].mu["a"], [0.03, 0.04], rtol=1e-6)
+
+
 def test_weight_decay_is_decoupled_and_scaled_by_the_learning_rate():
     # No gradient: p (1 - lr * decay). As L2 in the gradient it would be a full step of lr.
     (after,) = _run(_settings(learning_rate=0.1, weight_decay=0.5), [[0.0]], [2.0])

@@ -175,13 +175,14 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
 
     leaves, tree = jax.tree.flatten(params)
     moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
-    b1, b2, losses = OPTIMIZER.beta1, OPTIMIZER.beta2, []
+    b1, b2, losses, norms = OPTIMIZER.beta1, OPTIMIZER.beta2, [], []
     for m in range(mini_batches):
         members = tuple(range(m * n // mini_batches, (m + 1) * n // mini_batches))
         current = jax.tree.unflatten(tree, leaves)
         value, slopes = loss_and_slopes(np.asarray(_naive_logprobs(current, ids), np.float64), members)
         grads = _pull_back(current, ids, jnp.asarray(slopes, jnp.float32))
         losses.append(value)
+        norms.append(np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads))))
         for k, g in enumerate(np.asarray(g, np.float64) for g in jax.tree.leaves(grads)):
             mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
             moments[k] = mu, nu
@@ -190,7 +191,7 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
             leaves[k] = jnp.asarray(leaves[k] - rate * direction, jnp.float32)
     raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
     bounded = np.clip(raised, settings.multiplier_min, settings.multiplier_max)
-    return jax.tree.unflatten(tree, leaves), np.mean(losses), mean_delta, bounded
+    return jax.tree.unflatten(tree, leaves), np.mean(losses), np.mean(norms), mean_delta, bounded
 
 
 def _close(a, b, tolerance=2e-5):
@@ -214,12 +215,13 @@ def test_step_is_algorithm_one(mini_batches, changes):
     settings = dataclasses.replace(ALGORITHM, **changes)
     rollout, rewards = _rollout()
     reference = _params(seed=5) if settings.kl_coefficient else None
-    expected, loss, mean_delta, multiplier = _algorithm_one(
+    expected, loss, norm, mean_delta, multiplier = _algorithm_one(
         settings, mini_batches, _params(), rollout, rewards, settings.multiplier, reference
     )
     state, history, _ = _run(settings=settings, mini_batches=mini_batches, row_lengths=(8, 16), ref_params=reference)
     _close(state.params, expected)
     assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
     assert history[0]["optimizer/learning_rate"] == pytest.approx(0.3 * (1 - (mini_batches - 1) / UPDATES))
     if settings.method == "dc_grpo":
@@ -234,7 +236,7 @@ def test_step_with_shared_prompts_is_algorithm_one(mini_batches, tokens):
     rollout, rewards = _rollout()
     rollout.prompt_ids[-GROUP:] = [rollout.prompt_ids[-1][:1]] * GROUP
     assert {len(prompt) for prompt in rollout.prompt_ids} == {1, 2, 5}
-    expected, loss, mean_delta, _ = _algorithm_one(ALGORITHM, mini_batches, _params(), rollout, rewards, 0.4)
+    expected, loss, _, mean_delta, _ = _algorithm_one(ALGORITHM, mini_batches, _params(), rollout, rewards, 0.4)
     state, history, _ = _run(mini_batches=mini_batches, tokens=tokens, rollout=(rollout, rewards), shared=True)
     _close(state.params, expected)
     assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
