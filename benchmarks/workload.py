@@ -28,6 +28,8 @@ SIZES = {
 }
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
+# More at a time take longer on CPU and more memory.
+MICRO_BATCH_TOKENS = 32 * (PROMPT_TOKENS + NEW_TOKENS)
 
 
 def model(size: str) -> ModelConfig:
@@ -62,7 +64,7 @@ def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, Packin
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,
-        micro_batch_tokens=32 * (PROMPT_TOKENS + NEW_TOKENS), mini_batches=mini_batches,
+        micro_batch_tokens=MICRO_BATCH_TOKENS, mini_batches=mini_batches,
         completions=PROMPTS * GROUP // mini_batches,
     )  # fmt: skip
     return compute, plan

@@ -192,7 +192,8 @@ def _defaults() -> ConfigDict:
     config.training.prompts_per_mini_batch = 16
     # Tokens, padding included, of one forward and backward pass (ours).
     config.training.micro_batch_tokens = 16384
-    # Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel.
+    # Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel. A single length, on
+    # one device with the xla kernel, has each group's prompt computed once for all its completions.
     config.training.row_lengths = ()
     # Completions in one row at most. 0: unlimited where the kernel skips other segments (splash), else 1.
     config.training.segments_per_row = 0

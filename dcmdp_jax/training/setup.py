@@ -205,11 +205,13 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
     """Whether a group's prompt is computed once for all its completions, and not in each of their rows.
 
     Rows of one length say that completions are about as long as each other: then a row for each in its group's place
-    costs nothing. Only the "xla" kernel can do it, and only on one device.
+    costs nothing. Only the "xla" kernel can do it, only on one device, and a micro-batch has to hold a group.
     """
     alike = segments == 1 and len(row_lengths) == 1
     several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
-    return alike and several and kernel == "xla" and mesh.size == 1
+    group = config.rollout.group_size * config.rollout.max_completion_tokens + config.task.max_prompt_tokens
+    fits = group <= config.training.micro_batch_tokens
+    return alike and several and fits and kernel == "xla" and mesh.size == 1
 
 
 def initial_params(plan: Plan) -> Params:

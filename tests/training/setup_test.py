@@ -32,7 +32,15 @@ def test_rows_of_one_length_share_their_prompts(tmp_path):
     assert "192 x 37 tokens, prompts of 28 computed once for 8 rows" in told
 
 
-@pytest.mark.parametrize("changes", [{"training__row_lengths": (40, 56)}, {"training__segments_per_row": 2}])
+# A group is 8 x 36 + 20 = 308 tokens.
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__row_lengths": (40, 56)},
+        {"training__segments_per_row": 2},
+        {"training__micro_batch_tokens": 307},
+    ],
+)
 def test_others_have_their_prompts_to_themselves(tmp_path, changes):
     packing, told = _packing(tmp_path, **changes)
     assert packing.group_size == 0 and packing.row_lengths[-1] == 56
