@@ -5,7 +5,7 @@
     python -m bin.train --config=configs/demo.py --config.rollout.precision=exact             the control
 
 A supervised warm-up on worked solutions, half of which hold a mistake, gives a policy that knows the steps and errs;
-reinforcement mends it. To expect: held-out avg@8 from about 50% to about 90%, the discrepancy falling through the
+reinforcement mends it. To expect: held-out avg@8 from about 47% to about 85%, the discrepancy falling through the
 budget as the policy sharpens, and lambda rising first and falling after.
 """
 
