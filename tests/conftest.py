@@ -15,3 +15,21 @@ for _name in ("torchvision", "torchaudio", "torchcodec"):
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+
+
+import jax  # noqa: E402 - after the flags
+import pytest  # noqa: E402
+
+_MANY_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs():
+    """Drops compiled programs before they are too many: each takes several mappings, of which Linux gives a process
+    65,530, and XLA ends with a segmentation fault when there are no more."""
+    yield
+    maps = "/proc/self/maps"
+    if os.path.exists(maps):
+        with open(maps) as lines:
+            if sum(1 for _ in lines) > _MANY_MAPPINGS:
+                jax.clear_caches()

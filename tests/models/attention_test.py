@@ -60,10 +60,12 @@ def test_shared_prompts_are_rows_with_their_prompt_before_them() -> None:
     in_prompts, in_rows = places[: prompts * slots].reshape(prompts, slots), places[prompts * slots :].reshape(rows, -1)
     weights = jax.random.normal(jax.random.key(1), (1, len(places), 6, 8))
 
+    @jax.jit
     def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         visible = visible_of_shared(jnp.asarray(lengths), shape)
         return shared_prompt_attention(query, key, value, visible, shape)
 
+    @jax.jit
     def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[int, jax.Array]:
         found = {}
         for row in range(rows):
@@ -82,9 +84,9 @@ def test_shared_prompts_are_rows_with_their_prompt_before_them() -> None:
 
     real = np.zeros((1, len(places), 1, 1), bool)
     real[0, list(expected)] = True
-    got = jax.grad(lambda *x: jnp.sum(jnp.where(real, ours(*x) * weights, 0.0)), argnums=(0, 1, 2))(*inputs)
+    got = jax.grad(lambda *x: jnp.sum(jnp.where(real, ours(*x) * weights, 0.0)), argnums=(0, 1, 2))
     wanted = jax.grad(lambda *x: sum(jnp.sum(v * weights[0, p]) for p, v in whole(*x).items()), argnums=(0, 1, 2))
-    for a, b in zip(got, wanted(*inputs), strict=True):
+    for a, b in zip(jax.jit(got)(*inputs), jax.jit(wanted)(*inputs), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
