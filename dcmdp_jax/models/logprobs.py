@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dcmdp_jax.models.layers import row_maximum
 from dcmdp_jax.types import Array
 
 
@@ -121,8 +120,7 @@ def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
 
 
 def _block(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    maximum = row_maximum(logits)
-    normalizer = maximum[..., 0] + jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1))
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     entropy = normalizer - jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1)
     return chosen - normalizer, entropy, normalizer
