@@ -199,9 +199,10 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     code, out, err = results["dry_run"]
     assert (code, err) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
-    # Four prompts of four completions in two mini-batches of eight, in rows of 64 + 16 tokens.
+    # Four prompts of four completions in two mini-batches of eight. Of a prompt of at most 64 tokens the last stands in
+    # its completions' rows (1 + 16); the 63 others and 16 make 79, and one more column makes attention 5 x 16 wide.
     assert lines["step"] == "4 prompts x 4 = 16 completions of at most 16 tokens, 2 update(s)"
-    assert lines["rows"] == "micro-batches of 8 x 80 tokens"
+    assert lines["rows"] == "micro-batches of 8 x 17 tokens, prompts of 64 computed once for 4 rows"
     assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 held out"
     assert lines["run"] == f"{base}/planned, 2 steps" and lines["devices"].startswith("1 x cpu")
     assert not (base / "planned").exists()
