@@ -14,9 +14,10 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.host import training_mesh
 from dcmdp_jax.rollout.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
-from dcmdp_jax.training.state import initial_dual, new_state
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import make_row_logprobs, make_train_step
 from dcmdp_jax.types import Batch, Rollout
 
@@ -28,8 +29,8 @@ SIZES = {
 }
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
-# More at a time take longer on CPU and more memory.
-MICRO_BATCH_TOKENS = 32 * (PROMPT_TOKENS + NEW_TOKENS)
+# One group on each of two cores. More at a time take more memory and no less time.
+MICRO_BATCH_TOKENS = 16 * (PROMPT_TOKENS + NEW_TOKENS)
 
 
 def model(size: str) -> ModelConfig:
@@ -52,11 +53,12 @@ def rollout(config: ModelConfig, prompt_tokens: int, lengths: np.ndarray, group_
     )
 
 
-def batch_of(sampled: Rollout, plan: PackingPlan) -> tuple[Batch, float]:
-    """The packed batch on the device and its share of padding."""
+def batch_of(sampled: Rollout, plan: PackingPlan, config: ModelConfig) -> tuple[Batch, float]:
+    """The packed batch on the devices and its share of padding."""
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled.completion_ids)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan, mask_truncated=False)
-    return jax.device_put(batch), 1 - report.tokens / report.computed_tokens
+    shardings = batch_shardings(training_mesh(num_params=config.num_params), buckets=len(plan.row_lengths))
+    return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
 
 
 def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
@@ -65,7 +67,7 @@ def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, Packin
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,
         micro_batch_tokens=MICRO_BATCH_TOKENS, mini_batches=mini_batches,
-        completions=PROMPTS * GROUP // mini_batches,
+        completions=PROMPTS * GROUP // mini_batches, row_shards=training_mesh(num_params=config.num_params).size,
     )  # fmt: skip
     return compute, plan
 
@@ -74,7 +76,7 @@ def step_inputs(config: ModelConfig, mini_batches: int) -> tuple[Compute, Batch]
     """The same with the batch itself."""
     compute, plan = step_layout(config, mini_batches)
     sampled = rollout(config, PROMPT_TOKENS, np.full(PROMPTS * GROUP, NEW_TOKENS), GROUP)
-    return compute, batch_of(sampled, plan)[0]
+    return compute, batch_of(sampled, plan, config)[0]
 
 
 def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) -> Callable[[], object]:
@@ -83,15 +85,19 @@ def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) ->
     algorithm = dataclasses.replace(settings.algorithm, method=method)
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)
+    mesh, dual = training_mesh(num_params=config.num_params), initial_dual(algorithm)
+    shardings = train_state_shardings(config, optimizer, dual, "float32", mesh)
     step = make_train_step(
-        row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=None),
+        row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh),
         settings=algorithm,
         max_completion_tokens=64,
         optimizer=optimizer,
         schedule=schedule,
+        mesh=mesh,
+        shardings=shardings,
     )
-    dual = initial_dual(algorithm)
-    state = [jax.jit(lambda key: new_state(decoder.init_params(config, key), optimizer, dual))(jax.random.key(0))]
+    create = jax.jit(lambda key: new_state(decoder.init_params(config, key), optimizer, dual), out_shardings=shardings)
+    state = [create(jax.random.key(0))]
 
     def call() -> jnp.ndarray:
         state[0], metrics = step(state[0], batch, None)

@@ -110,9 +110,6 @@ def _defaults() -> ConfigDict:
     config.rollout.max_rows = 256
     # When half of a batch is done the rest moves to a batch of half the size, down to this; each size compiles once.
     config.rollout.min_rows = 32
-    # On CPU, the parts that the embedded engine splits rows into, each with a core of its own; 0: one for each core, at
-    # most 4.
-    config.rollout.cpu_devices = 0
     # G; paper [4.1]: 8.
     config.rollout.group_size = 8
     # Tokens, end-of-sequence included; paper [4.1]: 8192.
@@ -219,6 +216,8 @@ def _defaults() -> ConfigDict:
     config.mesh.data = 1
     config.mesh.fsdp = -1
     config.mesh.tensor = 1
+    # How many devices the CPU counts as, for training and the embedded engine; 0: one for each core, at most 4.
+    config.mesh.cpu_devices = 0
 
     config.warmup = ConfigDict()
     # Problems with worked solutions to learn from before training, as `task.train`.

@@ -88,7 +88,6 @@ class RolloutSettings:
     kv_cache_dtype: str
     max_rows: int
     min_rows: int
-    cpu_devices: int
     group_size: int
     max_completion_tokens: int
     temperature: float
@@ -157,6 +156,7 @@ class MeshSettings:
     data: int
     fsdp: int
     tensor: int
+    cpu_devices: int
 
 
 @dataclasses.dataclass(frozen=True)

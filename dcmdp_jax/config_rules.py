@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from typing import Any
 
@@ -49,7 +48,6 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "task.verifier_timeout": (0.01, None),
     "rollout.max_rows": (1, None),
     "rollout.min_rows": (1, None),
-    "rollout.cpu_devices": (0, None),
     "rollout.group_size": (2, None),
     "rollout.max_completion_tokens": (1, None),
     "rollout.vllm.tensor_parallel_size": (1, None),
@@ -95,6 +93,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "checkpoint.keep_best": (0, None),
     "observe.samples_every_steps": (1, None),
     "observe.samples": (0, None),
+    "mesh.cpu_devices": (0, None),
 }
 
 
@@ -160,7 +159,7 @@ def validate(config: Any) -> None:
                 f"config.training.row_lengths: longest is {training.row_lengths[-1]}, must hold task.max_prompt_tokens "
                 f"+ rollout.max_completion_tokens = {config.max_total_tokens}"
             )
-    sizes = dataclasses.astuple(config.mesh)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"config.mesh: got data, fsdp, tensor = {sizes}, sizes are positive and at most one is -1")
     if config.warmup.steps and not config.warmup.task:

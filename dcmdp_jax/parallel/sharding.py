@@ -153,8 +153,36 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def shard_rows(mesh: Mesh) -> NamedSharding:
-    """For packed rows [M, A, R, L]: R split over data and fsdp."""
-    return NamedSharding(mesh, P(None, None, *partition_spec(("rows", "length"), ACTIVATION_AXES)))
+    """For packed rows [M, A, R, ...]: R split over data and fsdp."""
+    return NamedSharding(mesh, P(None, None, *partition_spec(("rows",), ACTIVATION_AXES)))
+
+
+def splits_rows_alone(mesh: Mesh | None) -> bool:
+    """Whether there are several devices, and parameters are whole on each of them."""
+    return mesh is not None and mesh.size > 1 and mesh.shape["data"] == mesh.size
+
+
+def on_own_rows(
+    function: Callable[..., Any], mesh: Mesh | None, *, in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
+) -> Callable[..., Any]:
+    """On a mesh that splits rows alone, `function` run by each device on the rows that it holds; else itself.
+
+    Nothing is exchanged but what `function` hands to `sum_over_devices`. Left to the compiler, the gradient of every
+    matrix would be summed over the devices in every micro-batch.
+
+    Args:
+        function: of arrays, none from around it.
+        mesh: the run's.
+        in_specs, out_specs: of `jax.shard_map`: `P()` for what is alike on every device, "data" for rows.
+    """
+    if not splits_rows_alone(mesh):
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def sum_over_devices(tree: Any, mesh: Mesh | None) -> Any:
+    """Within `on_own_rows`: the sum of what the devices have."""
+    return jax.lax.psum(tree, "data") if splits_rows_alone(mesh) else tree
 
 
 def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:

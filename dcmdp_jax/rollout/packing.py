@@ -100,6 +100,7 @@ def make_shared_plan(
     micro_batch_tokens: int,
     mini_batches: int,
     completions: int,
+    row_shards: int,
 ) -> PackingPlan:
     """The shapes for completions that share the prompt of their group, one completion in each row.
 
@@ -110,14 +111,15 @@ def make_shared_plan(
         max_prompt_tokens: of the longest prompt, at least 2.
         max_completion_tokens: of the longest completion.
         group_size: G; divides `completions`.
-        micro_batch_tokens: tokens, padding included, of one forward and backward pass; at least one group's.
+        micro_batch_tokens: tokens, padding included, of one micro-batch, over all devices; at least one group a device.
         mini_batches: M.
         completions: N of a mini-batch.
+        row_shards: devices that groups are split over.
     """
     # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
     prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
     wanted = micro_batch_tokens // (group_size * max_completion_tokens + prompt_length)
-    groups = min(max(1, wanted), completions // group_size)
+    groups = max(1, min(wanted, completions // group_size) // row_shards) * row_shards
     return PackingPlan(
         row_lengths=(max_completion_tokens + 1,),
         rows_per_micro_batch=(groups * group_size,),

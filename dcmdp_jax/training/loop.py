@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,6 @@ from dcmdp_jax.evaluation.average import evaluate
 from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.observe.metrics import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
-from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
@@ -101,10 +101,11 @@ class Trainer:
             max_completion_tokens=config.rollout.max_completion_tokens,
             optimizer=self.optimizer,
             schedule=schedule,
+            mesh=plan.mesh,
             always_recompute=config.rollout.precision == "exact",
             shardings=self.shardings,
         )
-        self.rescore = make_rescore(self.row_logprobs) if config.rollout.precision == "exact" else None
+        self.rescore = make_rescore(self.row_logprobs, mesh=plan.mesh) if config.rollout.precision == "exact" else None
 
     def start(self) -> tuple[TrainState, bool]:
         """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed."""
@@ -142,7 +143,7 @@ class Trainer:
 
         return warm_up(
             params, prompts, solutions, row_logprobs, self.config.warmup, seed=self.config.training.seed,
-            row_shards=row_shards(self.plan.mesh), length_multiple=length_multiple, on_step=on_step,
+            mesh=self.plan.mesh, length_multiple=length_multiple, on_step=on_step,
         )  # fmt: skip
 
     @property
@@ -241,10 +242,9 @@ class Trainer:
             return {}
         sampled = np.concatenate([rollout.rollout_logprobs[i] for i in usable])
         algorithm = self.config.algorithm
-        difference = token_discrepancy(
-            np.concatenate(scored), sampled, measure=algorithm.measure, sided=algorithm.sided
-        )
-        return {"mismatch/noise_floor": float(np.mean(difference))}
+        # Compiled as one: each operation alone would be a program of its own.
+        measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
+        return {"mismatch/noise_floor": float(np.mean(measure(np.concatenate(scored), sampled)))}
 
     def _pack(self, rollout: Rollout, grades: Grades, state: TrainState) -> tuple[Batch, dict[str, Any]]:
         dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")

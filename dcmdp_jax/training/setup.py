@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
@@ -18,9 +19,9 @@ from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.observe.metrics import require_wandb
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh, training_devices
-from dcmdp_jax.parallel.mesh import make_mesh, row_shards
-from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.parallel.host import prepare_host, sampling_mesh, training_mesh
+from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.sharding import on_own_rows, param_shardings, splits_rows_alone
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan, make_shared_plan
@@ -81,12 +82,10 @@ def make_plan_of_run(config: Config) -> Plan:
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
     _check_model_path(config.model.path)
-    prepare_host(config.rollout.cpu_devices)
-    mesh = make_mesh(
-        data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=training_devices()
-    )
+    prepare_host(config.mesh.cpu_devices)
     tokenizer = _tokenizer(config)
     model = _model(config, tokenizer)
+    mesh = training_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_params=model.num_params)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     train = _load_prompts(config, tokenizer, "task.train", split="train")
     held_out = None
@@ -180,6 +179,7 @@ def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
         "micro_batch_tokens": config.training.micro_batch_tokens,
         "mini_batches": config.mini_batches,
         "completions": config.completions_per_mini_batch,
+        "row_shards": row_shards(mesh),
     }
     if _shares_prompts(config, mesh, kernel, row_lengths, segments):
         packing = make_shared_plan(
@@ -189,7 +189,7 @@ def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
             **shapes,
         )
     else:
-        packing = make_plan(row_lengths=row_lengths, segments_per_row=segments, row_shards=row_shards(mesh), **shapes)
+        packing = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
     compute = Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
@@ -205,13 +205,15 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
     """Whether a group's prompt is computed once for all its completions, and not in each of their rows.
 
     Rows of one length say that completions are about as long as each other: then a row for each in its group's place
-    costs nothing. Only the "xla" kernel can do it, only on one device, and a micro-batch has to hold a group.
+    costs nothing. Only the "xla" kernel can do it, only where whole rows are computed on one device, and a micro-batch
+    has to hold a group for each.
     """
     alike = segments == 1 and len(row_lengths) == 1
     several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
     group = config.rollout.group_size * config.rollout.max_completion_tokens + config.task.max_prompt_tokens
-    fits = group <= config.training.micro_batch_tokens
-    return alike and several and fits and kernel == "xla" and mesh.size == 1
+    groups = min(config.training.micro_batch_tokens // group, config.training.prompts_per_mini_batch)
+    whole = mesh.size == 1 or splits_rows_alone(mesh)
+    return alike and several and kernel == "xla" and whole and groups >= row_shards(mesh)
 
 
 def initial_params(plan: Plan) -> Params:
@@ -260,7 +262,8 @@ def make_engine(plan: Plan) -> Engine:
 def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
     """The training stack's own log-probs of a few short rows, as the step computes them."""
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
-    compiled = jax.jit(lambda params, rows: row_logprobs(params, rows)[0])
+    rows = P("data")
+    compiled = jax.jit(on_own_rows(lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows))
 
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape

@@ -54,7 +54,6 @@ def new_state(params: Params, optimizer: optax.GradientTransformation, dual: Dua
 
 def batch_shardings(mesh: Mesh, *, buckets: int) -> Batch:
     """A `Batch` of shardings: rows split over data and fsdp, what is per completion replicated."""
-    # Prompts are shared on one device only.
-    rows = Rows(*[shard_rows(mesh)] * len(Rows._fields))._replace(prompts=replicated(mesh))
+    rows = Rows(*[shard_rows(mesh)] * len(Rows._fields))
     rest = dict.fromkeys(Batch._fields, replicated(mesh))
     return Batch(**{**rest, "rows": (rows,) * buckets})

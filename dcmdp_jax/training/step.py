@@ -32,7 +32,7 @@ from dcmdp_jax.models import decoder, logprobs
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.host import compiler_options
-from dcmdp_jax.parallel.sharding import constrain
+from dcmdp_jax.parallel.sharding import constrain, on_own_rows, splits_rows_alone, sum_over_devices
 from dcmdp_jax.types import Batch, Params, Rows, TrainState, WeightedSum
 
 Metrics = dict[str, jax.Array]
@@ -57,23 +57,14 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
         model: the model.
         compute: dtype, rematerialisation, kernel and chunk.
         temperature: the one that completions are sampled at.
-        mesh: None, or split by rows alone: padding and prompts are left out of the output layer.
+        mesh: the run's, or None for one device. Where it splits rows alone the result is for `on_own_rows`: what each
+            device computes by itself, padding and prompts left out of the output layer.
     """
-    several = mesh is not None and mesh.size > 1
+    several = mesh is not None and mesh.size > 1 and not splits_rows_alone(mesh)
     pin = {"constrain": constrain(mesh), "mesh": mesh} if several else {}
     token_logprobs = functools.partial(
         logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, compact=not several
     )
-    if several and mesh.shape["data"] == mesh.size:
-        # The output matrix is whole on every device: each gathers its own tokens.
-        rows = P("data")
-        token_logprobs = jax.shard_map(
-            functools.partial(token_logprobs, compact=True),
-            mesh=mesh,
-            in_specs=(rows, P(), rows, rows),
-            out_specs=(rows, rows),
-            check_vma=False,
-        )
 
     def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
         hidden = decoder.hidden_states(
@@ -117,21 +108,26 @@ def _put(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, value: j
     return (*buffers[:bucket], buffers[bucket].at[index].set(value), *buffers[bucket + 1 :])
 
 
-def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs) -> tuple[jax.Array, ...]:
+def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
     """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
 
-    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-        rows, counts = xs
+    def own_rows(params: Params, rows: tuple[Rows, ...], counts: jax.Array) -> tuple[jax.Array, ...]:
+        def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
+            rows, counts = xs
 
-        def body(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[jax.Array, ...]:
-            return _put(buffers, bucket, index, row_logprobs(params, micro)[0])
+            def body(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, micro: Rows) -> Any:
+                return _put(buffers, bucket, index, row_logprobs(params, micro)[0])
 
-        return None, _over_micro_batches(rows, counts, body, _empty_logprobs(rows), skip_empty=True)
+            return None, _over_micro_batches(rows, counts, body, _empty_logprobs(rows), skip_empty=True)
 
-    return lax.scan(mini_batch, None, (batch.rows, batch.micro_batches))[1]
+        return lax.scan(mini_batch, None, (rows, counts))[1]
+
+    split = P(None, None, "data")
+    computed = on_own_rows(own_rows, mesh, in_specs=(P(), split, P()), out_specs=split)
+    return computed(params, batch.rows, batch.micro_batches)
 
 
-def make_rescore(row_logprobs: RowLogprobs) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
+def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
     """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own, on the step's own rows.
 
     This is precision "exact": the step computes the same numbers again, so the discrepancy is 0 to the last bit. The
@@ -140,7 +136,7 @@ def make_rescore(row_logprobs: RowLogprobs) -> Callable[[Params, Batch], tuple[B
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
-        logprobs = batch_logprobs(params, batch, row_logprobs)
+        logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
         differences = WeightedSum(jnp.float32(0), jnp.float32(0))
         for bucket, train in zip(batch.rows, logprobs, strict=True):
             delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
@@ -158,6 +154,7 @@ def make_train_step(
     max_completion_tokens: int,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
+    mesh: Mesh | None,
     always_recompute: bool = False,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
@@ -168,10 +165,11 @@ def make_train_step(
     mean discrepancy is itself not finite.
 
     Args:
-        row_logprobs: from `make_row_logprobs`.
+        row_logprobs: from `make_row_logprobs`, for this mesh.
         settings: the method and its constants.
         max_completion_tokens: sampling limit, for the fixed-length normaliser.
         optimizer, schedule: from `optimizer.py`; the schedule only for the record.
+        mesh: the devices; None for one.
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
@@ -187,6 +185,7 @@ def make_train_step(
         max_completion_tokens=max_completion_tokens,
         optimizer=optimizer,
         schedule=schedule,
+        mesh=mesh,
         always_recompute=always_recompute,
     )
     out = {} if shardings is None else {"out_shardings": (shardings, None)}
@@ -204,6 +203,7 @@ def _train_step(
     max_completion_tokens: int,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
+    mesh: Mesh | None,
     always_recompute: bool,
 ) -> tuple[TrainState, Metrics]:
     mini_batches, completions = batch.rewards.shape
@@ -212,10 +212,17 @@ def _train_step(
     first_is_own = not always_recompute
     others = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0)) if first_is_own else batch
     alone = first_is_own and mini_batches == 1
-    recomputed = None if alone else batch_logprobs(state.params, others, row_logprobs)
+    recomputed = None if alone else batch_logprobs(state.params, others, row_logprobs, mesh)
 
     def micro_loss(
-        params: Params, micro: Rows, old: jax.Array | None, own: jax.Array, advantages: jax.Array, weights: jax.Array
+        params: Params,
+        micro: Rows,
+        old: jax.Array | None,
+        own: jax.Array,
+        advantages: jax.Array,
+        weights: jax.Array,
+        multiplier: jax.Array,
+        ref_params: Params | None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         train, entropy = row_logprobs(params, micro)
         old = lax.stop_gradient(train if old is None else jnp.where(own, train, old))
@@ -237,6 +244,39 @@ def _train_step(
             total += settings.kl_coefficient * masked.weighted_sum(kl, jnp.where(mask, token_weights, 0.0)).total
         return total, (old, clip, masked.masked_sum(lax.stop_gradient(entropy), mask))
 
+    def gradients(
+        params: Params, rows: tuple[Rows, ...], old_logprobs: tuple[jax.Array, ...], counts: jax.Array, *rest: Any
+    ) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
+        """The gradient, loss, entropy and clipping of a mini-batch, and its p^Train."""
+
+        def body(carry: tuple[Any, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[Any, ...]:
+            (grads, loss, entropy, clip), buffers = carry
+            old = None if alone else old_logprobs[bucket][index]
+            gradient = jax.value_and_grad(micro_loss, has_aux=True)
+            (value, (old, clipped, entropies)), new = gradient(params, micro, old, *rest)
+            sums = (
+                jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new),
+                loss + value,
+                masked.add(entropy, entropies),
+                losses.add_clip_statistics(clip, clipped),
+            )
+            return sums, _put(buffers, bucket, index, old)
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            zero,
+            WeightedSum(zero, zero),
+            losses.empty_clip_statistics(),
+        )
+        carry = start, _empty_logprobs(rows)
+        sums, buffers = _over_micro_batches(rows, counts, body, carry, skip_empty=False)
+        return sum_over_devices(sums, mesh), buffers
+
+    split = P(None, "data")
+    alike = (P(),) * 6
+    gradients = on_own_rows(gradients, mesh, in_specs=(P(), split, split, *alike), out_specs=(P(), split))
+
     def update(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         params, opt_state, skipped_in_row, totals = carry
         part, old_logprobs, own = xs
@@ -257,29 +297,8 @@ def _train_step(
         # Divided here once: the total is known before the pass, and micro-batches only add.
         weights = weights / jnp.maximum(total_weight, 1.0)
 
-        def body(carry: tuple[Any, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[Any, ...]:
-            grads, loss, entropy, clip, buffers = carry
-            old = None if alone else old_logprobs[bucket][index]
-            gradient = jax.value_and_grad(micro_loss, has_aux=True)
-            (value, (old, clipped, entropies)), new = gradient(params, micro, old, own, advantages, weights)
-            return (
-                jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new),
-                loss + value,
-                masked.add(entropy, entropies),
-                losses.add_clip_statistics(clip, clipped),
-                _put(buffers, bucket, index, old),
-            )
-
-        zero = jnp.zeros((), jnp.float32)
-        start = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            zero,
-            WeightedSum(zero, zero),
-            losses.empty_clip_statistics(),
-            _empty_logprobs(part.rows),
-        )
-        grads, loss, entropy, clip, buffers = _over_micro_batches(
-            part.rows, part.micro_batches, body, start, skip_empty=False
+        (grads, loss, entropy, clip), buffers = gradients(
+            params, part.rows, old_logprobs, part.micro_batches, own, advantages, weights, multiplier, ref_params
         )
         grad_norm = _norm(grads)
         finite = jnp.isfinite(grad_norm)

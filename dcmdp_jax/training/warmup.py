@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.config import WarmupSettings
 from dcmdp_jax.parallel.host import compiler_options
+from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.sharding import on_own_rows, replicated, sum_over_devices
 from dcmdp_jax.training.step import RowLogprobs
 from dcmdp_jax.types import Params, Rows
 
@@ -24,7 +30,7 @@ def warm_up(
     settings: WarmupSettings,
     *,
     seed: int,
-    row_shards: int,
+    mesh: Mesh | None,
     length_multiple: int,
     on_step: Callable[[int, float], None],
 ) -> Params:
@@ -37,10 +43,10 @@ def warm_up(
         params: start; donated.
         prompts: token ids of each prompt, int32.
         solutions: token ids of each worked solution, the end token included.
-        row_logprobs: the training stack's forward pass, at temperature 1.
+        row_logprobs: the training stack's forward pass, at temperature 1, for this mesh.
         settings: steps, batch size, peak learning rate.
         seed: of the order of examples.
-        row_shards: over how many devices rows are split; a batch is a multiple of it.
+        mesh: the devices; None for one. A batch is a multiple of those that rows are split over.
         length_multiple: what the kernel wants rows to be a multiple of.
         on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end; may raise to stop.
 
@@ -48,22 +54,26 @@ def warm_up(
         Trained parameters.
 
     Raises:
-        ValueError: if a loss is not finite, or there are fewer examples in a batch than `row_shards`.
+        ValueError: if a loss is not finite, or there are fewer examples in a batch than rows are split over.
     """
-    size = min(settings.batch_size, len(prompts)) // row_shards * row_shards
+    shards = 1 if mesh is None else row_shards(mesh)
+    size = min(settings.batch_size, len(prompts)) // shards * shards
     if not size:
         raise ValueError(
             f"config.warmup.batch_size: got {settings.batch_size}, with {len(prompts)} worked solutions; the mesh "
-            f"splits rows over {row_shards} devices, so both must be at least that"
+            f"splits rows over {shards} devices, so both must be at least that"
         )
     rows = _rows(prompts, solutions, length_multiple)
     optimizer = _optimizer(settings)
+    placed = _placement(params, optimizer, mesh)
+    opt_state = jax.jit(optimizer.init, out_shardings=placed[1])(params)
     step = jax.jit(
-        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer),
+        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh),
         donate_argnums=(0, 1),
+        # Placed as they came in, or the second step would be another program.
+        out_shardings=(*placed, None),
         compiler_options=compiler_options(jax.default_backend()),
     )
-    opt_state = jax.jit(optimizer.init)(params)
     order = np.random.default_rng([seed, 0]).permutation(len(prompts))
     position, epoch = 0, 0
     for done in range(1, settings.steps + 1):
@@ -86,6 +96,20 @@ def _optimizer(settings: WarmupSettings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0))
 
 
+def _placement(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Shardings of the parameters and of the optimizer's state: its moments lie where their parameters do."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    counters = jax.tree.leaves(shardings)[0] if mesh is None else replicated(mesh)
+    state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: counters,
+    )
+    return shardings, state
+
+
 def _step(
     params: Params,
     opt_state: optax.OptState,
@@ -93,11 +117,16 @@ def _step(
     *,
     row_logprobs: RowLogprobs,
     optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    def loss(params: Params) -> jax.Array:
-        return -masked.masked_mean(row_logprobs(params, rows)[0], rows.completion_mask)
+    def gradients(params: Params, rows: Rows, tokens: jax.Array) -> tuple[jax.Array, Params]:
+        def loss(params: Params) -> jax.Array:
+            return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens
 
-    value, grads = jax.value_and_grad(loss)(params)
+        return sum_over_devices(jax.value_and_grad(loss)(params), mesh)
+
+    gradients = on_own_rows(gradients, mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+    value, grads = gradients(params, rows, jnp.sum(rows.completion_mask))
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
 

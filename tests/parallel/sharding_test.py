@@ -169,7 +169,7 @@ def test_state_made_under_jit_has_its_shardings() -> None:
 
 def test_rows_and_replicas() -> None:
     mesh = _mesh(2, 2, 2)
-    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp"), None))
+    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp")))
     placed = jax.device_put(np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5), shard_rows(mesh))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3, 1, 5)}
     assert jax.device_put(np.arange(5), replicated(mesh)).addressable_shards[7].data.shape == (5,)

@@ -71,8 +71,9 @@ def test_shared_prompts_by_hand():
     # Groups of 2: prompts of 3 and 1 tokens (100, 101, 102 and 100), completions of 2, 4, 3 and 1 tokens.
     rollout = _rollout([(3, 2), (3, 4), (1, 3), (1, 1)], group_size=2)
     plan = make_shared_plan(
-        max_prompt_tokens=4, max_completion_tokens=4, group_size=2, micro_batch_tokens=20, mini_batches=1, completions=4
-    )
+        max_prompt_tokens=4, max_completion_tokens=4, group_size=2, micro_batch_tokens=20, mini_batches=1,
+        completions=4, row_shards=1,
+    )  # fmt: skip
     # Rows of 4 + 1 tokens, of which 4 are computed; prompts of 4 - 1 tokens, widened to 12 so that a row sees 16.
     # 20 tokens hold one group: 2 x 4 + 12.
     assert (plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches) == ((5,), (2,), (2,))
@@ -97,8 +98,10 @@ def test_shared_prompts_by_hand():
 
 def test_shared_prompts_keep_their_places_when_completions_are_dropped():
     rollout = _rollout([(2, 1)] * 6, group_size=2)
-    shapes = {"max_prompt_tokens": 2, "max_completion_tokens": 2, "group_size": 2, "mini_batches": 1, "completions": 6}
-    plan = make_shared_plan(micro_batch_tokens=1, **shapes)
+    plan = make_shared_plan(
+        max_prompt_tokens=2, max_completion_tokens=2, group_size=2, micro_batch_tokens=1, mini_batches=1, completions=6,
+        row_shards=1,
+    )  # fmt: skip
     dropped = np.array([True, True, True, False, True, True])
     batch, _ = pack(rollout, np.ones(6, np.float32), plan, mask_truncated=False, dropped=dropped)
     (rows,) = batch.rows
@@ -109,9 +112,23 @@ def test_shared_prompts_keep_their_places_when_completions_are_dropped():
     assert rows.completion_index[0, 1, 1, 1] == 3
 
 
+def test_groups_are_split_over_devices_whole():
+    # A group is 2 x 4 + 12 = 20 tokens. 70 hold three of the five groups: over two devices two, one for each; a third
+    # micro-batch has one group and one empty place. Over four devices there is one for each in any case.
+    shapes = {"max_prompt_tokens": 4, "max_completion_tokens": 4, "group_size": 2, "mini_batches": 1, "completions": 10}
+    plans = [make_shared_plan(micro_batch_tokens=70, row_shards=shards, **shapes) for shards in (1, 2, 4)]
+    assert [plan.rows_per_micro_batch for plan in plans] == [(6,), (4,), (8,)]
+    assert [plan.micro_batches for plan in plans] == [(2,), (3,), (2,)]
+    batch, _ = pack(_rollout([(3, 1)] * 10, 2), np.ones(10, np.float32), plans[1], mask_truncated=False)
+    assert batch.micro_batches.tolist() == [[3]]
+    np.testing.assert_array_equal(batch.rows[0].prompts.lengths[0], [[2, 2], [2, 2], [2, 0]])
+
+
 def test_refuses_prompts_that_are_not_shared():
-    shapes = {"max_prompt_tokens": 3, "max_completion_tokens": 4, "group_size": 2, "mini_batches": 1, "completions": 2}
-    plan = make_shared_plan(micro_batch_tokens=64, **shapes)
+    plan = make_shared_plan(
+        max_prompt_tokens=3, max_completion_tokens=4, group_size=2, micro_batch_tokens=64, mini_batches=1,
+        completions=2, row_shards=1,
+    )  # fmt: skip
     for lengths, message in (
         ([(2, 1), (3, 1)], "completions 0 and 1 are of one group and have different prompts"),
         # Up to 16 with the row's own 4 tokens, and the last of the prompt: 13 fit.

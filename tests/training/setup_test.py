@@ -1,25 +1,27 @@
 """Shapes that a config is computed in."""
 
+import math
+from unittest import mock
+
 import jax
 import pytest
 
 from configs import demo
 from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training import setup
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch):
-    monkeypatch.setattr(setup, "training_devices", lambda: jax.devices()[:1])
-
-
-def _packing(tmp_path, **changes):
+def _packing(tmp_path, shape=(1, 1, 1), **changes):
+    """The shapes on a mesh of that shape; and what people are told."""
+    mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
     config = demo.get_config()
     config.run_dir, config.warmup.steps, config.evaluation.every_steps = str(tmp_path / "run"), 0, 0
     for name, value in changes.items():
         section, field = name.split("__")
         setattr(config[section], field, value)
-    plan = setup.make_plan_of_run(from_config_dict(config))
+    with mock.patch.object(setup, "training_mesh", lambda *sizes, num_params: mesh):
+        plan = setup.make_plan_of_run(from_config_dict(config))
     return plan.packing, setup.describe(plan)
 
 
@@ -47,7 +49,15 @@ def test_others_have_their_prompts_to_themselves(tmp_path, changes):
     assert "computed once" not in told
 
 
-def test_several_devices_have_prompts_in_their_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "training_devices", jax.devices)
-    assert jax.device_count() == 8
-    assert _packing(tmp_path)[0].group_size == 0
+def test_devices_with_whole_rows_share_prompts_too(tmp_path):
+    # 16,384 tokens hold 53 groups, a mini-batch has 24: three each on eight devices.
+    packing, told = _packing(tmp_path, (8, 1, 1))
+    assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
+    # 2,463 tokens hold seven groups, one fewer than there are devices.
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 308)[0].rows_per_micro_batch == (64,)
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 308 - 1)[0].group_size == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
+def test_devices_that_split_parameters_have_prompts_in_their_rows(tmp_path, shape):
+    assert _packing(tmp_path, shape)[0].group_size == 0

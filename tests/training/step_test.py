@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +60,10 @@ def _programs(settings, mini_batches, mesh, compute, exact):
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
     step = make_train_step(
         row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
-        schedule=schedule, always_recompute=exact, shardings=shardings,
+        schedule=schedule, mesh=mesh, always_recompute=exact, shardings=shardings,
     )  # fmt: skip
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
-    return create, step, make_rescore(row_logprobs)
+    return create, step, make_rescore(row_logprobs, mesh=mesh)
 
 
 def _run(
@@ -75,18 +76,18 @@ def _run(
     rollout, rewards = rollout or _rollout()
     n = PROMPTS * GROUP // mini_batches
     shards = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
-    shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n}
+    shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n, "row_shards": shards}
     if shared:
         plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
     else:
-        plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, row_shards=shards, **shapes)
+        plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
     batch, _ = pack(rollout, rewards, plan, mask_truncated=settings.mask_truncated, dropped=dropped)
     # Another chunk for other shapes, so that their step is not found in the cache of these.
     compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
     create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, _params()))
     if mesh:
-        batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(row_lengths)))
+        batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))
     history = []
     for _ in range(steps):
         used = rescore(state.params, batch)[0] if exact else batch
@@ -261,12 +262,19 @@ def test_layouts_and_micro_batches_agree():
         )
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
-def test_eight_devices_equal_one(shape):
-    mesh = make_mesh(*shape)
+@pytest.mark.parametrize(
+    ("shape", "mini_batches", "shared"),
+    [((8, 1, 1), 1, False), ((2, 1, 1), 2, True), ((4, 1, 1), 1, True), ((2, 2, 2), 1, False), ((1, 4, 2), 1, False)],
+)
+def test_several_devices_equal_one(shape, mini_batches, shared):
+    mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
     settings = dataclasses.replace(ALGORITHM, dual_window=2)
-    expected, one, _ = _run(mini_batches=1, steps=2, settings=settings)
-    state, eight, step = _run(mini_batches=1, steps=2, settings=settings, mesh=mesh)
+    expected, one, _ = _run(mini_batches=mini_batches, steps=2, settings=settings)
+    # In the group's layout 50 tokens hold one group: two and four devices have one each all the same.
+    tokens = 50 if shared else 64
+    state, eight, step = _run(
+        mini_batches=mini_batches, steps=2, settings=settings, mesh=mesh, shared=shared, tokens=tokens
+    )
     _close(state.params, expected.params, 1e-5)
     for name in ("discrepancy/mean", "optimizer/grad_norm", "policy/loss", "dual/multiplier"):
         assert eight[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-6), name
@@ -276,9 +284,25 @@ def test_eight_devices_equal_one(shape):
     assert one[1]["dual/violation"] == pytest.approx((first + second) / 2 - 0.05, rel=1e-5)
 
 
-@pytest.mark.parametrize(("mini_batches", "shared"), [(1, False), (2, False), (2, True)])
-def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches, shared):
-    state, history, step = _run(exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3, shared=shared)
+def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
+    # Every device makes the update by itself: what they sum has to be the same number on each.
+    mesh = make_mesh(4, devices=jax.devices()[:4])
+    state, _, _ = _run(mini_batches=2, steps=3, mesh=mesh)
+    for leaf in jax.tree.leaves(state):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert len(others) == 3
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("mini_batches", "shared", "devices"), [(1, False, 1), (2, False, 1), (2, True, 1), (2, True, 2), (1, False, 2)]
+)
+def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches, shared, devices):
+    mesh = make_mesh(devices, devices=jax.devices()[:devices]) if devices > 1 else None
+    state, history, step = _run(
+        exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3, shared=shared, mesh=mesh
+    )
     for metrics in history:
         assert metrics["discrepancy/max"] == 0.0
         assert metrics["discrepancy/mean"] == 0.0
