@@ -1,6 +1,9 @@
 """What is measured; each module is a command."""
 
-from dcmdp_jax.memory import keep_freed_memory
+import sys
 
-# Before what they import makes threads.
-keep_freed_memory()
+from dcmdp_jax.memory import prepare_memory
+
+# Before what they import makes threads. Peers run as their users run them.
+if not {"benchmarks.peers.trl", "benchmarks.peers.tunix"}.intersection(sys.orig_argv):
+    prepare_memory("benchmarks")

@@ -1,6 +1,6 @@
 """The commands."""
 
-from dcmdp_jax.memory import keep_freed_memory
+from dcmdp_jax.memory import prepare_memory
 
 # Before what they import makes threads.
-keep_freed_memory()
+prepare_memory("bin")

@@ -1,38 +1,77 @@
-"""Page faults of a process that keeps its memory, and of one that does not."""
+"""Page faults of a process that keeps its memory and has large pages, and of one that does not."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-_FAULTS = """
-import resource, sys
-if sys.argv[1] == "kept":
-    import bin
+from dcmdp_jax.memory import _is_command
+
+_ROOT = Path(__file__).parents[1]
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_PREPARE = "from dcmdp_jax.memory import prepare_memory\nprepare_memory({!r})\n"
+_RUN = """
+import json, os, re, resource, sys
 import jax, jax.numpy as jnp
-add, ones = jax.jit(lambda x: x + 1), jnp.ones(2**24)
+add, ones = jax.jit(lambda x: x + 1), jnp.ones(2**22)
 for call in range(64):
     if call == 60:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     add(ones).block_until_ready()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+large = sum(map(int, re.findall(r"AnonHugePages:\\s+(\\d+)", open("/proc/self/smaps").read())))
+print(json.dumps({
+    "faults": after - before, "large_pages": large, "arguments": sys.argv[1:], "told": os.environ.get("GLIBC_TUNABLES"),
+}))
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
-def test_freed_memory_stays_in_commands_alone() -> None:
-    """64 MiB are 16,384 pages of 4 KiB: each of four calls touches them anew, unless they were kept."""
+def _report(directory: Path, first_lines: str, **environment: str) -> dict[str, Any]:
+    package = directory / "probe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(first_lines)
+    (package / "run.py").write_text(_RUN)
+    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-m", "probe.run", "an argument"],
+        env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{directory}:{_ROOT}", **environment},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    return json.loads(done.stdout)
 
-    def faults(how: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", _FAULTS, how],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return int(done.stdout)
 
-    assert faults("given back") > 4 * 10_000
-    assert faults("kept") < 1000
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_commands_keep_freed_memory_in_large_pages(tmp_path: Path) -> None:
+    # 16 MiB are 4,096 pages of 4 KiB: each of four calls touches them anew, unless they were kept.
+    given_back = _report(tmp_path / "a", "")
+    kept = _report(tmp_path / "b", _PREPARE.format("probe"))
+    assert given_back["faults"] > 4 * 3000 and kept["faults"] < 1000
+    # The process started twice, with the same arguments, and others that it starts hear nothing of it.
+    assert kept["arguments"] == ["an argument"] and kept["told"] is None
+    if "[never]" not in _THP.read_text():
+        assert kept["large_pages"] > 10 * 1024
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_what_the_user_told_glibc_stays(tmp_path: Path) -> None:
+    report = _report(tmp_path, _PREPARE.format("probe"), GLIBC_TUNABLES="glibc.malloc.perturb=0")
+    assert report["told"] == "glibc.malloc.perturb=0" and report["faults"] < 1000
+
+
+def test_only_the_package_s_own_commands_start_again() -> None:
+    assert _is_command("bin", ["python", "-X", "dev", "-m", "bin.train", "--config=x", "-m"])
+    for arguments in (
+        ["python", "-m", "pytest", "-m", "bin.train"],
+        ["python", "-m", "cProfile", "-m", "bin.train"],
+        ["python", "-m", "binary.x"],
+        ["python", "-c", "import bin"],
+        ["python"],
+    ):
+        assert not _is_command("bin", arguments)
