@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dcmdp_jax.models.layers import row_maximum
 from dcmdp_jax.types import Array
 
 
@@ -70,7 +71,7 @@ def token_logprobs(
         targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
         count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         blocked = gathered.reshape(blocks, size, width), targets.reshape(blocks, size)
-        results = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)
+        results = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature, True)
         results = [x.reshape(-1)[:total][place].reshape(rows, length - 1) for x in results]
         logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in results)
     else:
@@ -78,7 +79,7 @@ def token_logprobs(
         previous = jnp.pad(previous, ((0, 0), (1, 0), (0, 0)))
         blocked = (_split(previous, size), _split(input_ids, size))
         count = jnp.int32(length // size)
-        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature)
+        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature, False)
         logprobs, entropy = (jnp.moveaxis(x, 0, 1).reshape(rows, length) for x in (logprobs, entropy))
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
@@ -119,32 +120,37 @@ def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
     return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32) * scale
 
 
-def _block(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+def _block(logits: jax.Array, targets: jax.Array, whole: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`whole`: the vocabulary is on one device."""
+    if whole:
+        largest = row_maximum(logits)
+        normalizer = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1)) + largest[..., 0]
+    else:
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     entropy = normalizer - jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1)
     return chosen - normalizer, entropy, normalizer
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _blocked_logprobs(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float, whole: bool
 ) -> tuple[jax.Array, jax.Array]:
     """`hidden` [C, ..., D], `targets` [C, ...]; blocks from `count` on are not computed and give 0."""
-    return _blocked_forward(hidden, targets, kernel, count, scale)[0]
+    return _blocked_forward(hidden, targets, kernel, count, scale, whole)[0]
 
 
 def _blocked_forward(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float, whole: bool
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
     if len(hidden) == 1:
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, kernel, scale)
-        logprobs, entropy, normalizer = _block(logits, targets)
+        logprobs, entropy, normalizer = _block(logits, targets, whole)
         return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, logits)
 
     def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        block = _block(_logits(hidden[i], kernel, scale), targets[i])
+        block = _block(_logits(hidden[i], kernel, scale), targets[i], whole)
         return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -153,8 +159,9 @@ def _blocked_forward(
 
 
 def _blocked_backward(
-    scale: float, saved: tuple[jax.Array | None, ...], cotangents: tuple[jax.Array, jax.Array]
+    scale: float, whole: bool, saved: tuple[jax.Array | None, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Array | None, ...]:
+    del whole
     hidden, targets, kernel, count, normalizer, entropy, kept = saved
     logprob_bar, entropy_bar = cotangents
 
