@@ -12,7 +12,11 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.models.layers import row_maximum, split
 
 KERNELS = ("xla", "cudnn", "splash")
-_HIDDEN = -1e30
+HIDDEN = -1e30
+"""What is added to the score of a key that a query does not see."""
+
+# XLA's CPU backend computes a concatenation inside a fusion one element at a time, one that stands alone by whole rows.
+_apart = jax.lax.optimization_barrier
 
 
 def choose_kernel(setting: str, dtype: jnp.dtype, platform: str) -> str:
@@ -106,10 +110,6 @@ def visible_of_shared(prompt_lengths: jax.Array, shape: tuple[int, int, int, int
     return jnp.concatenate([parts[0], jnp.broadcast_to(parts[1], (rows, length, length))], axis=-1)
 
 
-# XLA's CPU backend computes a concatenation inside a fusion one element at a time, one that stands alone by whole rows.
-_apart = jax.lax.optimization_barrier
-
-
 def _causal(length: int) -> jax.Array:
     return jnp.tril(jnp.ones((length, length), bool))[None]
 
@@ -124,7 +124,7 @@ def _xla(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array)
     query = (query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)).reshape(rows, length, -1, group, width)
     query = query.transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    bias = jnp.tile(jnp.where(visible, 0.0, _HIDDEN), (1, group, 1))[:, None]
+    bias = jnp.tile(jnp.where(visible, 0.0, HIDDEN), (1, group, 1))[:, None]
     attended = _attended(query, key, value, bias)
     return attended.reshape(rows, -1, group, length, width).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
 

@@ -18,7 +18,16 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prompt_attention, visible_of_shared
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, apply_rotary, norm_and_rotate, rotary_tables, split
+from dcmdp_jax.models.layers import (
+    MLP,
+    Linear,
+    RMSNorm,
+    apply_rotary,
+    norm_and_rotate,
+    rms_norm,
+    rotary_tables,
+    split,
+)
 from dcmdp_jax.types import Params, SharedPrompts
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -336,9 +345,7 @@ def apply_block(
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """The norm before the output layer, for callers of `apply_block`."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
-    return normed.astype(x.dtype) * params["norm"]["scale"].astype(x.dtype)
+    return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps)
 
 
 def check_params(params: Params, config: ModelConfig) -> None:

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.attention import HIDDEN, choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
-from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.layers import rotary_tables, row_maximum
 from dcmdp_jax.models.quantize import QuantizedKernel, widen
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
 from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024
-_HIDDEN = -1e30
 _STEPS_ALONE = 4
 
 
@@ -291,7 +290,7 @@ def _decode_local(
         ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
         entered = sampled - 1 - (prefix_slots - prompt_slots)
         seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
-        bias = jnp.where(seen, 0.0, _HIDDEN)
+        bias = jnp.where(seen, 0.0, HIDDEN)
         rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
         x = _embedded(weights, last)[:, None]
         kept = []
@@ -368,7 +367,7 @@ def _attend_cached(
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, load(keys, query.dtype), preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
-    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    exponentials = jnp.exp(scores - row_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     attended = jnp.einsum("rkgs,rksh->rkgh", exponentials.astype(query.dtype), load(values, query.dtype))
     attended = attended * inverse.astype(query.dtype)

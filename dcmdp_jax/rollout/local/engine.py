@@ -16,6 +16,7 @@ from dcmdp_jax.models.decoder import check_params
 from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local import decode
+from dcmdp_jax.rollout.local.cache import FLOAT8
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
 from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, replicate, source_fingerprint
 from dcmdp_jax.types import Params, Rollout
@@ -96,7 +97,7 @@ class LocalEngine:
         self._prompt_buckets = tuple(prompt_buckets) or _powers_of_two(max_total_tokens)
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
         self._mesh = Mesh(devices, ("rows",))
-        cache_dtype = "float8_e4m3fn" if kv_cache_dtype == "fp8" else compute_dtype
+        cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
         self._program = decode.Program(config, compute_dtype, cache_dtype, self._mesh)
         self._weights: Params | None = None
         self._policy_version: int | None = None
