@@ -58,10 +58,10 @@ def digests(tree: Any) -> dict[str, int]:
     return {jax.tree_util.keystr(path): int(value) for path, value in leaves}
 
 
-def _copy_of_one(leaf: jax.Array) -> jax.Array:
-    """A copy; of the first where every device of this process has a whole one: Orbax would deal out slices of each."""
-    alike = leaf.is_fully_replicated and leaf.is_fully_addressable
-    return jnp.copy(leaf.addressable_shards[0].data if alike else leaf)
+def _copied(state: TrainState) -> TrainState:
+    """A copy; of one device's where each of this process has all of it: Orbax would save a slice from each."""
+    alike = all(leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
+    return jax.tree.map(lambda leaf: jnp.copy(leaf.addressable_shards[0].data if alike else leaf), state)
 
 
 def _learner(state: TrainState) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Checkpoints:
             return
         if jax.default_backend() == "cpu":
             # On CPU a host view shares memory with the array, which the next step's donation would overwrite.
-            state = jax.tree.map(_copy_of_one, state)
+            state = _copied(state)
         learner = _learner(state)
         meta = {
             "step": step,

@@ -109,8 +109,8 @@ def _commands(base):
             f"config.run_dir: {base}/file/run can't be written ({base}/file); choose another directory",
         ),
         "mesh": (
-            [*debug, "--config.mesh.tensor=3"],
-            "config.mesh (data=1, fsdp=-1, tensor=3): 3 does not divide the 1 devices",
+            [*debug, "--config.mesh.tensor=3", "--config.mesh.cpu_devices=2"],
+            "config.mesh (data=1, fsdp=-1, tensor=3): 3 does not divide the 2 devices",
         ),
         "missing_tensor": (
             model("missing"),
@@ -164,7 +164,12 @@ def outcomes(tmp_path_factory):
     base = tmp_path_factory.mktemp("train")
     commands = _commands(base)
     given = {name: arguments for name, (arguments, _) in commands.items()}
-    whole = ["--config=configs/demo.py:debug", f"--config.run_dir={base}/planned", "--dry_run"]
+    whole = [
+        "--config=configs/demo.py:debug",
+        f"--config.run_dir={base}/planned",
+        "--config.mesh.cpu_devices=1",
+        "--dry_run",
+    ]
     given["dry_run"] = whole
     given["dry_run_of_a_model"] = [*whole, f"--config.model.path={base}/whole"]
     done = subprocess.run(

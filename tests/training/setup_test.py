@@ -28,7 +28,7 @@ def _packing(tmp_path, shape=(1, 1, 1), **changes):
 def test_rows_of_one_length_share_their_prompts(tmp_path):
     # 24 prompts x 8 in a mini-batch, prompts of 20 tokens and completions of 36: rows of 36 + 1 of which 36 are
     # computed; prompts of 19, widened by 9 so that a row sees 64 tokens. All of it fits into 16,384 tokens.
-    packing, told = _packing(tmp_path)
+    packing, told = _packing(tmp_path, training__micro_batch_tokens=16384)
     assert (packing.row_lengths, packing.rows_per_micro_batch, packing.micro_batches) == ((37,), (192,), (1,))
     assert (packing.group_size, packing.prompt_length) == (8, 28)
     assert "192 x 37 tokens, prompts of 28 computed once for 8 rows" in told
@@ -51,7 +51,7 @@ def test_others_have_their_prompts_to_themselves(tmp_path, changes):
 
 def test_devices_with_whole_rows_share_prompts_too(tmp_path):
     # 16,384 tokens hold 53 groups, a mini-batch has 24: three each on eight devices.
-    packing, told = _packing(tmp_path, (8, 1, 1))
+    packing, told = _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=16384)
     assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
     # 2,463 tokens hold seven groups, one fewer than there are devices.
     assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 308)[0].rows_per_micro_batch == (64,)

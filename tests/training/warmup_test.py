@@ -10,6 +10,7 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.step import make_row_logprobs
 from dcmdp_jax.training.warmup import warm_up
 
@@ -32,6 +33,8 @@ def _settings(steps, batch_size=3, learning_rate=0.1):
 def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, mesh=None):
     seen = []
     params = {"table": jnp.zeros((8, 8), jnp.float32) if start is None else jnp.asarray(start)}
+    if mesh is not None:
+        params = jax.device_put(params, replicated(mesh))
     trained = warm_up(
         params, _PROMPTS, _SOLUTIONS, logprobs, settings, seed=seed, mesh=mesh, length_multiple=8,
         on_step=lambda *values: seen.append(values),
