@@ -16,9 +16,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
-
 import jax  # noqa: E402 - after the flags
-import pytest  # noqa: E402
+import pytest  # noqa: E402 - after jax
 
 _MANY_MAPPINGS = 20_000
 

@@ -1,4 +1,4 @@
-"""Page faults of a process that keeps its memory, and of one that does not."""
+"""Page faults of a process that keeps its memory, and of one that does not; what a command loads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from dcmdp_jax import memory
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 
 _ROOT = Path(__file__).parents[1]
 _PREPARE = "from dcmdp_jax.memory import prepare_memory\nprepare_memory({!r})\n"
-_RUN = """
+_ADD = """
 import json, os, resource, sys
 import jax, jax.numpy as jnp
 add, ones = jax.jit(lambda x: x + 1), jnp.ones(80 * 2**18)
@@ -29,17 +30,25 @@ print(json.dumps({
     "faults": after - before, "arguments": sys.argv[1:], "told": os.environ.get("GLIBC_TUNABLES"),
 }))
 """
+_TOKENIZE = """
+import json, sys
+from dcmdp_jax.tasks.prompts import load_tokenizer
+ids = load_tokenizer(sys.argv[1])("1+2=3")["input_ids"]
+print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in sys.modules)}))
+"""
 
 
-def _report(directory: Path, first_lines: str, **environment: str) -> dict[str, Any]:
-    """Of a command that adds 1 to 80 MiB over and over; the faults of its last four calls."""
+def _report(
+    directory: Path, first_lines: str, *, run: str = _ADD, argument: str = "an argument", **environment: str
+) -> dict[str, Any]:
+    """What a command prints. By default it adds 1 to 80 MiB over and over: the faults of its last four calls."""
     package = directory / "probe"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(first_lines)
-    (package / "run.py").write_text(_RUN)
+    (package / "run.py").write_text(run)
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-m", "probe.run", "an argument"],
+        [sys.executable, "-m", "probe.run", argument],
         env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{directory}:{_ROOT}", **environment},
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
@@ -61,6 +70,18 @@ def test_commands_keep_freed_memory(tmp_path: Path) -> None:
 def test_what_the_user_told_glibc_stays(tmp_path: Path) -> None:
     report = _report(tmp_path, _PREPARE.format("probe"), GLIBC_TUNABLES="glibc.malloc.perturb=0")
     assert report["told"] == "glibc.malloc.perturb=0"
+
+
+def test_commands_tokenize_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="nothing to leave out")
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    leave_out = "from dcmdp_jax.memory import leave_out_torch\nleave_out_torch({!r})\n"
+    without, other = (
+        _report(tmp_path / name, leave_out.format(name), run=_TOKENIZE, argument=str(tmp_path / "tokenizer"))
+        for name in ("probe", "another")
+    )
+    assert (without["torch"], other["torch"]) == (False, True)
+    assert without["ids"] == other["ids"] == build_tokenizer()("1+2=3")["input_ids"]
 
 
 @pytest.mark.parametrize(("reserved", "size"), [("0\n", 2**30), ("2\n", 1), (None, 1)])

@@ -92,6 +92,13 @@ def make_plan(
     return PackingPlan(row_lengths, tuple(rows), tuple(counts), mini_batches, completions, segments_per_row)
 
 
+def shared_group_shape(max_prompt_tokens: int, max_completion_tokens: int, group_size: int) -> tuple[int, int]:
+    """Of a group that shares its prompt: positions of the prompt, and of all that is computed, padding included."""
+    # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
+    prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
+    return prompt_length, prompt_length + group_size * max_completion_tokens
+
+
 def make_shared_plan(
     *,
     max_prompt_tokens: int,
@@ -116,10 +123,8 @@ def make_shared_plan(
         completions: N of a mini-batch.
         row_shards: devices that groups are split over.
     """
-    # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
-    prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
-    wanted = micro_batch_tokens // (group_size * max_completion_tokens + prompt_length)
-    groups = max(1, min(wanted, completions // group_size) // row_shards) * row_shards
+    prompt_length, group_tokens = shared_group_shape(max_prompt_tokens, max_completion_tokens, group_size)
+    groups = max(1, min(micro_batch_tokens // group_tokens, completions // group_size) // row_shards) * row_shards
     return PackingPlan(
         row_lengths=(max_completion_tokens + 1,),
         rows_per_micro_batch=(groups * group_size,),

@@ -24,7 +24,13 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import on_own_rows, param_shardings, splits_rows_alone
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.packing import PackingPlan, default_row_lengths, make_plan, make_shared_plan
+from dcmdp_jax.rollout.packing import (
+    PackingPlan,
+    default_row_lengths,
+    make_plan,
+    make_shared_plan,
+    shared_group_shape,
+)
 from dcmdp_jax.rollout.vllm.client import VllmEngine
 from dcmdp_jax.rollout.vllm.probe import Probe
 from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
@@ -210,8 +216,10 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
     """
     alike = segments == 1 and len(row_lengths) == 1
     several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
-    group = config.rollout.group_size * config.rollout.max_completion_tokens + config.task.max_prompt_tokens
-    groups = min(config.training.micro_batch_tokens // group, config.training.prompts_per_mini_batch)
+    _, group_tokens = shared_group_shape(
+        config.task.max_prompt_tokens, config.rollout.max_completion_tokens, config.rollout.group_size
+    )
+    groups = min(config.training.micro_batch_tokens // group_tokens, config.training.prompts_per_mini_batch)
     whole = mesh.size == 1 or splits_rows_alone(mesh)
     return alike and several and kernel == "xla" and whole and groups >= row_shards(mesh)
 

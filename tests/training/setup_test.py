@@ -34,13 +34,13 @@ def test_rows_of_one_length_share_their_prompts(tmp_path):
     assert "192 x 37 tokens, prompts of 28 computed once for 8 rows" in told
 
 
-# A group is 8 x 36 + 20 = 308 tokens.
+# A group computes 8 x 36 + 28 = 316 tokens.
 @pytest.mark.parametrize(
     "changes",
     [
         {"training__row_lengths": (40, 56)},
         {"training__segments_per_row": 2},
-        {"training__micro_batch_tokens": 307},
+        {"training__micro_batch_tokens": 315},
     ],
 )
 def test_others_have_their_prompts_to_themselves(tmp_path, changes):
@@ -50,12 +50,12 @@ def test_others_have_their_prompts_to_themselves(tmp_path, changes):
 
 
 def test_devices_with_whole_rows_share_prompts_too(tmp_path):
-    # 16,384 tokens hold 53 groups, a mini-batch has 24: three each on eight devices.
+    # 16,384 tokens hold 51 groups, a mini-batch has 24: three each on eight devices.
     packing, told = _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=16384)
     assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
-    # 2,463 tokens hold seven groups, one fewer than there are devices.
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 308)[0].rows_per_micro_batch == (64,)
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 308 - 1)[0].group_size == 0
+    # One token less than eight groups, and a device has none.
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316)[0].rows_per_micro_batch == (64,)
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316 - 1)[0].group_size == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
