@@ -214,6 +214,11 @@ def test_take_and_insert_by_hand():
         rows = np.array([[14, 15, -add], [10, 11, -add], [14, 15, -add]]) + add
         for array in layer:
             np.testing.assert_array_equal(array.reshape(3, 3), rows)
+    used_up = made(10, 3, 2)
+    whole = cache_module.take(used_up, None, extra=1, sharding=sharding, release=True)
+    assert all(array.is_deleted() for array in jax.tree.leaves(used_up))
+    for array in whole[1]:
+        np.testing.assert_array_equal(array.reshape(3, 3), [[110, 111, 0], [112, 113, 0], [114, 115, 0]])
     # Row 1 of the source goes to place 2; place 7 does not exist and takes nothing.
     places = np.array([2, 7], np.int32)
     filled = cache_module.insert(longer, made(50, 2, 2), np.array([1, 0], np.int32), places, sharding=sharding)

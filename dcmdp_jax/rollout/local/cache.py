@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from dcmdp_jax.models.quantize import FP8_MAX
@@ -44,28 +45,47 @@ def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return stored.astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
-def take(cache: Cache, rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool = False) -> Cache:
+def take(
+    cache: Cache,
+    rows: np.ndarray | None,
+    *,
+    extra: int,
+    sharding: NamedSharding,
+    local: bool = False,
+    release: bool = False,
+) -> Cache:
     """A new cache of the rows `rows` [R'] int32, in that order, with `extra` more slots; None is all rows as they are.
 
     Over several devices rows that are named travel, all of them: five times the time of keeping them where they are.
     With `local` none does: each device takes rows of its own, which `rows` counts from its first.
-    """
 
-    def longer(key: jax.Array, value: jax.Array, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        none = (0, 0)
+    With `release` the old cache is used up, each layer before the next is taken: both are never there whole.
+    """
+    taken = []
+    for layer in cache:
+        taken.append(_take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local))
+        if release:
+            jax.block_until_ready(taken[-1])
+            for old in layer:
+                old.delete()
+    return tuple(taken)
+
+
+@functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
+def _take_of_layer(
+    layer: tuple[jax.Array, jax.Array], rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool
+) -> tuple[jax.Array, jax.Array]:
+    def longer(layer: tuple[jax.Array, jax.Array], rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        (key, value), none = layer, (0, 0)
         if rows is not None:
             key, value = key[rows], value[rows]
         return jnp.pad(key, (none, none, none, (0, extra))), jnp.pad(value, (none, none, (0, extra), none))
 
-    def taken(cache: Cache, rows: jax.Array | None) -> Cache:
-        return tuple(longer(*layer, rows) for layer in cache)
-
     if local:
-        taken = jax.shard_map(
-            taken, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+        longer = jax.shard_map(
+            longer, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
         )
-    return jax.lax.with_sharding_constraint(taken(cache, rows), sharding)
+    return jax.lax.with_sharding_constraint(longer(layer, rows), sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("sharding",), donate_argnames=("cache",))

@@ -147,7 +147,8 @@ class Scheduler:
             return
         first = [row for row in waiting if row.kept is waiting[0].kept]
         size, source = self._shrunk(sizes.rows, len(waiting)), first[0].kept.cache
-        cache, order = self._take(source, [row.place for row in first], size, self._slots(level))
+        # Others may wait in it still.
+        cache, order = self._take(source, [row.place for row in first], size, self._slots(level), release=False)
         places = _ordered([row.row for row in first], order)
         cache = self._enter(cache, places, waiting[len(first) :])
         clock, prefix = 0, slots_of(first[0].kept.cache)
@@ -176,7 +177,7 @@ class Scheduler:
                 level, clock = level + 1, 0
                 if size == places.size:
                     extra = self._slots(level) - prefix
-                    cache = take(cache, None, extra=extra, sharding=self._program.rows)
+                    cache = take(cache, None, extra=extra, sharding=self._program.rows, release=True)
                 else:
                     cache, order = self._take(cache, full, size, self._slots(level))
                     places = _ordered(places[full], order)
@@ -286,8 +287,10 @@ class Scheduler:
             kept.used += part.size
             places[part] = -1
 
-    def _take(self, cache: Cache, rows: Sequence[int], size: int, slots: int) -> tuple[Cache, np.ndarray]:
-        """A cache of `size` rows, and which of `rows` is where in it, -1 for none.
+    def _take(
+        self, cache: Cache, rows: Sequence[int], size: int, slots: int, *, release: bool = True
+    ) -> tuple[Cache, np.ndarray]:
+        """A cache of `size` rows, and which of `rows` is where in it, -1 for none. The old one is used up.
 
         Rows stay on their devices if these have room for them, else they come in order.
         """
@@ -306,7 +309,8 @@ class Scheduler:
         # What a place without a row holds does not matter.
         named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
         extra = slots - slots_of(cache)
-        return take(cache, named, extra=extra, sharding=self._program.rows, local=bool(local)), order
+        sharding = self._program.rows
+        return take(cache, named, extra=extra, sharding=sharding, local=bool(local), release=release), order
 
     def _insert(self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]) -> Cache:
         for start in range(0, len(rows), self._unit):
