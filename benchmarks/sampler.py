@@ -8,10 +8,11 @@ weights, tied embeddings, float32 compute, temperature 1. Prints a markdown tabl
 fastest, the time of a weight push and of the first call, which compiles.
 
 With --lengths longtail: 64 x 8 completions in batches of at most 128, lengths log-normal, median 32, the longest 8
-times that; the same completions three ways, in turns: one batch after another, with a cache of at least 128 tokens and
-batches that shrink to 32 rows ("coarse", all that there was before refill), the same with a cache from 32 tokens and
-batches down to 8 rows ("fine"), and with refill in those sizes. Lengths are forced by the random words: those of a
-row's last token draw the end token, earlier ones never do. Nothing else differs from sampling.
+times that; the same completions four ways, in turns: one batch after another, each whole until its longest row ends
+("whole"); that with a cache from 128 tokens and batches that shrink to 32 rows ("coarse", all that there was before
+refill); with a cache from 32 tokens and batches down to 8 rows ("fine"); and with refill in those sizes. Lengths are
+forced by the random words: those of a row's last token draw the end token, earlier ones never do. Nothing else differs
+from sampling.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.models.decoder import init_params
+from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
+from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local import decode, sampler
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -38,6 +42,11 @@ from dcmdp_jax.rollout.local.weights import PRECISIONS
 
 TAIL_PROMPTS, TAIL_ROWS, MEDIAN, LONGEST = 64, 128, 32, 256
 _END = 0
+
+
+def _mesh() -> Mesh:
+    """Where a run on one device of an accelerator, or on the CPU, samples."""
+    return sampling_mesh(one_device_mesh())
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -54,7 +63,7 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
     sampling = SamplingParams(group_size=GROUP, max_completion_tokens=NEW_TOKENS)
     engines = {
-        precision: LocalEngine(config, precision=precision, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS)
+        precision: LocalEngine(config, precision=precision, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS, mesh=_mesh())
         for precision in precisions
     }
     first, push, times = {}, {}, {precision: [] for precision in precisions}
@@ -93,7 +102,7 @@ def _one_batch_after_another(schedule: Callable[..., None]) -> Callable[..., Non
 
 
 def measure_long_tail(size: str, repeats: int) -> str:
-    """A table row: seconds one batch after another, and with refill."""
+    """A table row: seconds one batch after another, three ways, and with refill."""
     config = model(size)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(TAIL_PROMPTS)]
@@ -102,11 +111,14 @@ def measure_long_tail(size: str, repeats: int) -> str:
 
     def made(**settings: int) -> LocalEngine:
         total = PROMPT_TOKENS + LONGEST
-        engine = LocalEngine(config, precision="float32", max_total_tokens=total, max_rows=TAIL_ROWS, **settings)
+        engine = LocalEngine(
+            config, precision="float32", max_total_tokens=total, max_rows=TAIL_ROWS, mesh=_mesh(), **settings
+        )
         engine.push_weights(params, 0)
         return engine
 
-    coarse, fine = made(cache_block=128, min_rows=32), made(min_rows=8)
+    whole, fine = made(cache_block=LONGEST, min_rows=TAIL_ROWS), made(min_rows=8)
+    coarse = made(cache_block=128, min_rows=32)
     completions, refilled = {}, Scheduler.sample
 
     def call(name: str, engine: LocalEngine, sample: Callable[..., None]) -> None:
@@ -117,20 +129,23 @@ def measure_long_tail(size: str, repeats: int) -> str:
             Scheduler.sample = refilled
 
     batches = _one_batch_after_another(refilled)
-    calls = {"coarse": (coarse, batches), "fine": (fine, batches), "refill": (fine, refilled)}
+    one_by_one = {"whole": whole, "coarse": coarse, "fine": fine}
+    calls = {name: (engine, batches) for name, engine in one_by_one.items()} | {"refill": (fine, refilled)}
     decode.token_words = _forced_words
     try:
         times = interleave({name: functools.partial(call, name, *what) for name, what in calls.items()}, repeats)
     finally:
         decode.token_words = sampler.token_words
-    for other in ("coarse", "fine"):
+    for other in one_by_one:
         for pair in zip(completions["refill"], completions[other], strict=True):
             np.testing.assert_array_equal(*pair)
     lengths = np.asarray([ids.size for ids in completions["refill"]])
     return (
         f"| {size} | {np.median(lengths):.0f}, {lengths.mean():.0f}, {lengths.max()} | "
         + " | ".join(median_and_spread(times[name]) for name in calls)
-        + f" | {ratio(times['coarse'], times['refill'])} | {ratio(times['fine'], times['refill'])} |"
+        + " | "
+        + " | ".join(ratio(times[name], times["refill"]) for name in one_by_one)
+        + " |"
     )
 
 
@@ -146,10 +161,14 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
     parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()
+    prepare_host(cpu_devices=0)
     print(machine() + "\n")
     if arguments.lengths == "longtail":
-        print("| size | lengths: median, mean, longest | coarse, s | fine, s | refill, s | over coarse | over fine |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| size | lengths: median, mean, longest | whole, s | coarse, s | fine, s | refill, s "
+            "| whole / refill | coarse / refill | fine / refill |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
         for size in arguments.sizes:
             print(measure_long_tail(size, arguments.repeats), flush=True)
         return

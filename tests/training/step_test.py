@@ -73,7 +73,27 @@ def _run(
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
 
     With `shared` the completions of a group share their prompt and `row_lengths` and `segments` are not used."""
-    rollout, rewards = rollout or _rollout()
+    batch = _batch(
+        rollout or _rollout(), mini_batches, mesh, tokens=tokens, shared=shared, row_lengths=row_lengths,
+        segments=segments, mask_truncated=settings.mask_truncated, dropped=dropped,
+    )  # fmt: skip
+    # Another chunk for other shapes, so that their step is not found in the cache of these.
+    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
+    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
+    state = create(jax.tree.map(jnp.copy, _params()))
+    history = []
+    for _ in range(steps):
+        used = rescore(state.params, batch)[0] if exact else batch
+        state, metrics = step(state, used, ref_params)
+        history.append({k: np.asarray(v) for k, v in metrics.items()})
+    return state, history, step
+
+
+def _batch(
+    sampled, mini_batches, mesh, *, tokens, shared=False, row_lengths=(16,), segments=1, mask_truncated=False,
+    dropped=None,
+):  # fmt: skip
+    """`sampled`, a rollout and its rewards, packed and on the devices."""
     n = PROMPTS * GROUP // mini_batches
     shards = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
     shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n, "row_shards": shards}
@@ -81,19 +101,8 @@ def _run(
         plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
     else:
         plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
-    batch, _ = pack(rollout, rewards, plan, mask_truncated=settings.mask_truncated, dropped=dropped)
-    # Another chunk for other shapes, so that their step is not found in the cache of these.
-    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
-    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
-    state = create(jax.tree.map(jnp.copy, _params()))
-    if mesh:
-        batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))
-    history = []
-    for _ in range(steps):
-        used = rescore(state.params, batch)[0] if exact else batch
-        state, metrics = step(state, used, ref_params)
-        history.append({k: np.asarray(v) for k, v in metrics.items()})
-    return state, history, step
+    batch, _ = pack(*sampled, plan, mask_truncated=mask_truncated, dropped=dropped)
+    return jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows))) if mesh else batch
 
 
 def _padded(rollout):
@@ -293,6 +302,28 @@ def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
         assert len(others) == 3
         for other in others:
             np.testing.assert_array_equal(first, other)
+
+
+def _exchanges(program, loops=0):
+    """How many loops stand around each sum over devices."""
+    for equation in program.eqns:
+        if equation.primitive.name == "psum":
+            yield loops
+        inside = loops + (equation.primitive.name in ("while", "scan"))
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from _exchanges(getattr(inner, "jaxpr", inner), inside)
+
+
+def test_devices_exchange_once_in_an_update():
+    # 16 rows of 16 tokens are two updates of two micro-batches each of 4 rows, two a device. The one loop is that of
+    # updates: within that of micro-batches, gradients would travel for each.
+    mesh = make_mesh(2, devices=jax.devices()[:2])
+    batch = _batch(_rollout(), 2, mesh, tokens=64)
+    assert batch.rows[0].input_ids.shape == (2, 2, 4, 16)
+    create, step, _ = _programs(ALGORITHM, 2, mesh, Compute(one_segment=True, logprob_chunk=16), False)
+    program = step.trace(create(_params()), batch, None).jaxpr
+    assert set(_exchanges(program.jaxpr)) == {1}
 
 
 @pytest.mark.parametrize(
