@@ -20,12 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import losses, masked
 from dcmdp_jax.algorithm.advantages import group_advantages, penalized_advantages
-from dcmdp_jax.algorithm.discrepancy import (
-    completions_over_tolerance,
-    discrepancy,
-    mismatch_statistics,
-    token_discrepancy,
-)
+from dcmdp_jax.algorithm.discrepancy import discrepancy, token_discrepancy
 from dcmdp_jax.algorithm.dual import dual_update, violation
 from dcmdp_jax.config import AlgorithmSettings
 from dcmdp_jax.models import decoder, logprobs
@@ -33,9 +28,9 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.host import compiler_options
 from dcmdp_jax.parallel.sharding import constrain, on_own_rows, splits_rows_alone, sum_over_devices
+from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
 from dcmdp_jax.types import Batch, Params, Rows, TrainState, WeightedSum
 
-Metrics = dict[str, jax.Array]
 RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
 """(params, rows [R, L]) -> log-probs and entropy of the completion tokens, [R, L]."""
 
@@ -325,7 +320,7 @@ def _train_step(
     own = first_is_own & (jnp.arange(mini_batches) == 0)
     (params, opt_state, skipped_in_row, totals), old_logprobs = lax.scan(update, start, (batch, recomputed, own))
 
-    metrics, mean_discrepancy = _measure(batch, old_logprobs, settings)
+    metrics, mean_discrepancy = batch_metrics(batch, old_logprobs, settings)
     dual, gap = state.dual, mean_discrepancy - settings.tolerance
     if settings.method == "dc_grpo":
         dual = dual_update(
@@ -365,45 +360,3 @@ def _norm(grads: Params) -> jax.Array:
 def _applied(opt_state: optax.OptState) -> jax.Array:
     """How many updates the optimizer has made; skipped ones don't count, for its schedule either."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
-
-
-def _measure(
-    batch: Batch, old_logprobs: tuple[jax.Array, ...], settings: AlgorithmSettings
-) -> tuple[Metrics, jax.Array]:
-    """What the batch says of engine mismatch and rewards, and the mean discrepancy that moves the multiplier."""
-    mini_batches, completions = batch.rewards.shape
-
-    def flat(field: Callable[[Rows], jax.Array]) -> jax.Array:
-        return jnp.concatenate([field(bucket).reshape(mini_batches, -1) for bucket in batch.rows], axis=1)
-
-    mask, rollout = flat(lambda b: b.completion_mask), flat(lambda b: b.rollout_logprobs)
-    train = jnp.concatenate([p.reshape(mini_batches, -1) for p in old_logprobs], axis=1)
-    offsets = jnp.arange(mini_batches)[:, None] * completions
-    index = flat(lambda b: b.completion_index) + offsets
-    total = mini_batches * completions
-    measured = {"measure": settings.measure, "sided": settings.sided, "level": "token"}
-    delta = discrepancy(train, rollout, mask, index, total, **measured)
-    mean_discrepancy = masked.masked_mean(delta, mask)
-    over = completions_over_tolerance(delta, mask, index, total, tolerance=settings.tolerance)
-    mismatch = mismatch_statistics(train, rollout, mask)
-
-    rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
-    group_ids = (batch.group_ids + offsets).reshape(-1)
-    groups = masked.group_statistics(rewards, group_ids, valid, ddof=settings.std_ddof)
-    mean_reward = masked.masked_mean(rewards, valid)
-    metrics = {
-        "reward/mean": mean_reward,
-        "reward/std": jnp.sqrt(masked.masked_mean((rewards - mean_reward) ** 2, valid)),
-        "reward/all_equal_groups": masked.mean(masked.all_equal_groups(groups)),
-        "discrepancy/mean": mean_discrepancy,
-        "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
-        "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
-        "discrepancy/max": masked.masked_max(delta, mask),
-        "discrepancy/completions_over_tolerance": masked.mean(over),
-        "mismatch/k1": mismatch["kl_k1"],
-        "mismatch/k3": mismatch["kl_k3"],
-        "mismatch/pearson": mismatch["pearson"],
-        "mismatch/effective_sample_size": mismatch["effective_sample_size"],
-        "completions/discrepancy": masked.completion_means(delta, mask, index, total),
-    }
-    return metrics, mean_discrepancy
