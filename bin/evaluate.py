@@ -30,6 +30,7 @@ from dcmdp_jax.config import VllmSettings, from_config_dict
 from dcmdp_jax.config_rules import ENGINE_CHOICES
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
+from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import check_manifest, load_params
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> None:
     with contextlib.closing(_engine(model, tasks, settings, out)) as engine:
         if settings["engine"] != "remote":
             engine.push_weights(model.load(settings["precision"]), model.step or 0)
+            give_back_freed()
         results = _evaluate(engine, model, tokenizer, tasks, sampling, settings, arguments.method, out)
     print(format_table(arguments.method or model.name, results))
     if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:

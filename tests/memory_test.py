@@ -30,6 +30,23 @@ print(json.dumps({
     "faults": after - before, "arguments": sys.argv[1:], "told": os.environ.get("GLIBC_TUNABLES"),
 }))
 """
+_FREE = """
+import json
+from pathlib import Path
+import jax
+from dcmdp_jax.memory import give_back_freed
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+add = jax.jit(lambda x: x + 1)
+held = [add(jax.numpy.ones(2**24)).block_until_ready() for _ in range(8)]
+full = resident()
+# Something small after it, so that the end of the heap is in use.
+last = add(jax.numpy.ones(2**10)).block_until_ready()
+del held
+freed = resident()
+give_back_freed()
+print(json.dumps({"full": full, "freed": freed, "given_back": resident()}))
+"""
 _TOKENIZE = """
 import json, sys
 from dcmdp_jax.tasks.prompts import load_tokenizer
@@ -70,6 +87,14 @@ def test_commands_keep_freed_memory(tmp_path: Path) -> None:
 def test_what_the_user_told_glibc_stays(tmp_path: Path) -> None:
     report = _report(tmp_path, _PREPARE.format("probe"), GLIBC_TUNABLES="glibc.malloc.perturb=0")
     assert report["told"] == "glibc.malloc.perturb=0"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_what_is_freed_once_can_be_given_back(tmp_path: Path) -> None:
+    # Eight arrays of 64 MiB, and what they were made of; in MiB.
+    report = _report(tmp_path, _PREPARE.format("probe"), run=_FREE)
+    assert report["full"] - report["freed"] < 64
+    assert report["full"] - report["given_back"] > 7 * 64
 
 
 def test_commands_tokenize_without_torch(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from benchmarks.peers.rounds import Ended, Job, Rounds, work
 from benchmarks.workload import MICRO_BATCH_TOKENS, step_inputs, step_layout, stepper
 from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
@@ -48,6 +49,7 @@ def sampler(job: Job, rounds: Rounds) -> None:
         mesh=sampling_mesh(one_device_mesh()),
     )
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
+    give_back_freed()  # as bin.evaluate does
     sampling = SamplingParams(job.group, job.new_tokens)
     rounds.hello(_PACKAGES)
     step = 0

@@ -16,6 +16,7 @@ import numpy as np
 
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.observe.metrics import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
@@ -349,6 +350,7 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
         stack.enter_context(stop.listening())
         trainer = Trainer(plan, stack, stop, show)
         state, resumed = trainer.start()
+        give_back_freed()
         step = int(state.step)
         if step > config.training.steps:
             raise ValueError(
