@@ -97,8 +97,8 @@ class SteppedEngine:
         self._begin(params)
         return self._engine.push_weights(params, policy_version)
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
-        rollout = self._engine.generate(prompts, sampling, seed=seed, step=step)
+    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, **settings: Any) -> Rollout:
+        rollout = self._engine.generate(prompts, sampling, **settings)
         self._check(rollout)
         return rollout
 

@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.tasks.grading import Grading
 from dcmdp_jax.tasks.verifier import Verifier
 
 
@@ -66,9 +67,9 @@ def evaluate(
         task: name for the record.
         seed: of the samples.
     """
-    rollout = engine.generate(prompts, sampling, seed=seed, step=0)
-    texts = tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
-    grades = verifier.grade(texts, [answers[group] for group in rollout.group_ids])
+    grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
+    rollout = engine.generate(prompts, sampling, seed=seed, step=0, on_finished=grading.begin)
+    _, grades = grading.finish(rollout.completion_ids)
     scores = np.asarray(grades.rewards, np.float32).reshape(len(prompts), sampling.group_size)
     per_problem = scores.mean(axis=1)
     spread = per_problem.std(ddof=1) / np.sqrt(len(prompts)) if len(prompts) > 1 else np.nan

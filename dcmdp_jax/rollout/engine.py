@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from dcmdp_jax.types import Params, Rollout
+
+OnFinished = Callable[[Sequence[int], Sequence[np.ndarray]], None]
+"""(rows, their completions' token ids) of completions that have ended while others are still sampled."""
 
 
 class EngineError(RuntimeError):
@@ -58,8 +61,19 @@ class Engine(Protocol):
             What was measured on the way, by the names of observe/names.py.
         """
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        on_finished: OnFinished | None = None,
+    ) -> Rollout:
         """Samples `group_size` completions for each prompt of int32 token ids.
+
+        `on_finished` is called now and then in this thread; sampling need not wait for the next. It may miss the last
+        ones, and an engine that had to begin anew tells of its completions again: the result alone counts.
 
         Log-probs are returned as they are, NaN too: `checks.unusable_completions` decides what becomes of those.
 

@@ -71,6 +71,11 @@ class Verifier:
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self._closed = False
+        # Of every pair that was asked about and not yet answered for: None while it is with a worker or waits for one.
+        self._outcomes: dict[_Pair, bool | str | None] = {}
+        self._waiting: collections.deque[_Pair] = collections.deque()
+        self._crashed: set[_Pair] = set()
+        self._failed_starts = 0
 
     def __enter__(self) -> Verifier:
         return self
@@ -84,6 +89,20 @@ class Verifier:
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers now running; empty until an answer needs algebra."""
         return tuple(worker.process.pid for worker in self._workers)
+
+    def begin(self, completions: Sequence[str], answers: Sequence[str]) -> None:
+        """Starts on completions that `grade` will be asked about, and waits for nothing.
+
+        What needs algebra goes to workers that are idle, the rest when `begin` or `grade` is next called.
+
+        Args:
+            completions, answers: as of `grade`.
+
+        Raises:
+            ValueError, RuntimeError: as `grade`.
+        """
+        self._ask(completions, answers)
+        self._advance(wait=False)
 
     def grade(self, completions: Sequence[str], answers: Sequence[str]) -> Grades:
         r"""Rewards of completions, in their order.
@@ -99,22 +118,13 @@ class Verifier:
             ValueError: if the lengths differ or a reference answer states an ill-written tolerance.
             RuntimeError: if the verifier is closed, or its workers can't start.
         """
-        if len(completions) != len(answers):
-            raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
-        if self._closed:
-            raise RuntimeError("the verifier is closed: make a new one")
-        outcomes: dict[_Pair, bool | str | None] = {}
-        pairs: list[_Pair | None] = []
-        for completion, answer in zip(completions, answers, strict=True):
-            prediction = extract_answer(completion)
-            pair = None if prediction is None else (prediction, answer)
-            pairs.append(pair)
-            if pair is not None and pair not in outcomes:
-                outcomes[pair] = compare_literals(*pair)
-        undecided = [pair for pair, outcome in outcomes.items() if outcome is None]
-        if undecided:
-            outcomes.update(self._compare(undecided))
-        results = [None if pair is None else outcomes[pair] for pair in pairs]
+        pairs = self._ask(completions, answers)
+        undecided = {pair for pair in pairs if pair is not None and self._outcomes[pair] is None}
+        while undecided:
+            undecided.difference_update(self._advance(wait=True))
+        results = [None if pair is None else self._outcomes[pair] for pair in pairs]
+        self._outcomes = {pair: None for pair, outcome in self._outcomes.items() if outcome is None}
+        self._crashed.clear()
         return Grades(
             rewards=np.array([result is True for result in results], dtype=np.float32),
             errors=results.count("error"),
@@ -129,58 +139,78 @@ class Verifier:
             worker.kill()
         self._workers = []
 
-    def _compare(self, pairs: list[_Pair]) -> dict[_Pair, bool | str]:
-        waiting = collections.deque(pairs)
-        outcomes: dict[_Pair, bool | str] = {}
-        crashed: set[_Pair] = set()
-        failed_starts = 0
+    def _ask(self, completions: Sequence[str], answers: Sequence[str]) -> list[_Pair | None]:
+        """What each completion is compared with, None for one that commits to no answer; new pairs are put in line."""
+        if len(completions) != len(answers):
+            raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
+        if self._closed:
+            raise RuntimeError("the verifier is closed: make a new one")
+        pairs: list[_Pair | None] = []
+        for completion, answer in zip(completions, answers, strict=True):
+            prediction = extract_answer(completion)
+            pair = None if prediction is None else (prediction, answer)
+            pairs.append(pair)
+            if pair is not None and pair not in self._outcomes:
+                outcome = compare_literals(*pair)
+                self._outcomes[pair] = outcome
+                if outcome is None:
+                    self._waiting.append(pair)
+        return pairs
+
+    def _advance(self, *, wait: bool) -> list[_Pair]:
+        """Gives idle workers what waits and takes what they say, or, with `wait`, the next that one says; the pairs
+        that are decided now."""
+        decided = []
         try:
-            while len(outcomes) < len(pairs):
-                self._fill_pool(len(waiting))
-                for worker in self._workers:
-                    if waiting and worker.is_idle:
-                        worker.send(waiting.popleft(), self._timeout_s)
-                for worker in self._next_events():
-                    pair = worker.pair
-                    outcome = worker.receive()
-                    if outcome is None:
-                        continue
-                    if outcome in ("timeout", "crash"):
-                        self._workers.remove(worker)
-                        worker.kill()
-                    if pair is None:
-                        failed_starts += 1
-                        if failed_starts > _STARTS_FORGIVEN:
-                            raise RuntimeError(worker.startup_failure)
-                        continue
-                    if outcome == "crash" and pair not in crashed:
-                        crashed.add(pair)
-                        waiting.append(pair)
-                        continue
-                    outcomes[pair] = "error" if outcome == "crash" else outcome
-                    if outcome in ("error", "crash", "timeout"):
-                        _LOG.debug("verifier %s on prediction %r, answer %r", outcome, *pair)
+            self._fill_pool(len(self._waiting))
+            for worker in self._workers:
+                if self._waiting and worker.is_idle:
+                    worker.send(self._waiting.popleft(), self._timeout_s)
+            for worker in self._next_events(wait):
+                pair = worker.pair
+                outcome = worker.receive()
+                if outcome is None:
+                    continue
+                if outcome in ("timeout", "crash"):
+                    self._workers.remove(worker)
+                    worker.kill()
+                if pair is None:
+                    self._failed_starts += 1
+                    if self._failed_starts > _STARTS_FORGIVEN:
+                        raise RuntimeError(worker.startup_failure)
+                    continue
+                if outcome == "crash" and pair not in self._crashed:
+                    self._crashed.add(pair)
+                    self._waiting.append(pair)
+                    continue
+                self._failed_starts = 0
+                self._outcomes[pair] = "error" if outcome == "crash" else outcome
+                decided.append(pair)
+                if outcome in ("error", "crash", "timeout"):
+                    _LOG.debug("verifier %s on prediction %r, answer %r", outcome, *pair)
         except BaseException:
             self.close()  # a comparison still in flight would answer the next batch's question
             raise
-        return outcomes
+        return decided
 
     def _fill_pool(self, waiting: int) -> None:
         idle = sum(worker.pair is None for worker in self._workers)
         for _ in range(min(waiting - idle, self._num_workers - len(self._workers))):
             self._workers.append(_Worker(self._timeout_s))
 
-    def _next_events(self) -> list[_Worker]:
-        """Waits until a worker has something to say or is over its deadline."""
+    def _next_events(self, wait: bool) -> list[_Worker]:
+        """Workers that have something to say or are over their deadline; with `wait` there is at least one, if any is
+        busy."""
+        busy = [worker for worker in self._workers if worker.deadline is not None]
+        if not busy:
+            return []
         with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                if worker.deadline is not None:
-                    selector.register(worker.output, selectors.EVENT_READ, worker)
-            soonest = min(worker.deadline for worker in self._workers if worker.deadline is not None)
+            for worker in busy:
+                selector.register(worker.output, selectors.EVENT_READ, worker)
+            soonest = min(worker.deadline for worker in busy) if wait else 0.0
             ready = [key.data for key, _ in selector.select(max(0.0, soonest - time.monotonic()))]
         now = time.monotonic()
-        late = [w for w in self._workers if w not in ready and w.deadline is not None and w.deadline <= now]
-        return ready + late
+        return ready + [worker for worker in busy if worker not in ready and worker.deadline <= now]
 
 
 class _Worker:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.tasks.grading import Grading
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.tasks.verifier import Grades, Verifier
@@ -176,14 +177,15 @@ class Trainer:
             with timer.phase("push"):
                 pushed = self.engine.push_weights(state.params, step)
             chosen = self._choose(step)
+            grading = self._grading(chosen)
             with timer.phase("generate"):
                 rollout = self.engine.generate(
                     [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling, seed=config.training.seed,
-                    step=step,
+                    step=step, on_finished=grading.begin,
                 )  # fmt: skip
             floor = self._noise_floor(rollout) if step == 0 else {}
             with timer.phase("verify"):
-                texts, answers, grades = self._verify(rollout, chosen)
+                texts, grades = grading.finish(rollout.completion_ids)
             with timer.phase("pack"):
                 batch, packed = self._pack(rollout, grades, state)
             with timer.phase("step"):
@@ -194,7 +196,7 @@ class Trainer:
             writer.write(
                 step, metrics | pushed | packed | floor | rollout_metrics(rollout, grades) | timer.metrics(rollout)
             )
-            self._write_samples(step, writer, rollout, chosen, texts, answers, grades, completions)
+            self._write_samples(step, writer, rollout, chosen, texts, grading.answers, grades, completions)
             self._check_skipped(metrics)
             if self.stop.received is not None:
                 self._save(state, step, None, writer)
@@ -221,10 +223,9 @@ class Trainer:
             len(self.plan.train.problems), seed=self.config.training.seed, first=step * count, count=count
         )
 
-    def _verify(self, rollout: Rollout, chosen: np.ndarray) -> tuple[list[str], list[str], Grades]:
-        texts = self.plan.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
-        answers = [self.plan.train.problems[chosen[group]].answer for group in rollout.group_ids]
-        return texts, answers, self.verifier.grade(texts, answers)
+    def _grading(self, chosen: np.ndarray) -> Grading:
+        rows = np.repeat(chosen, self.plan.sampling.group_size)
+        return Grading(self.verifier, self.plan.tokenizer, [self.plan.train.problems[i].answer for i in rows])
 
     def _noise_floor(self, rollout: Rollout) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
@@ -309,7 +310,7 @@ class Trainer:
         rollout: Rollout,
         chosen: np.ndarray,
         texts: list[str],
-        answers: list[str],
+        answers: Sequence[str],
         grades: Grades,
         discrepancy: jax.Array,
     ) -> None:

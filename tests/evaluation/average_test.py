@@ -20,7 +20,7 @@ class _Script:
     texts: list[list[str]]
     calls: list[tuple] = dataclasses.field(default_factory=list)
 
-    def generate(self, prompts, sampling, *, seed, step):
+    def generate(self, prompts, sampling, *, seed, step, on_finished):
         self.calls.append((prompts, sampling, seed, step))
         tokenizer = build_tokenizer()
         ids, reasons = [], []
@@ -30,6 +30,9 @@ class _Script:
             ids.append(np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32))
             reasons.append("length" if cut else "stop")
         size = sampling.group_size
+        # Some rows, not in order and one of them twice; another text than it ends as is nothing to go by.
+        on_finished([len(ids) - 1, 0], [ids[-1], ids[0]])
+        on_finished([0], [ids[-1]])
         return Rollout(
             prompt_ids=[prompts[i // size] for i in range(len(ids))],
             completion_ids=ids,

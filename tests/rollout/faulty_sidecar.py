@@ -80,6 +80,11 @@ def _generate(raw, connection, fault, version, arrays, limit) -> None:
         logprobs[:] = np.nan
     if fault in ("garbage", "huge"):
         time.sleep(600)
+    if fault.startswith("progress"):
+        row = count if fault == "progress_of_no_row" else 1
+        told = {"rows": np.array([row], np.int32), "token_ids": tokens[:limit], "lengths": np.array([limit], np.int32)}
+        connection.send("progress")
+        connection.send("progress", arrays=told)
     results = {
         "token_ids": tokens,
         "logprobs": logprobs,

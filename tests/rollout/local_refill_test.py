@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import init_params
-from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.engine import OnFinished, SamplingParams
 from dcmdp_jax.rollout.local import cache as cache_module
 from dcmdp_jax.rollout.local import decode, schedule
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -49,10 +49,10 @@ def prompts() -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2))
 
 
-def generate(sampling: SamplingParams = SAMPLING, **settings) -> Rollout:
+def generate(sampling: SamplingParams = SAMPLING, on_finished: OnFinished | None = None, **settings) -> Rollout:
     engine = LocalEngine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
     engine.push_weights(params(), 0)
-    return engine.generate(prompts(), sampling, seed=1, step=2)
+    return engine.generate(prompts(), sampling, seed=1, step=2, on_finished=on_finished)
 
 
 @functools.lru_cache
@@ -197,6 +197,18 @@ def test_rows_stay_split_over_devices(monkeypatch, calls):
     assert_same(generate(mesh=mesh, **STAGGERED), alone())
     assert set(split) == {P("rows")} or set(split) == {P("rows", None, None, None)}
     assert {(20, 16), (20, 20)} <= set(calls["insert"])
+
+
+def test_rows_are_told_of_as_they_end():
+    told = []
+    rollout = generate(on_finished=lambda rows, ids: told.append((rows, ids)), **STAGGERED)
+    # 27 rows through six places end in many calls; each is told of once, with the tokens of the result.
+    assert len(told) > 5
+    assert sorted(row for rows, _ in told for row in rows) == list(range(27))
+    for rows, ids in told:
+        for row, tokens in zip(rows, ids, strict=True):
+            np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
+    assert_same(rollout, alone())
 
 
 def test_take_and_insert_by_hand():

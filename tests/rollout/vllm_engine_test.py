@@ -170,9 +170,14 @@ def test_sampling_is_a_function_of_seed_step_and_row(engine):
 
 
 def test_more_rows_than_fit_wait_their_turn(engine):
-    """300 requests through 64 places: none is lost, none is changed."""
-    asked = prompts(150, engine.config)
-    rollout = engine.generate(asked, SAMPLED, seed=1, step=1)
+    """300 requests through 64 places: none is lost, none is changed, and some are told of before the others end."""
+    asked, told = prompts(150, engine.config), {}
+    rollout = engine.generate(
+        asked, SAMPLED, seed=1, step=1, on_finished=lambda rows, ids: told.update(zip(rows, ids, strict=True))
+    )
+    assert 0 < len(told) < 300
+    for row, tokens in told.items():
+        np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
     assert len(rollout.completion_ids) == 300
     few = engine.generate(asked[:3], SAMPLED, seed=1, step=1)
     for a, b in zip(few.completion_ids, rollout.completion_ids, strict=False):

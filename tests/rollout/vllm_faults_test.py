@@ -227,6 +227,7 @@ def test_a_start_that_takes_too_long_ends(start):
         ("hangs", "nothing for 2 s"),
         ("bad_checksum", "arrived changed"),
         ("few_checksums", "checksums of shape"),
+        ("progress_of_no_row", "a sign of progress with 1 rows that can't be right"),
         ("no_checksums", "checksums of shape"),
     ],
 )
@@ -235,7 +236,7 @@ def test_nonsense_is_never_believed(start, fault, message):
     with pytest.raises(EngineError, match=message) as caught:
         engine = start(small_model(), script=FAULTY, probe=False, max_restarts=1, stall_timeout_s=2.0, **_fault(fault))
         engine.push_weights(random_params(engine.config, 7), 7)
-        engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
+        engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0, on_finished=lambda rows, ids: None)
     assert "failed 2 times in a row" in str(caught.value)
     assert f"faulty sidecar: {fault}" in str(caught.value)
 
@@ -251,6 +252,26 @@ def test_a_fault_that_passes_is_survived(start, tmp_path):
     engine.push_weights(random_params(engine.config, 7), 7)
     rollout = engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert all(np.isnan(logprobs).all() for logprobs in rollout.rollout_logprobs)
+    engine.close()
+
+
+def test_what_fails_on_the_way_is_not_the_sidecars_fault(start):
+    """The caller's own error comes through as it is; the sidecar, which goes on, is not asked anything any more."""
+    engine = start(small_model(), script=FAULTY, probe=False, **_fault("progress"))
+    engine.push_weights(random_params(engine.config, 7), 7)
+    asked, told = prompts(2, engine.config), []
+    rollout = engine.generate(asked, SAMPLED, seed=0, step=0, on_finished=lambda rows, ids: told.append((rows, ids)))
+    assert [rows for rows, _ in told] == [[1]]
+    np.testing.assert_array_equal(told[0][1][0], rollout.completion_ids[1])
+    first = engine._supervisor._sidecar.pid
+
+    def fail(rows, ids):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.generate(asked, SAMPLED, seed=0, step=0, on_finished=fail)
+    engine.generate(asked, SAMPLED, seed=0, step=0)
+    assert engine._supervisor._sidecar.pid != first
     engine.close()
 
 

@@ -455,9 +455,16 @@ def test_many_requests_keep_their_order(remote, reference):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 104, size).astype(np.int32) for size in rng.integers(17, 29, 40)]
     engine = remote(max_concurrent=17)
-    rollout = engine.generate(prompts, SamplingParams(2, 3), seed=0, step=0)
+    told = []
+    rollout = engine.generate(
+        prompts, SamplingParams(2, 3), seed=0, step=0,
+        on_finished=lambda rows, ids: told.extend(zip(rows, ids, strict=True)),
+    )  # fmt: skip
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
     assert _largest_difference(rollout.rollout_logprobs, scored) < 1e-4
+    assert sorted(row for row, _ in told) == list(range(80))
+    for row, tokens in told:
+        np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
     engine.close()
     engine.close()
 

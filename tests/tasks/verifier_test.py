@@ -80,6 +80,35 @@ def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier: Verifi
     assert verifier.grade([_boxed("x+1")], ["1+x"]).rewards.tolist() == [1.0]
 
 
+def test_what_was_begun_is_graded_without_its_worker() -> None:
+    completions, answers = [_boxed("2x+1"), "none", _boxed("25")], ["1+2x", "1", "25"]
+    with Verifier(num_workers=1, timeout_s=5.0) as pool:
+        pool.begin(completions, answers)
+        # Asking again gives the worker its pair once it is ready.
+        assert _wait_until(lambda: pool.begin([], []) is None and pool._outcomes[("2x+1", "1+2x")] is not None, 20)
+        (worker,) = pool.worker_pids
+        os.kill(worker, signal.SIGKILL)
+        grades = pool.grade(completions, answers)
+        assert pool.worker_pids == (worker,)
+        np.testing.assert_array_equal(grades.rewards, [1, 0, 1])
+        assert (grades.errors, grades.timeouts, grades.unparsed) == (0, 0, 1)
+        # The next batch begins with nothing known: its worker is a new one.
+        assert pool.grade(completions[:1], answers[:1]).rewards == [1]
+        assert pool.worker_pids != (worker,)
+
+
+def test_what_hangs_is_begun_once_and_holds_up_nobody(verifier: Verifier) -> None:
+    verifier.grade([_boxed(f"z+{k}x") for k in range(8)], [f"{k}x+z" for k in range(8)])
+    began = time.monotonic()
+    verifier.begin([_boxed(_HANGS)], ["5x"])
+    assert time.monotonic() - began < 1.0
+    time.sleep(1.6)  # past its limit
+    grades = verifier.grade([_boxed(_HANGS), _boxed("x+1"), _boxed(_HANGS)], ["5x", "1+x", "5x"])
+    assert time.monotonic() - began < 3.0
+    np.testing.assert_array_equal(grades.rewards, [0, 1, 0])
+    assert (grades.errors, grades.timeouts, grades.unparsed) == (0, 2, 0)
+
+
 def test_a_killed_worker_is_replaced_and_its_answer_graded(verifier: Verifier) -> None:
     verifier.grade([_boxed(f"y+{k}x") for k in range(8)], [f"{k}x+y" for k in range(8)])
     killed = verifier.worker_pids

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import check_params
 from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
 from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.cache import FLOAT8
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
@@ -139,13 +139,22 @@ class LocalEngine:
         logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self._fingerprint)
         return {}
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        on_finished: OnFinished | None = None,
+    ) -> Rollout:
         """Samples `group_size` completions for each prompt.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; at temperature 0 `top_p` has no meaning.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            on_finished: told of each row once, as soon as the program that it was sampled in returns.
 
         Returns:
             The completions in order, `prompt * group_size + member`.
@@ -170,7 +179,7 @@ class LocalEngine:
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
-        sampled = Completions(prompts, group, limit, seed, step)
+        sampled = Completions(prompts, group, limit, seed, step, on_finished)
         # Whole groups, where they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from dcmdp_jax.rollout.engine import OnFinished
 from dcmdp_jax.rollout.local import decode as programs
 from dcmdp_jax.rollout.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.rollout.local.sampler import row_keys
@@ -65,7 +66,16 @@ class Completions:
         prompt_lengths: [N] int32.
     """
 
-    def __init__(self, prompts: Sequence[np.ndarray], group: int, limit: int, seed: int, step: int) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[np.ndarray],
+        group: int,
+        limit: int,
+        seed: int,
+        step: int,
+        on_finished: OnFinished | None = None,
+    ) -> None:
+        self._on_finished = on_finished
         count = len(prompts) * group
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
@@ -79,6 +89,11 @@ class Completions:
         self.tokens[rows[:, None], places] = tokens.T
         self.logprobs[rows[:, None], places] = logprobs.T
         self.sampled[rows] = sampled
+
+    def tell_of(self, rows: np.ndarray) -> None:
+        """Rows that have ended."""
+        if self._on_finished is not None and rows.size:
+            self._on_finished(rows.tolist(), [self.tokens[row, : self.sampled[row]].copy() for row in rows])
 
 
 @dataclasses.dataclass(eq=False)
@@ -209,7 +224,9 @@ class Scheduler:
         decoded = jax.device_get(decoded)
         steps, of = int(decoded.steps), places[live]
         completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live])
-        places[live] = np.where(decoded.done[live] | (completions.sampled[of] == self._sizes.limit), -1, of)
+        ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
+        places[live] = np.where(ended, -1, of)
+        completions.tell_of(of[ended])
         return cache, steps
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
@@ -258,6 +275,7 @@ class Scheduler:
             tokens, logprobs = tokens[: part.size], logprobs[: part.size]
             completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32))
             going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
+            completions.tell_of(part[~going])
             pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)
             self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +14,9 @@ from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import check_params
 from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
 from dcmdp_jax.rollout.vllm import settings as vllm_settings
+from dcmdp_jax.rollout.vllm.answers import checked_answer, checked_progress
 from dcmdp_jax.rollout.vllm.bridge import WeightBridge
 from dcmdp_jax.rollout.vllm.manifest import differing
 from dcmdp_jax.rollout.vllm.probe import Probe, default_tolerance, probe_ids
@@ -217,13 +218,23 @@ class VllmEngine:
             )
         return difference
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        on_finished: OnFinished | None = None,
+    ) -> Rollout:
         """Samples `group_size` completions for each prompt.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
+            on_finished: told of rows with the sidecar's signs of progress, every half second; of all again if it had to
+                be started anew.
 
         Returns:
             The completions in order, `prompt * group_size + member`; arrays are read-only views of shared memory.
@@ -259,10 +270,14 @@ class VllmEngine:
 
         publication = self._publication
 
+        def tell(finished: Mapping[str, np.ndarray]) -> None:
+            if on_finished is not None and finished:
+                on_finished(*checked_progress(finished, count, self.config.vocab_size))
+
         def sample(sidecar: Sidecar) -> Rollout:
             self._ensure(sidecar, publication)
-            reply = sidecar.request("generate", header, arrays, answer="generated")
-            tokens, logprobs = self._checked_answer(reply.arrays, count, sampling)
+            reply = sidecar.request("generate", header, arrays, answer="generated", on_progress=tell)
+            tokens, logprobs = checked_answer(reply.arrays, count, sampling, self.config.vocab_size)
             if reply.header.get("policy_version") != publication.policy_version:
                 raise SidecarBroken(f"generate: sampled with version {reply.header.get('policy_version')}")
             return Rollout(
@@ -356,30 +371,3 @@ class VllmEngine:
         if logprobs.shape != (lengths.sum(),):
             raise SidecarBroken(f"score: {logprobs.shape} log-probs for {lengths.sum()} tokens")
         return np.split(logprobs, np.cumsum(lengths)[:-1])
-
-    def _checked_answer(
-        self, arrays: dict[str, np.ndarray], count: int, sampling: SamplingParams
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Token ids and log-probs by completion, after everything about them that can be known was checked."""
-        try:
-            tokens, logprobs, lengths, stopped = (
-                arrays[name] for name in ("token_ids", "logprobs", "lengths", "stopped")
-            )
-        except KeyError as error:
-            raise SidecarBroken(f"generate: no {error} in the answer") from None
-        if lengths.shape != (count,) or stopped.shape != (count,):
-            raise SidecarBroken(f"generate: {lengths.size} completions for {count} requests")
-        if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
-            raise SidecarBroken(
-                f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
-                f"{sampling.max_completion_tokens}"
-            )
-        if not tokens.shape == logprobs.shape == (lengths.sum(),):
-            raise SidecarBroken(f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}")
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise SidecarBroken(f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer")
-        ends = np.cumsum(lengths)
-        last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
-        if not np.array_equal(last_is_stop, stopped.astype(bool)):
-            raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
-        return np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])

@@ -11,7 +11,7 @@ import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rollout.checks import checked_sequences, scored_rows
-from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.server import VllmServer
 from dcmdp_jax.rollout.vllm.settings import check_temperature
@@ -100,13 +100,22 @@ class RemoteEngine:
             "training needs rollout.engine=vllm or local"
         )
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        on_finished: OnFinished | None = None,
+    ) -> Rollout:
         """Samples `group_size` completions for each prompt.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; at temperature 0 `top_p` has no meaning.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            on_finished: told of each row once, when its answer has come.
 
         Returns:
             The completions in order, `prompt * group_size + member`. The log-probs are NaN where the server's belong to
@@ -144,7 +153,11 @@ class RemoteEngine:
                 return tokens, np.full(tokens.size, np.nan, np.float32), reason
             return tokens, _logprobs(choice["logprobs"]["token_logprobs"], tokens.size), reason
 
-        answers = self._server.complete("generate: completion", payloads, read)
+        def tell(row: int, answer: tuple[np.ndarray, np.ndarray, str]) -> None:
+            if on_finished is not None:
+                on_finished([row], [answer[0]])
+
+        answers = self._server.complete("generate: completion", payloads, read, on_read=tell)
         return Rollout(
             prompt_ids=[prompts[row // group] for row in range(len(answers))],
             completion_ids=[tokens for tokens, _, _ in answers],

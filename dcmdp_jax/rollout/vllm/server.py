@@ -70,7 +70,11 @@ class VllmServer:
         self.model, self.max_model_len = asyncio.run(self._inspect())
 
     def complete(
-        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+        self,
+        what: str,
+        payloads: Sequence[dict[str, Any]],
+        read: Callable[[int, dict[str, Any]], T],
+        on_read: Callable[[int, T], None] = lambda number, result: None,
     ) -> list[T]:
         """One completion for each payload, as many at a time as `max_concurrent`; the first failure ends them all.
 
@@ -79,6 +83,7 @@ class VllmServer:
             payloads: fields of /v1/completions, with "prompt" a list of token ids; what is not named is neutral.
             read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError, TypeError and
                 IndexError mean an answer that can't be used.
+            on_read: called with each number and what `read` returned, as answers come.
 
         Returns:
             What `read` returned, in the order of the payloads.
@@ -86,10 +91,14 @@ class VllmServer:
         Raises:
             EngineError: in one line that names the request.
         """
-        return asyncio.run(self._complete(what, payloads, read))
+        return asyncio.run(self._complete(what, payloads, read, on_read))
 
     async def _complete(
-        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+        self,
+        what: str,
+        payloads: Sequence[dict[str, Any]],
+        read: Callable[[int, dict[str, Any]], T],
+        on_read: Callable[[int, T], None],
     ) -> list[T]:
         results: dict[int, T] = {}
         waiting = iter(range(len(payloads)))
@@ -106,6 +115,7 @@ class VllmServer:
                 except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
                     found = f"no {error} in it" if isinstance(error, KeyError) else _one_line(error)
                     raise EngineError(f"{name}: the answer of {self.address} can't be used: {found}") from None
+                on_read(index, results[index])
 
         async with self._client() as client:
             workers = [asyncio.create_task(work(client)) for _ in range(min(self._max_concurrent, len(payloads)))]

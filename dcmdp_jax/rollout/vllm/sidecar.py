@@ -7,7 +7,7 @@ the engine; `wire.PROTOCOL` counts every change of this vocabulary:
 
     start     engine arguments, manifest, segments        -> ready
     push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
-    generate  prompts, seeds, sampling                    -> progress ..., generated
+    generate  prompts, seeds, sampling                    -> progress with what has ended ..., generated
     score     rows                                        -> progress ..., scored
     health                                                -> healthy
     close                                                 -> closed, and the process ends
@@ -182,15 +182,15 @@ class EngineHost:
             raise Refused(f"request {len(places) - 1}: {_one_line(error)}") from error
         outputs: list[Any] = [None] * len(prompts)
         told = time.monotonic()
-        done = 0
+        ended: dict[int, Any] = {}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    outputs[places[output.request_id]] = output
-                    done += 1
+                    ended[places[output.request_id]] = outputs[places[output.request_id]] = output
             if (now := time.monotonic()) - told > _PROGRESS_S:
                 told = now
-                alive(done)
+                alive(ended)
+                ended = {}
         return outputs
 
 
@@ -259,12 +259,23 @@ def _clear_names() -> None:
 def _serve(connection: wire.Connection, host: EngineHost) -> None:
     """Answers frames until `close` or until the trainer is gone."""
 
-    def alive(done: int) -> None:
+    def alive(ended: dict[int, Any]) -> None:
+        """Says so, and which requests have ended since it last did."""
         if select.select([connection], [], [], 0)[0]:
             # Nothing may come before the answer: it is the end of the file, or a trainer that lost count.
             connection.receive(timeout_s=0.1)
             raise wire.WireError("a frame before the last one was answered")
-        connection.send("progress", {"done": done})
+        tokens = [np.asarray(output.outputs[0].token_ids, np.int32) for output in ended.values()]
+        arrays = (
+            {
+                "rows": np.array(list(ended), np.int32),
+                "token_ids": np.concatenate(tokens),
+                "lengths": np.array([ids.size for ids in tokens], np.int32),
+            }
+            if tokens
+            else {}
+        )
+        connection.send("progress", arrays=arrays)
 
     while True:
         header, arrays = connection.receive()

@@ -132,14 +132,17 @@ class Sidecar:
         *,
         answer: str,
         timeout_s: float | None = None,
+        on_progress: Callable[[Mapping[str, np.ndarray]], None] = lambda arrays: None,
     ) -> wire.Message:
         """Asks and waits for the answer; signs of progress on the way begin the time limit anew.
 
         Raises:
             ValueError: if the sidecar refuses the request; it is unharmed.
-            SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
+            SidecarBroken: if it dies, stalls, or answers something else. It is gone then, as after what `on_progress`
+                raises, which is given the arrays of such signs.
         """
-        return self._exchange(op, header, arrays, answer=answer, timeout_s=timeout_s or self._launch.stall_timeout_s)
+        limit = timeout_s or self._launch.stall_timeout_s
+        return self._exchange(op, header, arrays, answer=answer, timeout_s=limit, on_progress=on_progress)
 
     def _exchange(
         self,
@@ -150,11 +153,20 @@ class Sidecar:
         answer: str,
         timeout_s: float,
         starting: bool = False,
+        on_progress: Callable[[Mapping[str, np.ndarray]], None] = lambda arrays: None,
     ) -> wire.Message:
+        def told(arrays: Mapping[str, np.ndarray]) -> None:
+            try:
+                on_progress(arrays)
+            except BaseException:
+                # It goes on with a request whose answer nobody waits for.
+                self.kill()
+                raise
+
         try:
             self._connection.send(op, header, arrays, timeout_s=timeout_s)
             while (message := self._connection.receive(timeout_s=timeout_s)).header["op"] == "progress":
-                pass
+                told(message.arrays)
         except (wire.WireError, TimeoutError) as error:
             broken = self._broken(f"{op}: {error}")
             if starting:
