@@ -66,8 +66,9 @@ class LocalEngine:
             max_rows: completions in one batch; bounds the memory of caches: with more rows to sample than these, up to
                 three times what a batch of the longest takes.
             min_rows: a batch is not made smaller than this when rows finish.
-            cache_block: completion slots of the cache at first; rows that fill them go on in twice as many. None is 32
-                on CPU, where a step takes as long as its cache is, and 128 elsewhere: each length is a program.
+            cache_block: completion slots of the cache at first; rows that fill them go on in twice as many. Where twice
+                as many hold the longest completion there are enough for it from the beginning. None is 32 on CPU, where
+                a step takes as long as its cache is, and 128 elsewhere: each length is a program.
             mesh: devices to split rows over, whatever its axes; None is the first local device. Weights are
                 whole on each device.
 

@@ -30,7 +30,8 @@ class Sizes:
     Attributes:
         rows: of a full batch; a multiple of the devices.
         min_rows: a batch is not made smaller than this.
-        cache_block: completion slots of the cache of rows that begin; it doubles.
+        cache_block: completion slots of the cache of rows that begin; it doubles, unless the first doubling would hold
+            `limit`: then there are that many from the beginning.
         limit: tokens of a completion.
     """
 
@@ -129,7 +130,8 @@ class Scheduler:
         self._weights, self._completions, self._draw = weights, completions, draw
         self._sizes, self._program, self._devices = sizes, program, program.mesh.size
         self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
-        capacities = [min(sizes.cache_block, sizes.limit)]
+        # One doubling is not worth a second program and the copy.
+        capacities = [sizes.limit if sizes.limit <= 2 * sizes.cache_block else sizes.cache_block]
         # A row of n tokens holds n - 1 of them in the cache.
         while capacities[-1] < sizes.limit - 1:
             capacities.append(min(2 * capacities[-1], sizes.limit))
