@@ -3,9 +3,9 @@
     python -m benchmarks.loop --size 9M --steps 24
 
 16 prompts x 8 completions of 64 tokens, one update, DC-GRPO, the embedded engine in float32, real verifier, metrics and
-samples written, a checkpoint after every fourth step. Model time is sampling and the compiled step; the rest of the seconds from
-one push of weights to the next is the loop's own. What an asynchronous save costs is seen in the steps that end with its
-beginning, and in those after them, while it is written.
+samples written, a checkpoint after every fourth step. Model time is sampling and the compiled step; the rest of the
+seconds from one push of weights to the next is the loop's own. What an asynchronous save costs is seen in the steps
+that end with its beginning, and in those after them, while it is written.
 """
 
 from __future__ import annotations
