@@ -17,6 +17,10 @@ from dcmdp_jax.parallel.mesh import make_mesh
 
 logger = logging.getLogger(__name__)
 
+MOST_UNDER_WAY = 16
+"""Programs over several CPU devices that may be under way at one time. XLA's CPU client counts 32 of a device; whoever
+starts another waits in one of the few threads that those under way need, and all of them stand still for ever."""
+
 _MOST_CPU_DEVICES = 4
 _MOST_REPEATED_PARAMS = 1 << 25
 _WORTH_CACHING_S = 0.05

@@ -61,7 +61,12 @@ def digests(tree: Any) -> dict[str, int]:
 def _copied(state: TrainState) -> TrainState:
     """A copy; of one device's where each of this process has all of it: Orbax would save a slice from each."""
     alike = all(leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
-    return jax.tree.map(lambda leaf: jnp.copy(leaf.addressable_shards[0].data if alike else leaf), state)
+    return _copies(jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state) if alike else state)
+
+
+@jax.jit
+def _copies(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _learner(state: TrainState) -> dict[str, Any]:

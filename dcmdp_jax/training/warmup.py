@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.config import WarmupSettings
-from dcmdp_jax.parallel.host import compiler_options
+from dcmdp_jax.parallel.host import MOST_UNDER_WAY, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import on_own_rows, replicated, sum_over_devices
 from dcmdp_jax.training.step import RowLogprobs
@@ -83,6 +83,8 @@ def warm_up(
         batch = jax.tree.map(lambda x: x[order[position : position + size]], rows)  # noqa: B023 - used at once
         position += size
         params, opt_state, loss = step(params, opt_state, batch)
+        if done % MOST_UNDER_WAY == 0:
+            jax.block_until_ready(loss)
         if done % 50 == 0 or done == settings.steps:
             if not np.isfinite(value := float(loss)):
                 raise ValueError(f"warmup: loss is {value} at step {done}; lower warmup.learning_rate")

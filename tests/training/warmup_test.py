@@ -1,5 +1,9 @@
 """Supervised warm-up on a policy small enough to follow: one table of next-token logits."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +150,38 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
     )
     # A decoder sees what stands before the 6: nothing is left that it can't learn.
     assert seen[0] < np.log(8) and seen[-1] < 0.05
+
+
+_MANY = """
+import jax, jax.numpy as jnp, numpy as np
+from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import replicated
+from dcmdp_jax.training.warmup import warm_up
+
+def logprobs(params, rows):
+    x = jnp.eye(256)
+    for _ in range(4):
+        x = x @ params["table"]
+    return rows.input_ids * (1e-6 * jnp.sum(x) - 1.0), None
+
+mesh = make_mesh(2)
+params = jax.device_put({"table": jnp.eye(256)}, replicated(mesh))
+settings = WarmupSettings(task="x", steps=5000, batch_size=2, learning_rate=1e-6)
+ids = [np.array([1, 2, 3], np.int32)] * 4
+warm_up(params, ids, ids, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
+print("done")
+"""
+
+
+def test_steps_that_are_begun_faster_than_they_end_do_not_stand_still():
+    # XLA's CPU client has as many threads as cores here; with more than 32 steps under way none of them goes on.
+    done = subprocess.run(
+        [sys.executable, "-c", _MANY],
+        env={**os.environ, "NPROC": "2", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout.endswith("done\n"), done.stderr[-2000:]
 
 
 def test_a_batch_is_whole_on_every_device():

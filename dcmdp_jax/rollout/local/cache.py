@@ -63,9 +63,9 @@ def take(
     """
     taken = []
     for layer in cache:
-        taken.append(_take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local))
+        # Waited for, each: see `parallel.host.MOST_UNDER_WAY`.
+        taken.append(jax.block_until_ready(_take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)))
         if release:
-            jax.block_until_ready(taken[-1])
             for old in layer:
                 old.delete()
     return tuple(taken)
