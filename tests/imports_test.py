@@ -25,8 +25,8 @@ _MAY_IMPORT = {
     "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.memory", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.algorithm", "dcmdp_jax.models",
-        "dcmdp_jax.parallel", "dcmdp_jax.tasks", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm",
-        "dcmdp_jax.observe", "dcmdp_jax.evaluation",
+        "dcmdp_jax.parallel", "dcmdp_jax.tasks", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
+        "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe", "dcmdp_jax.evaluation",
     },
     "configs": set(),
     "bin": {
