@@ -54,7 +54,7 @@ def main() -> None:
     seconds = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
     print("| steps | seconds | " + " | ".join(_PHASES) + " | else | not model time |")
     print("|---|---|" + "---|" * (len(_PHASES) + 2))
-    kinds = {"that begin a checkpoint": (0,), "while it is written": (1,), "others": (2, 3)}
+    kinds = {"that begin a checkpoint": (0,), "while it is written": (1,), "others": range(2, _EVERY)}
     for name, places in kinds.items():
         chosen = [step for step in records if _WARM < step <= len(seconds) and step % _EVERY in places]
         shares = {phase: [records[s][f"time/{phase}"] / seconds[s - 1] for s in chosen] for phase in _PHASES}

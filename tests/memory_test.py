@@ -85,8 +85,10 @@ def test_commands_keep_freed_memory(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_what_the_user_told_glibc_stays(tmp_path: Path) -> None:
-    report = _report(tmp_path, _PREPARE.format("probe"), GLIBC_TUNABLES="glibc.malloc.perturb=0")
-    assert report["told"] == "glibc.malloc.perturb=0"
+    # 16 MiB fit into a thread's heap by default too: what needs no tunables is set all the same.
+    run = _ADD.replace("80 * 2**18", "16 * 2**18")
+    report = _report(tmp_path, _PREPARE.format("probe"), run=run, GLIBC_TUNABLES="glibc.malloc.perturb=0")
+    assert report["told"] == "glibc.malloc.perturb=0" and report["faults"] < 1000
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")

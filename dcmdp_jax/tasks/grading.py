@@ -24,16 +24,24 @@ class Grading:
 
     def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
+        self._begun: dict[int, tuple[np.ndarray, str]] = {}
         self.answers = answers
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """The engine's `on_finished`."""
-        self._verifier.begin(self._texts(completion_ids), [self.answers[row] for row in rows])
+        texts = self._texts(completion_ids)
+        self._begun |= zip(rows, zip(completion_ids, texts, strict=True), strict=True)
+        self._verifier.begin(texts, [self.answers[row] for row in rows])
 
     def finish(self, completion_ids: Sequence[np.ndarray]) -> tuple[list[str], Grades]:
         """Texts and rewards of all rows, in their order."""
-        texts = self._texts(completion_ids)
-        return texts, self._verifier.grade(texts, self.answers)
+        # An engine that had to begin anew may have told of other tokens than a row ended with.
+        texts = {row: text for row, (ids, text) in self._begun.items() if np.array_equal(ids, completion_ids[row])}
+        rest = [row for row in range(len(completion_ids)) if row not in texts]
+        texts |= zip(rest, self._texts([completion_ids[row] for row in rest]), strict=True)
+        in_order = [texts[row] for row in range(len(completion_ids))]
+        return in_order, self._verifier.grade(in_order, self.answers)
 
     def _texts(self, completion_ids: Sequence[np.ndarray]) -> list[str]:
-        return self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        # Of no completions transformers makes one empty text.
+        return self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if completion_ids else []

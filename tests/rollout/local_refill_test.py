@@ -107,6 +107,15 @@ def test_no_batch_is_larger_than_asked_for_and_only_as_long_as_its_rows(calls):
     assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} <= {(16, 20), (20, 24), (24, 32)}
 
 
+def test_one_doubling_is_not_waited_for(calls):
+    # 8 tokens are twice the 4 that a cache begins with: 16 slots of the prompt and 8 from the beginning.
+    short = dataclasses.replace(SAMPLING, max_completion_tokens=8)
+    rollout = generate(short, **STAGGERED)
+    assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} == {(16, 24)}
+    for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
+        np.testing.assert_array_equal(ids, whole[:8])
+
+
 def test_a_group_is_prefilled_once(monkeypatch):
     ran, original = [], decode.prefill
 
@@ -135,13 +144,13 @@ def test_rows_of_one_length_stay_together(calls):
 def test_first_tokens_that_end_a_completion_take_no_place(calls):
     every = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(40)))
     single = dataclasses.replace(SAMPLING, max_completion_tokens=1)
-    for sampling, reason in ((every, {"stop"}), (single, {"stop", "length"})):
-        rollout = generate(sampling, **STAGGERED)
+    rollouts = [generate(sampling, **STAGGERED) for sampling in (every, single)]
+    assert not calls["decode"]
+    for rollout, reason in zip(rollouts, ({"stop"}, {"stop", "length"}), strict=True):
         assert {ids.size for ids in rollout.completion_ids} == {1}
         assert set(rollout.finish_reasons) == reason
         for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
             assert ids[0] == whole[0]
-    assert not calls["decode"]
 
 
 def test_groups_that_do_not_fit_a_batch():

@@ -99,12 +99,12 @@ def test_what_was_begun_is_graded_without_its_worker() -> None:
 
 def test_what_hangs_is_begun_once_and_holds_up_nobody(verifier: Verifier) -> None:
     verifier.grade([_boxed(f"z+{k}x") for k in range(8)], [f"{k}x+z" for k in range(8)])
-    began = time.monotonic()
     verifier.begin([_boxed(_HANGS)], ["5x"])
-    assert time.monotonic() - began < 1.0
+    assert verifier._outcomes == {(_HANGS, "5x"): None}
     time.sleep(1.6)  # past its limit
+    verifier.begin([], [])
+    assert verifier._outcomes == {(_HANGS, "5x"): "timeout"}
     grades = verifier.grade([_boxed(_HANGS), _boxed("x+1"), _boxed(_HANGS)], ["5x", "1+x", "5x"])
-    assert time.monotonic() - began < 3.0
     np.testing.assert_array_equal(grades.rewards, [0, 1, 0])
     assert (grades.errors, grades.timeouts, grades.unparsed) == (0, 2, 0)
 
