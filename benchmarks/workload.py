@@ -11,9 +11,9 @@ import numpy as np
 
 from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.host import training_mesh
 from dcmdp_jax.rollout.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -57,7 +57,7 @@ def batch_of(sampled: Rollout, plan: PackingPlan, config: ModelConfig) -> tuple[
     """The packed batch on the devices and its share of padding."""
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled.completion_ids)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan, mask_truncated=False)
-    shardings = batch_shardings(training_mesh(num_params=config.num_params), buckets=len(plan.row_lengths))
+    shardings = batch_shardings(training_mesh(num_params=num_params(config)), buckets=len(plan.row_lengths))
     return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
 
 
@@ -67,7 +67,7 @@ def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, Packin
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,
         micro_batch_tokens=MICRO_BATCH_TOKENS, mini_batches=mini_batches,
-        completions=PROMPTS * GROUP // mini_batches, row_shards=training_mesh(num_params=config.num_params).size,
+        completions=PROMPTS * GROUP // mini_batches, row_shards=training_mesh(num_params=num_params(config)).size,
     )  # fmt: skip
     return compute, plan
 
@@ -85,7 +85,7 @@ def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) ->
     algorithm = dataclasses.replace(settings.algorithm, method=method)
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)
-    mesh, dual = training_mesh(num_params=config.num_params), initial_dual(algorithm)
+    mesh, dual = training_mesh(num_params=num_params(config)), initial_dual(algorithm)
     shardings = train_state_shardings(config, optimizer, dual, "float32", mesh)
     step = make_train_step(
         row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh),
@@ -96,7 +96,7 @@ def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) ->
         mesh=mesh,
         shardings=shardings,
     )
-    create = jax.jit(lambda key: new_state(decoder.init_params(config, key), optimizer, dual), out_shardings=shardings)
+    create = jax.jit(lambda key: new_state(init_params(config, key), optimizer, dual), out_shardings=shardings)
     state = [create(jax.random.key(0))]
 
     def call() -> jnp.ndarray:

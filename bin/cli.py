@@ -1,4 +1,4 @@
-"""What every command does with bad arguments and failures: one clear line, an exit code, a traceback when asked."""
+"""What every command does with bad arguments and failures: one clear line, an exit code, no traceback lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import difflib
 import logging
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
+
+from dcmdp_jax.errors import UserError
 
 _EXPECTED = 2
 _UNEXPECTED = 1
@@ -17,6 +22,8 @@ _INTERRUPTED = 130
 _DEBUG = "--debug"
 _DISK_FULL = "No space left on device"  # an OSError's own words, and the end of Orbax's page about it
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's errors begin
+ERROR_LOG = "error.log"
+_run_dir: Path | None = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,11 +34,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError instead of printing the usage and leaving."""
-        raise ValueError(message)
+        """Raises UserError instead of printing the usage and leaving."""
+        raise UserError(message)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """As argparse's; ValueError in one line for what it doesn't know."""
+        """As argparse's; UserError in one line for what it doesn't know."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             near = difflib.get_close_matches(rest[0].partition("=")[0], self._flags(), n=1)
@@ -58,56 +65,113 @@ def run_main(
     | what `main` does | printed | exit code |
     |---|---|---|
     | returns None or a number | nothing | 0 or the number |
-    | raises ValueError, OSError or one of `expected` | `error: ...` | 2 |
-    | raises anything else | `error: ...`, and how to see the traceback | 1 |
-    | finds the device's memory full | `error: ...`, and what to make smaller | 1 |
+    | raises UserError, or an OSError with a file's name or a message of its own | `error: ...` | 2 |
+    | raises one of `expected` | `error: ...` | 2 |
+    | fills the disk | `error: ...`, and what to do | 2 |
+    | fills the device's memory | `error: ...`, and what to make smaller | 1 |
+    | raises anything else | `error: ...`, and where its traceback is | 1 |
     | is interrupted (Ctrl-C) | `interrupted` | 130 |
 
-    SystemExit (argparse, absl) passes through. `--debug` before a bare `--` is taken from the arguments, and makes
-    every failure print its traceback as well.
+    The traceback of everything but a UserError is appended to error.log of the run directory that
+    `keep_tracebacks_in` names. Without one, the traceback of what is not expected goes to stderr before the line.
+    Exceptions of threads go the same way. SystemExit (argparse, absl) passes through. `--debug` before a bare `--` is
+    taken from the arguments; every failure then prints its traceback on stderr as well.
 
     Args:
         main: takes the arguments as in `sys.argv`, the program's name first, without `--debug`.
         argv: the arguments, program name first; None reads `sys.argv`.
-        expected: further exceptions that are the user's to mend, such as `absl.flags.Error`.
+        expected: further exceptions whose message is enough.
     """
+    global _run_dir
+    _run_dir = None
     arguments = list(sys.argv if argv is None else argv)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = _DEBUG in arguments[1:end]
     arguments = [word for place, word in enumerate(arguments) if not (0 < place < end and word == _DEBUG)]
     if argv is None and not debug:
-        _quieten_threads()
+        _keep_failures_of_threads()
     try:
         code = main(arguments) or 0
     except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        print("interrupted", file=sys.stderr)
         code = _INTERRUPTED
-        _complain("interrupted", debug)
-    except (ValueError, OSError, *expected) as error:
-        code = _EXPECTED
-        _complain(f"error: {_one_line(error)}", debug)
     except Exception as error:
-        code = _UNEXPECTED
-        hint = "" if debug else " (unexpected; run again with --debug for the traceback)"
-        if _OUT_OF_MEMORY in str(error) and _DISK_FULL not in str(error):
-            hint = " (for sampling, make max_rows smaller; for training, training.micro_batch_tokens)"
-        _complain(f"error: {type(error).__name__}: {_one_line(error)}{hint}", debug)
+        code = _fail(error, debug, expected)
     sys.exit(code)
 
 
-def _quieten_threads() -> None:
-    """Leaves a failed checkpoint to the main thread, which raises the same error.
+def keep_tracebacks_in(run_dir: str | Path) -> None:
+    """Has tracebacks appended to `run_dir`/error.log from now on, wherever that directory exists."""
+    global _run_dir
+    _run_dir = Path(run_dir)
 
-    Orbax's threads would each print a traceback of it first, and its abandoned coroutines another at the exit.
+
+def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) -> int:
+    """Says what went wrong, keeps the traceback, returns the exit code."""
+    text, line, code = traceback.format_exc(), _one_line(error), _EXPECTED
+    log = None if isinstance(error, UserError) else _append_to_log("failed", text)
+    hints = [] if log is None else [f"traceback: {log}"]
+    # Ours have no errno: they are raised with a message alone.
+    names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
+    if not (names_file or isinstance(error, (UserError, *expected)) or _DISK_FULL in str(error)):
+        line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
+        if _OUT_OF_MEMORY in str(error):
+            hints.insert(0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens")
+        else:
+            hints = ["unexpected", *(hints or ["traceback above"])]
+            debug = debug or log is None
+    print((text if debug else "") + f"error: {line}" + (f" ({'; '.join(hints)})" if hints else ""), file=sys.stderr)
+    return code
+
+
+def _append_to_log(what: str, text: str) -> Path | None:
+    """Appends to the run's error.log and says where that is; None if there is none or it can't be written."""
+    if _run_dir is None or not _run_dir.is_dir():
+        return None
+    path = _run_dir / ERROR_LOG
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
+    except OSError:
+        return None
+    return path
+
+
+def _keep_failures_of_threads() -> None:
+    """Sends what fails outside the main thread to the log, and to stderr only where there is none.
+
+    When a checkpoint can't be written, each of Orbax's threads fails with a traceback, its abandoned coroutines with
+    another at the exit, and it logs more. The main thread raises the same error and says it in one line.
     """
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    threading.excepthook = lambda _: None
-    sys.unraisablehook = lambda _: None
+
+    def keep(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        if not issubclass(kind, SystemExit) and _append_to_log(what, text) is None:
+            print(f"{what}:\n{text}", file=sys.stderr, end="")
+
+    def thread_failed(failure: threading.ExceptHookArgs) -> None:
+        name = "a thread" if failure.thread is None else f"thread {failure.thread.name}"
+        keep(f"{name} failed", failure.exc_type, failure.exc_value, failure.exc_traceback)
+
+    def unraisable(failure: Any) -> None:
+        what = f"{failure.err_msg or 'exception ignored in'} {failure.object!r}"
+        keep(what, failure.exc_type, failure.exc_value, failure.exc_traceback)
+
+    threading.excepthook = thread_failed
+    sys.unraisablehook = unraisable
+    orbax = logging.getLogger("absl")
+    orbax.setLevel(logging.ERROR)
+    orbax.propagate = False
+    orbax.addHandler(_LogHandler())
 
 
-def _complain(line: str, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    print(line, file=sys.stderr)
+class _LogHandler(logging.Handler):
+    """Appends records to the run's error.log; drops them where there is none."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _append_to_log(f"logged by {record.name}", self.format(record))
 
 
 def _one_line(error: Exception) -> str:

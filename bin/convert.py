@@ -13,8 +13,11 @@ from pathlib import Path
 import jax
 
 from bin.cli import Parser, run_main
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, read_config
-from dcmdp_jax.models.hf_weights import check_manifest, has_tokenizer, load_params, save_params
+from dcmdp_jax.models.hf_manifest import check_manifest, check_values
+from dcmdp_jax.models.hf_weights import has_tokenizer, load_params, save_params
+from dcmdp_jax.models.params import num_params
 
 _DTYPES = ("bfloat16", "float32")
 
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m bin.convert", description="Check, copy and write Hugging Face model directories.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser("hf-check", help="hold a directory's tensors against its config.json, read none")
+    check = commands.add_parser("hf-check", help="check a directory's config.json, tensors and their values")
     check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")
     copy = commands.add_parser("copy", help="import a directory and export it again")
     copy.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, maybe a tokenizer")
@@ -56,19 +59,20 @@ def _parser() -> argparse.ArgumentParser:
 def _check(directory: Path) -> None:
     config = read_config(directory)
     manifest = check_manifest(directory, config)
+    check_values(manifest)
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
     print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(set(manifest.files.values()))} file(s)")
-    print(f"in memory    float32 {_gib(4 * config.num_params)}, bfloat16 {_gib(2 * config.num_params)}")
+    print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
     print(f"tokenizer    {'present' if has_tokenizer(directory) else 'none'}")
-    print(f"{directory}: fits its config.json")
+    print(f"{directory}: fits its config.json, all values are finite")
 
 
 def _check_apart(source: Path, out_dir: Path) -> None:
     """Refuses an output that would replace what it is made of, or lie within it, --overwrite or not."""
     source, out_dir = source.resolve(), out_dir.resolve()
     if out_dir.is_relative_to(source) or source.is_relative_to(out_dir):
-        raise ValueError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")
+        raise UserError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")
 
 
 def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
@@ -100,7 +104,7 @@ def _write(
 def _describe(config: ModelConfig) -> str:
     embeddings = "tied" if config.tie_word_embeddings else "untied"
     return (
-        f"model        {config.model_type}, {config.num_params:,} parameters, {config.num_layers} layers, "
+        f"model        {config.model_type}, {num_params(config):,} parameters, {config.num_layers} layers, "
         f"hidden {config.hidden_size}, MLP {config.intermediate_size}, heads {config.num_heads}/{config.num_kv_heads} "
         f"of {config.head_dim}, vocabulary {config.vocab_size}, {embeddings}\n"
         f"rotary       base {config.rope_theta:g}, {config.rope_scaling.kind}; "

@@ -24,16 +24,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bin.cli import Parser, run_main
+from bin.arguments import UNLIMITED, real, split_tasks, temperature, whole
+from bin.cli import Parser, keep_tracebacks_in, run_main
 from configs.base import get_config
-from dcmdp_jax.config import VllmSettings, from_config_dict
-from dcmdp_jax.config_rules import ENGINE_CHOICES
+from dcmdp_jax.config import ENGINE_CHOICES, VllmSettings, to_dict
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
+from dcmdp_jax.evaluation.size import check_size
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
+from dcmdp_jax.inputs import shorten
 from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.hf_weights import check_manifest, load_params
+from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.parallel.host import prepare_host
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
@@ -41,16 +45,20 @@ from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.client import VllmEngine
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
-from dcmdp_jax.tasks.problems import load_problems, source_name
+from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.tasks.verifier import Verifier
+from dcmdp_jax.training.memory_parts import plan_engine_memory
+from dcmdp_jax.training.memory_plan import free_host_bytes, this_machine
+from dcmdp_jax.training.run_directory import read_config as read_run_config
 from dcmdp_jax.training.setup import make_probe
 from dcmdp_jax.types import Params
 
-_UNLIMITED = 2**31 - 1
 _MOST_VERIFIERS = 8
 # Of one completion on a server: 32768 tokens at a few a second, and the wait in its queue.
 _REMOTE_TIMEOUT_S = 7200.0
+# More in flight than any engine decodes; vLLM allocates for each.
+_MOST_ROWS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +71,7 @@ class _Model:
         tokenizer: its directory; generation_config.json there names further end tokens.
         step: of a checkpoint, None for a Hugging Face directory.
         run: a run's directory and settings, None for a Hugging Face directory.
+        dtype: that the weights are loaded in for an engine of the given precision.
         load: reads the weights for an engine of the given precision.
     """
 
@@ -71,6 +80,7 @@ class _Model:
     tokenizer: Path
     step: int | None
     run: tuple[Path, dict[str, Any]] | None
+    dtype: Callable[[str], str]
     load: Callable[[str], Params]
 
 
@@ -79,6 +89,8 @@ def main(argv: list[str]) -> None:
     arguments = _parser().parse_args(argv[1:])
     prepare_host(cpu_devices=0)
     model = _find_model(arguments.model, arguments.step)
+    if model.run is not None:
+        keep_tracebacks_in(model.run[0])
     settings = _settings(arguments, model)
     tokenizer = _tokenizer(model)
     tasks = {name: _prompts(location, tokenizer, settings) for name, location in settings["tasks"].items()}
@@ -89,6 +101,14 @@ def main(argv: list[str]) -> None:
         top_p=settings["top_p"],
         stop_token_ids=end_token_ids(tokenizer, model.tokenizer),
     )
+    for name, prompts in tasks.items():
+        check_size(
+            name,
+            len(prompts.problems),
+            _samples(name, settings),
+            settings["max_completion_tokens"],
+            free=free_host_bytes(),
+        )
     out = _out_path(arguments.out, model)
     with contextlib.closing(_engine(model, tasks, settings, out)) as engine:
         if settings["engine"] != "remote":
@@ -113,9 +133,10 @@ def _evaluate(
     out: Path,
 ) -> list[EvaluationResult]:
     results: list[EvaluationResult] = []
-    with Verifier(num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS)) as verifier:
+    # No budget: a score depends on the answers, not on how fast this machine is.
+    with Verifier(num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS), budget_s=0) as verifier:
         for name, prompts in tasks.items():
-            samples = settings["samples"] or paper_samples(name)
+            samples = _samples(name, settings)
             began = time.monotonic()
             result = evaluate(
                 engine,
@@ -134,6 +155,10 @@ def _evaluate(
     return results
 
 
+def _samples(task: str, settings: dict[str, Any]) -> int:
+    return settings["samples"] or paper_samples(task)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m bin.evaluate",
@@ -143,32 +168,38 @@ def _parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", type=Path, help="Hugging Face directory, run directory, or checkpoint directory")
     add(
         "--tasks",
-        type=_split_tasks,
+        type=split_tasks,
         metavar="A,B,...",
         help=".jsonl or .parquet files, arithmetic:... or Hub names (default: a run's evaluation.task)",
     )
-    add("--step", type=_whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
+    add("--step", type=whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
     add("--engine", choices=(*ENGINE_CHOICES, "remote"), help="what samples (default: a run's own, else local)")
     add("--server", metavar="URL", help="with --engine remote: http(s)://HOST:PORT or the path of a Unix socket")
     add("--precision", help="of the engine's weights, as rollout.precision (default: a run's own, else bfloat16)")
     add("--compute_dtype", help="of activations, as rollout.compute_dtype (default: a run's own, else bfloat16)")
     add("--kv_cache_dtype", help="of the key-value cache, as rollout.kv_cache_dtype (default: a run's own, else auto)")
-    add("--samples", type=_whole(1), metavar="K", help="completions a problem (default: the paper's K, others 8)")
-    add("--temperature", type=float, default=0.7, help="default %(default)s, as the paper; 0 is greedy")
-    add("--top_p", type=float, default=1.0, help="nucleus mass, default %(default)s, as the paper")
+    add("--samples", type=whole(1), metavar="K", help="completions a problem (default: the paper's K, others 8)")
+    add("--temperature", type=temperature, default=0.7, help="default %(default)s, as the paper; 0 is greedy")
+    add("--top_p", type=real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
     add(
         "--max_completion_tokens",
-        type=_whole(1),
+        type=whole(1),
         default=32768,
         metavar="N",
         help="end-of-sequence included (default: %(default)s, as the paper)",
     )
-    add("--max_prompt_tokens", type=_whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
-    add("--max_problems", type=_whole(1), metavar="N", help="only the first N rows of each task (default: all)")
-    add("--prompt_suffix", help="appended to each problem (default: a run's own, else that of configs/base.py)")
+    add("--max_prompt_tokens", type=whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
+    add("--max_problems", type=whole(1), metavar="N", help="only the first N rows of each task (default: all)")
+    add("--prompt_suffix", help="appended to each problem (default: a run's own, else the default)")
     add("--on_bad_row", choices=("error", "skip"), default="error", help="a malformed row (default: %(default)s)")
-    add("--max_rows", type=_whole(1), default=256, metavar="N", help="decoded side by side (default: %(default)s)")
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
+    add(
+        "--max_rows",
+        type=whole(1, _MOST_ROWS),
+        default=256,
+        metavar="N",
+        help="decoded side by side (default: %(default)s)",
+    )
+    add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
     add(
         "--out",
@@ -180,58 +211,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An argument type: an integer from `low` to `high`."""
-
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number") from None
-        if value < low or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
-            raise argparse.ArgumentTypeError(f"got {value}, must be {bounds}")
-        return value
-
-    return integer
-
-
-def _split_tasks(text: str) -> dict[str, str]:
-    """Name -> location. A comma before `key=value` belongs to the arithmetic task it continues."""
-    locations: list[str] = []
-    for part in text.split(","):
-        if "=" in part and locations and locations[-1].startswith("arithmetic"):
-            locations[-1] += f",{part}"
-        else:
-            locations.append(part.strip())
-    tasks: dict[str, str] = {}
-    for location in locations:
-        if not location:
-            raise argparse.ArgumentTypeError(f"got {text!r}, an empty name is no task")
-        name = location if location.startswith("arithmetic") else source_name(location)
-        if name in tasks:
-            raise argparse.ArgumentTypeError(f"{tasks[name]} and {location} are both called {name!r}; rename one")
-        tasks[name] = location
-    return tasks
-
-
 def _find_model(path: Path, step: int | None) -> _Model:
     if not path.is_dir():
-        raise ValueError(f"MODEL {path}: no such directory")
+        raise UserError(f"MODEL {path}: no such directory")
     resolved = path.resolve()
     if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
         return _checkpoint_model(resolved, step)
     if step is not None:
-        raise ValueError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
+        raise UserError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
     config = read_config(path)
     manifest = check_manifest(path, config)
 
-    def load(precision: str) -> Params:
+    def dtype(precision: str) -> str:
         # What is stored as bfloat16, or will be bfloat16 in the engine, loses nothing when it is loaded so.
         narrow = set(manifest.dtypes) == {"BF16"} or precision == "bfloat16"
-        return load_params(path, config, dtype="bfloat16" if narrow else "float32")
+        return "bfloat16" if narrow else "float32"
 
-    return _Model(resolved.name, config, path, None, None, load)
+    def load(precision: str) -> Params:
+        return load_params(path, config, dtype=dtype(precision))
+
+    return _Model(resolved.name, config, path, None, None, dtype, load)
 
 
 def _checkpoint_model(path: Path, step: int | None) -> _Model:
@@ -240,17 +239,17 @@ def _checkpoint_model(path: Path, step: int | None) -> _Model:
 
     config, found, tokenizer = load_model_config(path, step)
     run_dir = tokenizer.parent
-    try:
-        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        from_config_dict(run)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{run_dir / 'config.json'}: not the settings of a run ({error})") from error
+    run = to_dict(read_run_config(run_dir))
 
     def load(precision: str) -> Params:
         del precision  # the engine converts from the master parameters, as it does while training
         return load_params_only(path, found)[0]
 
-    return _Model(f"{run_dir.name} step {found}", config, tokenizer, found, (run_dir, run), load)
+    def dtype(precision: str) -> str:
+        del precision
+        return run["model"]["param_dtype"]
+
+    return _Model(f"{run_dir.name} step {found}", config, tokenizer, found, (run_dir, run), dtype, load)
 
 
 def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
@@ -270,24 +269,25 @@ def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
     for name, allowed in ENGINE_CHOICES.get(given["engine"], {}).items():
         option = name.removeprefix("rollout.")
         if given[option] not in allowed:
-            raise ValueError(
-                f"--{option}: got {given[option]!r}, allowed with --engine {given['engine']} are {', '.join(allowed)}"
+            raise UserError(
+                f"--{option}: got {shorten(given[option])}, allowed with --engine {given['engine']} are "
+                f"{', '.join(allowed)}"
             )
     if (given["engine"] == "remote") != (given["server"] is not None):
-        raise ValueError("--server: goes with --engine remote, which needs it: http(s)://HOST:PORT or a socket's path")
+        raise UserError("--server: goes with --engine remote, which needs it: http(s)://HOST:PORT or a socket's path")
     if given["engine"] != "local":
         check_temperature(given["temperature"], "--temperature")
     if given["tasks"] is None:
         if not run["evaluation"]["task"]:
-            raise ValueError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")
-        given["tasks"] = _split_tasks(run["evaluation"]["task"])
+            raise UserError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")
+        given["tasks"] = split_tasks(run["evaluation"]["task"])
     return given
 
 
 def _tokenizer(model: _Model) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(str(model.tokenizer.resolve()))
     if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {model.tokenizer}: {len(tokenizer)} tokens, but the model has {model.config.vocab_size}; "
             "use the model's own tokenizer"
         )
@@ -296,7 +296,7 @@ def _tokenizer(model: _Model) -> PreTrainedTokenizerBase:
 
 def _prompts(location: str, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> EncodedPrompts:
     problems = load_problems(location, split="test", limit=settings["max_problems"], on_bad_row=settings["on_bad_row"])
-    limit = settings["max_prompt_tokens"] or _UNLIMITED
+    limit = settings["max_prompt_tokens"] or UNLIMITED
     return encode_prompts(problems, tokenizer, prompt_suffix=settings["prompt_suffix"], max_prompt_tokens=limit)
 
 
@@ -305,12 +305,12 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
     longest, name = max((max(map(len, prompts.token_ids)), name) for name, prompts in tasks.items())
     room = model.config.max_position_embeddings - longest
     if room < 1:
-        raise ValueError(
+        raise UserError(
             f"--tasks: the longest prompt of {name} has {longest} tokens and leaves no room in the model's "
             f"max_position_embeddings={model.config.max_position_embeddings}; --max_prompt_tokens leaves it out"
         )
     if settings["max_completion_tokens"] > room:
-        raise ValueError(
+        raise UserError(
             f"--max_completion_tokens: got {settings['max_completion_tokens']}, with the longest prompt ({longest} "
             f"tokens, {name}) more than the model's max_position_embeddings={model.config.max_position_embeddings}; "
             f"--max_completion_tokens={room} fits"
@@ -331,9 +331,15 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
             model.config, sidecar, directory=out.with_suffix(".vllm"), **precision, max_total_tokens=total,
             max_rows=settings["max_rows"], probe=make_probe(model.config, Compute(), one_device_mesh()),
         )  # fmt: skip
-    return LocalEngine(
-        model.config, **precision, max_total_tokens=total, max_rows=settings["max_rows"], mesh=make_mesh(data=-1)
-    )
+    mesh = make_mesh(data=-1)
+    plan_engine_memory(
+        model.config, this_machine(mesh.devices.flat[0].platform), **precision,
+        param_dtype=model.dtype(settings["precision"]), max_rows=settings["max_rows"],
+        prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
+        completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
+        max_completion_tokens=settings["max_completion_tokens"],
+    ).check()  # fmt: skip
+    return LocalEngine(model.config, **precision, max_total_tokens=total, max_rows=settings["max_rows"], mesh=mesh)
 
 
 def _out_path(out: Path | None, model: _Model) -> Path:
@@ -346,9 +352,9 @@ def _out_path(out: Path | None, model: _Model) -> Path:
             number += 1
             out = directory / f"{stem}-{number}.json"
     if out.is_dir():
-        raise ValueError(f"--out: {out} is a directory, name a file")
+        raise UserError(f"--out: {out} is a directory, name a file")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--out: {out} can't be written, {out.parent} is no directory one can write to")
+        raise UserError(f"--out: {out} can't be written, {out.parent} is no directory one can write to")
     return out
 
 
@@ -397,4 +403,4 @@ def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: f
 
 
 if __name__ == "__main__":
-    run_main(main, expected=(EngineError,))
+    run_main(main, expected=(EngineError, MemoryError))

@@ -1,97 +1,120 @@
-"""The --config flag: a config file, its argument, and overrides, with one-line errors."""
+"""Command line of bin.train: a config file, its argument, overrides of single settings, with one-line errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import itertools
-import re
 import runpy
-import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict
 
-from dcmdp_jax.config import Config, from_config_dict, setting_names, unknown_setting
-from dcmdp_jax.training.run_directory import FREE_SETTINGS
+from bin.cli import Parser
+from dcmdp_jax.config import Config, from_config_dict, parse_value
+from dcmdp_jax.config_fields import replace_value
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.training.run_directory import name_suffix
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, with an optional :argument.", lock_config=False)
+_OVERRIDE = "config."
 
 
-def parse(argv: list[str]) -> Config:
-    """Reads the command line into a checked config.
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A parsed command line.
+
+    Attributes:
+        config: the settings, checked.
+        dry_run: print the plan and stop.
+        print_config: print the config and stop.
+    """
+
+    config: Config
+    dry_run: bool
+    print_config: bool
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Read the command line into a checked config.
 
     Args:
-        argv: `sys.argv`, where ml_collections looks for the overrides itself: the program's name, then
-            `--config=FILE[:ARGUMENT]`, overrides `--config.section.name=value`, and any other absl flags.
+        argv: as `sys.argv`: the program's name, then `--config=FILE[:ARGUMENT]`, overrides
+            `--config.section.name=value`, `--dry_run` and `--print_config`.
 
     Raises:
-        ValueError: in one line, for a misspelt or ill-typed flag, a config file that is not there or breaks, or a
+        UserError: in one line, for a misspelt or ill-typed flag, a config file that is not there or breaks, or a
             setting that `from_config_dict` refuses.
     """
-    # ml_collections reports these late, with tracebacks in its messages, or without the right name.
-    for name, value in _given(argv):
-        if name == "config":
-            _check_file(value)
-        elif name.startswith("config."):
-            _check_name(name.removeprefix("config."))
-    try:
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    if len(rest) > 1:
-        raise ValueError(f"argument {rest[1]!r} belongs to no flag; settings are given as --config.section.name=value")
-    if _CONFIG.value is None:
-        raise ValueError("--config is missing; for example --config=configs/demo.py")
-    config = _CONFIG.value
-    config.run_dir += _suffix(argv)
-    return from_config_dict(config)
+    given, rest = _split_overrides(argv[1:])
+    parsed = _parser().parse_args(rest)
+    overrides = {name: parse_value(name, text) for name, text in given.items()}
+    if parsed.config is None:
+        raise UserError("--config is missing; for example --config=configs/demo.py")
+    values = _load(parsed.config)
+    for name, value in overrides.items():
+        replace_value(values, name, value)
+    config = from_config_dict(values)
+    # What the command line changes names the directory, so that two experiments never share one by default.
+    if "run_dir" not in overrides:
+        config = dataclasses.replace(config, run_dir=config.run_dir + name_suffix(overrides, config))
+    return Arguments(config, parsed.dry_run, parsed.print_config)
 
 
-def _suffix(argv: list[str]) -> str:
-    """`-precision=exact`: what the command line changes, so that two experiments never share a directory by default.
-
-    Empty if the directory itself is given. Settings that one run may change on the way are left out.
-    """
-    changed = {name.removeprefix("config."): value for name, value in _given(argv) if name.startswith("config.")}
-    if "run_dir" in changed:
-        return ""
-    learnt = {name: value for name, value in changed.items() if not name.startswith(FREE_SETTINGS)}
-    pieces = [f"-{name.rpartition('.')[2]}={value.rpartition('/')[2]}" for name, value in sorted(learnt.items())]
-    text = re.sub(r"[^\w.=-]+", "_", "".join(pieces))
-    return text if len(text) <= 100 else f"{text[:90]}-{zlib.crc32(text.encode()):08x}"
-
-
-def _given(argv: list[str]) -> Iterator[tuple[str, str]]:
-    """Name and value of every flag, whether written --name=value or --name value."""
-    words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
-    for word, following in itertools.pairwise([*words, ""]):
-        if word.startswith("-"):
-            name, equals, value = word.lstrip("-").partition("=")
-            yield name, value if equals else following
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m bin.train",
+        description="Train a policy. --config.section.name=value overrides a setting; the same command resumes a run.",
+    )
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with its argument after a colon")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check everything, print the plan (shapes, memory, steps), and stop"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print every setting, mark what differs from the default, and stop"
+    )
+    return parser
 
 
-def _check_file(value: str) -> None:
-    location, colon, argument = value.partition(":")
+def _split_overrides(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Overrides by dotted name, written --config.name=value or --config.name value, and all other words."""
+    overrides: dict[str, str] = {}
+    rest: list[str] = []
+    pairs = itertools.pairwise([*words, None])
+    for word, following in pairs:
+        name, equals, value = word.lstrip("-").partition("=")
+        if word == "--" or not word.startswith("-") or not name.startswith(_OVERRIDE):
+            rest.append(word)
+            continue
+        if not equals:
+            if following is None:
+                raise UserError(f"{word}: its value is missing; settings are given as --config.section.name=value")
+            value = following
+            next(pairs)
+        overrides[name.removeprefix(_OVERRIDE)] = value
+    return overrides, rest
+
+
+def _load(given: str) -> dict[str, Any]:
+    """Run a config file's `get_config`, once."""
+    location, colon, argument = given.partition(":")
     path = Path(location)
     if not path.is_file():
         known = [str(p) for p in sorted(Path("configs").glob("*.py")) if p.stem not in ("__init__", "base")]
         near = difflib.get_close_matches(location, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'none in configs/'}"
-        raise ValueError(f"--config: no file {location}; {hint}")
+        raise UserError(f"--config: no file {location}; {hint}")
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         if get_config is None:
-            raise ValueError("it has no function get_config")
-        get_config(*([argument] if colon else []))
+            raise UserError("it has no function get_config")
+        made = get_config(*([argument] if colon else []))
+        if not isinstance(made, Mapping | ConfigDict):
+            raise UserError(f"get_config returned {type(made).__name__}, must be a ConfigDict")
+        return made.to_dict() if isinstance(made, ConfigDict) else dict(made)
+    except SystemExit as error:
+        raise UserError(f"--config: {path}: it called exit({error.code!r}); let get_config return") from error
     except Exception as error:  # the file is a program: anything may be wrong with it
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"--config: {path}: {kind}{' '.join(str(error).split())}") from error
-
-
-def _check_name(dotted: str) -> None:
-    sections = {name.rpartition(".")[0] for name in setting_names()} | {f.name for f in dataclasses.fields(Config)}
-    if dotted not in sections and dotted not in setting_names():
-        raise unknown_setting(dotted)
+        raise UserError(f"--config: {path}: {kind}{' '.join(str(error).split())}") from error

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from absl import flags
-
-from bin.cli import run_main
+from bin.cli import keep_tracebacks_in, run_main
 from bin.flags import parse
+from dcmdp_jax.config_text import print_config
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.training.loop import TrainingStopped, train
 from dcmdp_jax.training.setup import describe, make_plan_of_run
 from dcmdp_jax.training.stop_signal import Interrupted
 
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check everything, print the plan (shapes, memory, steps), and stop.")
-
 
 def main(argv: list[str]) -> int:
     """Checks, prints the plan, trains, writes the report."""
-    config = parse(argv)
+    arguments = parse(argv)
+    config = arguments.config
+    if arguments.print_config:
+        print(print_config(config))
+        return 0
+    keep_tracebacks_in(config.run_dir)
     plan = make_plan_of_run(config)
     print(describe(plan), flush=True)
-    if _DRY_RUN.value:
+    if arguments.dry_run:
         return 0
     try:
         train(plan, show=lambda line: print(line, flush=True))
@@ -34,4 +36,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, expected=(EngineError, TrainingStopped))
+    run_main(main, expected=(EngineError, MemoryError, TrainingStopped))

@@ -1,12 +1,12 @@
 """DC-GRPO on a laptop CPU: multi-step arithmetic, a fresh 0.3M-parameter Qwen3, an fp8 engine.
 
-    python -m bin.train --config=configs/demo.py                                              about a minute
+    python -m bin.train --config=configs/demo.py                                              a minute to a few
     python -m bin.train --config=configs/demo.py:grpo                                         the baseline
     python -m bin.train --config=configs/demo.py --config.rollout.precision=exact             the control
 
-A supervised warm-up on worked solutions, half of which hold a mistake, gives a policy that knows the steps and errs;
-reinforcement mends it. To expect: held-out avg@8 from about 49% to about 88%, the discrepancy falling through the
-budget as the policy sharpens, and lambda rising first and falling after.
+A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows the steps but errs;
+RL corrects it. Expected on a 2-core AMD EPYC without AVX-512: held-out avg@8 from 37.5% to 70.3%. The discrepancy stays
+within a quarter of the budget; lambda rises from 0.10 to 0.18 while it is mostly above, then hovers.
 """
 
 from ml_collections import ConfigDict
@@ -35,7 +35,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout.max_rows = 512
     config.rollout.min_rows = 512
     # This small model disagrees with its engine less than an 8B one does: a budget, and a dual step, to its scale.
-    config.algorithm.tolerance = 0.0006
+    config.algorithm.tolerance = 0.0012
     config.algorithm.dual_learning_rate = 50.0
     config.training.steps = 40
     config.training.prompts_per_step = 48

@@ -8,8 +8,8 @@
     python -m bin.train --config=configs/demo_vllm.py:int8                                    INT8 weights, activations
     python -m bin.train --config=configs/demo_vllm.py:float32                                 the control
 
-Task, model, warm-up and steps are those of configs/demo.py; the mismatch is vLLM's own. FP8 weights and INT8 need a
-processor with AMX.
+Task, model, warm-up and steps are those of configs/demo.py; the mismatch is vLLM's own. On a CPU, FP8 weights and INT8
+need AMX, and an FP8 cache needs AVX-512 or AMX.
 """
 
 from ml_collections import ConfigDict

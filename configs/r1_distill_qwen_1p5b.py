@@ -2,8 +2,9 @@
 
     python -m bin.train --config=configs/r1_distill_qwen_1p5b.py:grpo --config.rollout.temperature=0.7
 
-The study trains GRPO at sampling temperatures 0.3, 0.7 and 1.0, and compares penalties (`algorithm.method` dual_grpo,
-threshold_grpo). `models/DeepSeek-R1-Distill-Qwen-1.5B` is the model's Hugging Face directory
+The study trains GRPO at sampling temperatures 0.3, 0.7 and 1.0. With the same setup the paper compares discrepancy
+measures (section 4: `algorithm.method=dual_grpo`, `algorithm.measure`) and tolerance ranges (section 5:
+`threshold_grpo`, `algorithm.tolerance`). `models/DeepSeek-R1-Distill-Qwen-1.5B` is the model's Hugging Face directory
 (`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --local-dir models/DeepSeek-R1-Distill-Qwen-1.5B`). The paper
 gives curves for this model, no final numbers. `:debug` runs the same code at toy size on a CPU.
 """

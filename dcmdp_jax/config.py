@@ -1,219 +1,357 @@
-"""Every setting of a run as frozen dataclasses, made and checked once from a ConfigDict.
+"""Every setting of a run, declared once: default, meaning, unit, source, choices or range, may a run change it.
 
-`configs/base.py` holds the values, with unit and source; here are names, types and the rules between them.
+The ConfigDict of `configs/base.py`, the flags, the checks, the rule for resuming and `docs/settings.md` are derived
+from these fields. "paper" is the DC-GRPO paper, its section in brackets; "ours" is a reading or a choice of this
+project.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import math
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from dcmdp_jax.config_rules import validate
+from dcmdp_jax.config_checks import engine_choices, validate
+from dcmdp_jax.config_fields import INT32_MAX, build, declared, nearest_name, parse_text, setting
+from dcmdp_jax.config_rewards import RewardSettings, check_rewards
+from dcmdp_jax.config_rollout import ENGINES, HIGHEST_TEMPERATURE, MOST_TOKENS, RolloutSettings
+from dcmdp_jax.config_rollout import VllmSettings as VllmSettings
+from dcmdp_jax.config_saved import REMOVED, VERSION, without_removed
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+
+_MODEL = "no known dense model comes near it"
+_CLAMPED = "log-ratios are clamped to 20 nats: no ratio or discrepancy is larger"
+_ADAM = "AdamW moves each parameter by about as much in one update"
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """Shape of a freshly initialised model, used when `model.path` is empty."""
 
-    model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    tie_word_embeddings: bool
+    model_type: str = setting("qwen3", "Family of the model.", choices=("qwen2", "qwen3"))
+    hidden_size: int = setting(128, "Width of the residual stream.", minimum=1, limit=(65536, _MODEL))
+    intermediate_size: int = setting(384, "Width of the MLP.", minimum=1, limit=(524288, _MODEL))
+    num_layers: int = setting(4, "Layers.", minimum=1, limit=(1024, _MODEL))
+    num_heads: int = setting(4, "Query heads.", minimum=1, limit=(1024, _MODEL))
+    num_kv_heads: int = setting(2, "Key and value heads.", minimum=1, limit=(1024, _MODEL))
+    head_dim: int = setting(32, "Width of a head.", minimum=2, limit=(1024, _MODEL))
+    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1, limit=(1e12, _MODEL))
+    tie_word_embeddings: bool = setting(True, "Use the embedding as output layer.")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
     """Which model, in which precision, computed how."""
 
-    path: str
-    tokenizer: str
-    architecture: Architecture
-    param_dtype: str
-    compute_dtype: str
-    remat: str
-    scan_unroll: int
-    attention: str
-    logprob_chunk: int
+    path: str = setting(
+        "", "Hugging Face directory (config.json, safetensors). Empty: a fresh model of `architecture`."
+    )
+    tokenizer: str = setting(
+        "", "Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for a fresh model."
+    )
+    architecture: Architecture = Architecture()
+    param_dtype: str = setting(
+        "float32", "Master parameters and Adam's moments.", choices=("float32", "bfloat16"),
+        source="ours: AdamW at learning rate 1e-6 needs float32 to move a parameter",
+    )  # fmt: skip
+    compute_dtype: str = setting(
+        "bfloat16", "Activations and matrix products.", choices=("float32", "bfloat16"), source="paper [6.1]: BF16"
+    )
+    remat: str = setting(
+        "full",
+        "What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs (full).",
+        choices=("none", "dots", "full"), free=True,
+    )  # fmt: skip
+    scan_unroll: int = setting(
+        1, "Layers in one iteration of the scan over layers. 1 compiles fastest, all of them run fastest on a CPU.",
+        unit="layers", minimum=1, limit=(1024, "a model has at most so many layers"), free=True,
+    )  # fmt: skip
+    attention: str = setting(
+        "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16, else xla.",
+        choices=("auto", "xla", "cudnn", "splash"),
+    )  # fmt: skip
+    logprob_chunk: int = setting(
+        1024, "Tokens whose logits exist at one time.", unit="tokens", minimum=1,
+        limit=(2**20, "the logits of a vocabulary of 150,000 would take 600 GB"), free=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings:
     """Where problems come from and how they become prompts and rewards."""
 
-    train: str
-    prompt_suffix: str
-    max_prompt_tokens: int
-    on_bad_row: str
-    verifier_workers: int
-    verifier_timeout: float
-
-
-@dataclasses.dataclass(frozen=True)
-class VllmSettings:
-    """The vLLM sidecar, used with `rollout.engine=vllm`."""
-
-    python: str
-    tensor_parallel_size: int
-    expert_parallel: bool
-    visible_devices: str
-    memory_share: float
-    kv_cache_gib: float
-    cpu_threads: int
-    engine_args: str
-    start_timeout_s: float
-    stall_timeout_s: float
-    max_restarts: int
-    probe_tolerance: float
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-    """The inference engine and the distribution it samples from."""
-
-    engine: str
-    precision: str
-    compute_dtype: str
-    kv_cache_dtype: str
-    max_rows: int
-    min_rows: int
-    group_size: int
-    max_completion_tokens: int
-    temperature: float
-    top_p: float
-    on_non_finite: str
-    vllm: VllmSettings
+    train: str = setting(
+        "", "Problems to train on: a .jsonl or .parquet file, a Hub data set, or arithmetic:difficulty=...",
+        source="paper [6.1]: DAPO-Math-17K",
+    )  # fmt: skip
+    prompt_suffix: str = setting(
+        "\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        "Text appended to each problem.", source="ours: the wording of Qwen's own maths evaluations",
+    )  # fmt: skip
+    max_prompt_tokens: int = setting(
+        1024, "Longest prompt. Longer ones are dropped, counted and reported.", unit="tokens", source="ours",
+        minimum=1, limit=MOST_TOKENS,
+    )  # fmt: skip
+    on_bad_row: str = setting(
+        "error", "A malformed row of data: error stops with its line number, skip counts it.",
+        choices=("error", "skip"),
+    )  # fmt: skip
+    verifier_workers: int = setting(
+        2, "Processes that judge answers.", unit="processes", minimum=1, limit=(1024, "each is a process"), free=True
+    )
+    verifier_timeout: float = setting(
+        5.0, "Processor time that one answer may take; over it the reward is 0.", unit="seconds", source="ours",
+        minimum=0.01, limit=(86400, "a day"),
+    )  # fmt: skip
+    verifier_budget: float = setting(
+        120.0, "Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.",
+        unit="seconds", source="ours", minimum=0, limit=(86400, "a day"), free=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmSettings:
-    """The loss: spec sections 2 and 3."""
+    """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper."""
 
-    method: str
-    measure: str
-    sided: str
-    level: str
-    multiplier: float
-    tolerance: float
-    dual_learning_rate: float
-    multiplier_min: float
-    multiplier_max: float
-    dual_window: int
-    clip_low: float
-    clip_high: float
-    aggregation: str
-    std_ddof: int
-    std_epsilon: float
-    normalize_std: bool
-    mask_truncated: bool
-    kl_coefficient: float
-    kl_estimator: str
+    # The names of functions in dcmdp_jax.algorithm; a test holds both together. Importing them would import JAX.
+    method: str = setting(
+        "dc_grpo", "Penalty of the discrepancy. dual_grpo: multiplier fixed at 1.", source="paper [4, 5]",
+        choices=("grpo", "dual_grpo", "threshold_grpo", "dc_grpo"),
+    )  # fmt: skip
+    measure: str = setting(
+        "diff", "Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.",
+        source="paper: diff", choices=("diff", "ratio", "log"),
+    )  # fmt: skip
+    sided: str = setting(
+        "two", "two: absolute value. one: only p_train above p_inf is charged.", source="paper: two",
+        choices=("two", "one"),
+    )  # fmt: skip
+    level: str = setting(
+        "token", "What is charged: each token's discrepancy, or its completion's mean.", source="paper: token",
+        choices=("token", "sequence"),
+    )  # fmt: skip
+    multiplier: float = setting(
+        0.1, "lambda_0, the multiplier of the first step.", unit="advantage per discrepancy",
+        source="paper [6.1]: 0.1 (8B), 0.05 (30B-A3B)",
+    )  # fmt: skip
+    tolerance: float = setting(
+        0.0037, "c, the budget of the mean discrepancy.", unit="of the measure",
+        source="paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B)", minimum=0, limit=(5e8, _CLAMPED),
+    )  # fmt: skip
+    dual_learning_rate: float = setting(
+        1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0,
+        limit=(1e9, "there the smallest violation takes lambda from end to end"),
+    )  # fmt: skip
+    multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)
+    multiplier_max: float = setting(
+        1.0, "Upper end of lambda.", source="ours: not stated in the paper",
+        limit=(1e6, "at 1 a discrepancy of 1 costs as much as the advantage of a good answer earns"),
+    )  # fmt: skip
+    dual_window: int = setting(
+        1, "Steps averaged in the dual update.", unit="steps", source="ours: 1 is the paper's update", minimum=1,
+        limit=(100_000, "the multiplier would answer to steps of long ago; the paper's window is 1"),
+    )  # fmt: skip
+    clip_low: float = setting(
+        0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high].", source="ours: not stated in the paper",
+        minimum=0, maximum=0.999999,
+    )  # fmt: skip
+    clip_high: float = setting(
+        0.24, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high].", source="paper [6.1]: 0.24", minimum=0,
+        limit=(5e8, _CLAMPED),
+    )  # fmt: skip
+    aggregation: str = setting(
+        "seq_mean_token_mean", "How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO.",
+        source="paper: seq_mean_token_mean", choices=("seq_mean_token_mean", "token_mean", "fixed_length"),
+    )  # fmt: skip
+    std_ddof: int = setting(
+        1, "Degrees of freedom taken from a group's standard deviation.",
+        source="ours: as in the framework the paper trained with", minimum=0, maximum=1,
+    )  # fmt: skip
+    std_epsilon: float = setting(
+        1e-6, "Added to a group's standard deviation.", source="ours: as in the framework the paper trained with",
+        minimum=0, limit=(1e6, "it only keeps the division by a standard deviation finite"),
+    )  # fmt: skip
+    normalize_std: bool = setting(True, "Divide advantages by their group's standard deviation.")
+    mask_truncated: bool = setting(False, "Leave truncated completions out of the loss.", source="ours: off")
+    kl_coefficient: float = setting(
+        0.0, "Weight of the KL divergence to the initial policy.", source="paper: no KL", minimum=0,
+        limit=(1e6, "the loss itself is of the order of 1"),
+    )  # fmt: skip
+    kl_estimator: str = setting(
+        "k3", "Estimator of that divergence.", choices=("k2", "k3"),
+        why="k1 is an estimate and no loss: its expected gradient is 0",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
     """Sizes of a step and when to give up."""
 
-    steps: int
-    prompts_per_step: int
-    prompts_per_mini_batch: int
-    micro_batch_tokens: int
-    row_lengths: tuple[int, ...]
-    segments_per_row: int
-    seed: int
-    max_skipped_in_row: int
+    steps: int = setting(
+        500, "Training steps. Fixed where the learning rate decays to its end.", unit="steps", source="ours",
+        minimum=1, limit=(INT32_MAX, "steps are counted in int32"), free=True,
+    )  # fmt: skip
+    prompts_per_step: int = setting(
+        64, "B, prompts of a step.", unit="prompts", source="paper [6.1]: 64", minimum=1,
+        limit=(2**20, "the paper uses 64"),
+    )  # fmt: skip
+    prompts_per_mini_batch: int = setting(
+        16, "Prompts of a mini-batch, which is one optimizer update.", unit="prompts", source="paper [6.1]: 16",
+        minimum=1, limit=(2**20, "the paper uses 16"),
+    )  # fmt: skip
+    micro_batch_tokens: int = setting(
+        16384, "Tokens, padding included, of one forward and backward pass over all devices.", unit="tokens",
+        source="ours", minimum=1, limit=(INT32_MAX, "tokens are counted in int32"), free=True,
+    )  # fmt: skip
+    row_lengths: tuple[int, ...] = setting(
+        (),
+        "Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel. With one "
+        "length, one segment a row, the xla kernel and mesh.fsdp = mesh.tensor = 1, the step computes each group's "
+        "prompt once for all its completions (micro_batch_tokens must hold one group for each device).",
+        unit="tokens",
+    )  # fmt: skip
+    segments_per_row: int = setting(
+        0, "Most completions in one row. 0: unlimited where the kernel skips other segments (splash), else 1.",
+        unit="completions", minimum=0,
+    )  # fmt: skip
+    seed: int = setting(
+        0,
+        "Seed of the initial weights, the sampling and the order of problems.",
+        minimum=0,
+        limit=(INT32_MAX, "seeds are int32"),
+    )
+    max_skipped_in_row: int = setting(
+        8, "Updates with a gradient that is not finite are skipped; so many in a row stop the run.", unit="updates",
+        source="ours", minimum=1, free=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """AdamW, its schedule, and gradient clipping."""
 
-    learning_rate: float
-    schedule: str
-    schedule_warmup_steps: int
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    max_grad_norm: float
+    learning_rate: float = setting(
+        1e-6, "Learning rate of AdamW.", source="paper [6.1]: 1e-6", minimum=0, limit=(1, _ADAM)
+    )
+    schedule: str = setting(
+        "constant", "Learning rate over all updates: constant, or linear or cosine decay to 0.", source="ours",
+        choices=("constant", "linear", "cosine"),
+    )  # fmt: skip
+    schedule_warmup_steps: int = setting(
+        0, "Updates of a linear rise before it.", unit="updates", source="ours: none", minimum=0
+    )
+    beta1: float = setting(
+        0.9, "Decay of AdamW's first moment.", source="paper [6.1]: 0.9", minimum=0, maximum=0.999999
+    )
+    beta2: float = setting(
+        0.95, "Decay of AdamW's second moment.", source="paper [6.1]: 0.95", minimum=0, maximum=0.999999
+    )
+    epsilon: float = setting(
+        1e-15, "Added to the root of AdamW's second moment.", source="paper [6.1]: 1e-15", minimum=1e-30,
+        limit=(1, "a larger one hides every gradient"),
+    )  # fmt: skip
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay.", source="paper [6.1]: 0", minimum=0,
+        limit=(1000, "AdamW takes learning_rate x weight_decay of each parameter away in one update"),
+    )  # fmt: skip
+    max_grad_norm: float = setting(
+        1.0, "Global norm that gradients are clipped to. 0: no clipping.",
+        source="ours: as in the framework the paper trained with", minimum=0, limit=(1e9, "0 clips nothing"),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
     """Devices along each axis; one of them may be -1, the rest of the devices."""
 
-    data: int
-    fsdp: int
-    tensor: int
-    cpu_devices: int
+    data: int = setting(1, "Devices that rows are split over, each with all parameters.", unit="devices", free=True)
+    fsdp: int = setting(-1, "Devices that rows and parameters are split over.", unit="devices", free=True)
+    tensor: int = setting(1, "Devices that each matrix product is split over.", unit="devices", free=True)
+    cpu_devices: int = setting(
+        0, "Devices that the CPU counts as, for training and the local engine. 0: one for each core, at most 4.",
+        unit="devices", minimum=0, limit=(256, "each takes threads of its own"), free=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmupSettings:
     """Supervised start on worked solutions, for a model without a policy to improve."""
 
-    task: str
-    steps: int
-    batch_size: int
-    learning_rate: float
+    task: str = setting("", "Problems with worked solutions to learn from before training, as `task.train`.")
+    steps: int = setting(0, "Supervised steps. 0: none.", unit="steps", minimum=0)
+    batch_size: int = setting(
+        128, "Solutions of a supervised step.", unit="solutions", minimum=1,
+        limit=(65536, "a batch is computed in one piece"),
+    )  # fmt: skip
+    learning_rate: float = setting(3e-3, "Highest learning rate of the warm-up.", minimum=0, limit=(1, _ADAM))
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
     """Held-out evaluation by the inference engine's policy while training."""
 
-    task: str
-    every_steps: int
-    samples: int
-    temperature: float
-    max_problems: int
+    task: str = setting("", "Held-out problems, as `task.train`. The paper's own evaluation: bin.evaluate.", free=True)
+    every_steps: int = setting(0, "Steps between evaluations. 0: none.", unit="steps", minimum=0, free=True)
+    samples: int = setting(
+        8, "K of avg@K, completions of each problem.", unit="completions", minimum=1, free=True,
+        source="ours; paper [6.1]: 32 or 4",
+        limit=(4096, "avg@4096 of one problem has a standard error of 0.008 at most"),
+    )  # fmt: skip
+    temperature: float = setting(
+        0.7,
+        "Sampling temperature. 0: greedy.",
+        source="paper [6.1]: 0.7",
+        minimum=0,
+        limit=HIGHEST_TEMPERATURE,
+        free=True,
+    )  # fmt: skip
+    max_problems: int = setting(0, "Only the first so many problems. 0: all.", unit="problems", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
     """When to save and what to keep."""
 
-    every_steps: int
-    keep_last: int
-    keep_best: int
+    every_steps: int = setting(20, "Steps between checkpoints.", unit="steps", minimum=1, free=True)
+    keep_last: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", minimum=1, free=True)
+    keep_best: int = setting(
+        1, "Checkpoints kept with the best held-out avg@K; none without evaluation.", unit="checkpoints", minimum=0,
+        free=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings:
     """What is recorded beside the metrics."""
 
-    samples_every_steps: int
-    samples: int
-    wandb_project: str
+    samples_every_steps: int = setting(
+        10, "Steps between sample completions in samples.jsonl.", unit="steps", minimum=1, free=True
+    )
+    samples: int = setting(4, "Sample completions written each time.", unit="completions", minimum=0, free=True)
+    wandb_project: str = setting("", "Weights & Biases project. Empty: not used.", free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run. Sections are described at their classes, values in configs/base.py."""
+    """A whole run."""
 
-    run_dir: str
-    model: ModelSettings
-    task: TaskSettings
-    rollout: RolloutSettings
-    algorithm: AlgorithmSettings
-    training: TrainingSettings
-    optimizer: OptimizerSettings
-    mesh: MeshSettings
-    warmup: WarmupSettings
-    evaluation: EvaluationSettings
-    checkpoint: CheckpointSettings
-    observe: ObserveSettings
+    run_dir: str = setting("runs/base", "Directory that the run writes to and resumes from.", free=True)
+    model: ModelSettings = ModelSettings()
+    task: TaskSettings = TaskSettings()
+    rewards: RewardSettings = RewardSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    training: TrainingSettings = TrainingSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    mesh: MeshSettings = MeshSettings()
+    warmup: WarmupSettings = WarmupSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    observe: ObserveSettings = ObserveSettings()
 
     @property
     def mini_batches(self) -> int:
@@ -231,73 +369,74 @@ class Config:
         return self.task.max_prompt_tokens + self.rollout.max_completion_tokens
 
 
+ENGINE_CHOICES = {engine: engine_choices(Config, engine) for engine in ENGINES}
+"""What each engine has of the settings that depend on it: engine -> dotted name -> allowed values."""
+
+
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """Makes and checks a `Config`.
+    """Make and check a `Config`. A setting that is not there has its default.
 
     Raises:
-        ValueError: in one line, naming the setting, its value and what is allowed: an unknown or missing name (with
-            the nearest right one), a wrong type, a value out of range, or two settings that do not fit.
+        UserError: in one line, naming the setting, its value and what is allowed: an unknown name (with the nearest
+            right one), a wrong type, a value out of range, or two settings that do not fit.
     """
-    values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
-    made = _build(Config, values, "")
+    made = build(Config, config.to_dict() if isinstance(config, ConfigDict) else config, unknown_setting)
     validate(made)
+    check_rewards(made.rewards)
     return made
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dict with JSON types, as written to the run directory's config.json."""
+    """Plain nested dict with JSON types."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def setting_names(kind: type = Config, prefix: str = "") -> list[str]:
-    """All dotted names, for nearest-name messages."""
-    names = []
-    for name, hint in typing.get_type_hints(kind).items():
-        dotted = f"{prefix}{name}"
-        names += setting_names(hint, f"{dotted}.") if dataclasses.is_dataclass(hint) else [dotted]
-    return names
+def setting_names() -> list[str]:
+    """Dotted names of all settings."""
+    return list(declared(Config))
 
 
-def unknown_setting(name: str) -> ValueError:
-    """The error for a dotted name that is no setting, with the nearest one that is."""
-    names = setting_names()
+def parse_value(name: str, text: str) -> Any:
+    """Parse the text of a setting, as a command line has it.
+
+    Args:
+        name: dotted.
+        text: of the setting's type, such as `true`, `1e-6`, `(64,128)`; digits are 0-9.
+
+    Raises:
+        UserError: in one line, if there is no such setting or the text is no value of its type.
+    """
+    if name in declared(Config):
+        return parse_text(declared(Config)[name], text)
+    if any(other.startswith(f"{name}.") for other in declared(Config)):
+        raise UserError(f"config.{name}: got {shorten(text)}, must be a section with named settings")
+    raise unknown_setting(name)
+
+
+def unknown_setting(name: str) -> UserError:
+    """The error for a dotted name that is no setting: why it was removed, or the nearest one that is."""
+    if name in REMOVED:
+        return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
     sections = [field.name for field in dataclasses.fields(Config)]
-    tail = name.rpartition(".")[2]
-    near = [other for other in names if other.rpartition(".")[2] == tail][:1]
-    near = near or difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"sections are {', '.join(sections)}"
-    return ValueError(f"config.{name}: no such setting; {hint}")
+    return UserError(f"config.{name}: no such setting; {nearest_name(name, setting_names(), sections)}")
 
 
-def _build(kind: type, values: Any, prefix: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"config.{prefix[:-1]}: got {values!r}, must be a section with named settings")
-    hints = typing.get_type_hints(kind)
-    for name in values:
-        if name not in hints:
-            raise unknown_setting(f"{prefix}{name}")
-    made = {}
-    for name, hint in hints.items():
-        if name not in values:
-            raise ValueError(f"config.{prefix}{name}: missing; configs/base.py has every setting")
-        dotted, value = f"{prefix}{name}", values[name]
-        made[name] = (
-            _build(hint, value, f"{dotted}.") if dataclasses.is_dataclass(hint) else _typed(hint, value, dotted)
-        )
-    return kind(**made)
+def to_saved(config: Config) -> dict[str, Any]:
+    """What a run directory's config.json holds."""
+    return {"config_version": VERSION, **to_dict(config)}
 
 
-def _typed(hint: Any, value: Any, dotted: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if typing.get_origin(hint) is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            return tuple(value)
-        raise ValueError(f"config.{dotted}: got {value!r}, must be a tuple of int")
-    if hint is float and isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"config.{dotted}: got {value!r}, must be a finite number")
-    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    raise ValueError(f"config.{dotted}: got {value!r} ({type(value).__name__}), must be {hint.__name__}")
+def from_saved(saved: Mapping[str, Any]) -> Config:
+    """Make a config from what this or an earlier version saved.
+
+    A setting that was not there yet has its default. Other rules on values are not checked: an earlier version may
+    have allowed what is refused now.
+
+    Raises:
+        UserError: in one line, for a newer version, a setting that is unknown or was removed with a value that had a
+            meaning, or a value of a wrong type.
+    """
+    made = build(Config, without_removed(saved), unknown_setting)
+    if made.rollout.engine not in ENGINES:
+        raise UserError(f"config.rollout.engine: got {shorten(made.rollout.engine)}, allowed are {', '.join(ENGINES)}")
+    return made

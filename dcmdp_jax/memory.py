@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import platform
 import sys
@@ -29,7 +30,10 @@ def leave_out_torch(package: str) -> None:
 
 
 def prepare_memory(package: str) -> None:
-    """Has glibc keep memory that is freed, whatever its size and whichever thread had it; elsewhere does nothing.
+    """Has glibc keep memory that is freed, whatever its size and whichever thread had it, in commands on the CPU.
+
+    Changes nothing elsewhere: without glibc, where JAX computes on an accelerator (the host would keep what it needed
+    once to load a model), and in a process that only imports the package.
 
     XLA's CPU backend allocates a program's results and temporary memory anew at each call. glibc takes blocks of that
     size from the kernel and gives them back, and the kernel clears each page when it is first touched: a third of a
@@ -37,18 +41,18 @@ def prepare_memory(package: str) -> None:
 
     How large a block a thread's own heap may hold, glibc reads only when a process starts: a command that was started
     as `python -m package.name` starts once more, in place, with `GLIBC_TUNABLES` set. Nothing is started again where
-    that is set already. A library that is imported changes nothing of its process.
+    that is set already.
 
     Args:
         package: the package of commands that asks, before it has imported anything else.
     """
-    if platform.libc_ver()[0] != "glibc":
+    if platform.libc_ver()[0] != "glibc" or not _is_command(package, sys.orig_argv) or not _jax_takes_cpu():
         return
     wanted = _tunables()
     if os.environ.get(_TUNABLES) == wanted:
         # Read by now, and not meant for other processes that this one starts.
         del os.environ[_TUNABLES]
-    elif _TUNABLES not in os.environ and _is_command(package, sys.orig_argv):
+    elif _TUNABLES not in os.environ:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _TUNABLES: wanted})
     libc = ctypes.CDLL(None)
     for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _PAD_BYTES)):
@@ -64,6 +68,14 @@ def give_back_freed() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _jax_takes_cpu() -> bool:
+    """Whether JAX will compute on the CPU, told without importing it: it is told to, or has no other backend."""
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms.split(",")[0] == "cpu"
+    # JAX finds GPU backends in the namespace package jax_plugins; TPUs need libtpu.
+    return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
 
 
 def _tunables() -> str:

@@ -17,13 +17,6 @@ Params = dict[str, Any]
 """Model parameters: nested dict of arrays, layers stacked on the leading axis."""
 
 
-class WeightedSum(NamedTuple):
-    """An unreduced mean: add micro-batches and hosts first, divide `total` by `weight` once."""
-
-    total: Array
-    weight: Array
-
-
 class DualState(NamedTuple):
     """What the dual ascent remembers between steps.
 

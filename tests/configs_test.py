@@ -7,6 +7,9 @@ import pytest
 
 from configs import base
 from dcmdp_jax.config import from_config_dict, to_dict
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.tasks.problems import load_problems
+from dcmdp_jax.tasks.prompts import encode_prompts
 
 _FILES = sorted(
     path.stem
@@ -69,6 +72,14 @@ def test_debug_is_small_and_needs_no_files(name):
 
 
 @pytest.mark.parametrize("name", _FILES)
+def test_debug_keeps_every_prompt(name):
+    # The built-in tokenizer has one token per character: with the prompt suffix for maths the prompts have 80 tokens.
+    task = _config(name, "debug").task
+    limits = {"prompt_suffix": task.prompt_suffix, "max_prompt_tokens": task.max_prompt_tokens}
+    assert encode_prompts(load_problems(task.train), build_tokenizer(), **limits).dropped == 0
+
+
+@pytest.mark.parametrize("name", _FILES)
 def test_debug_leaves_the_method_as_the_file_has_it(name):
     changed = _changes(_config(name), _config(name, "debug"))
     assert not [setting for setting in changed if setting.startswith(("algorithm.", "optimizer.", "mesh."))]
@@ -83,7 +94,7 @@ def test_another_argument_is_refused(argument):
 
 
 def test_the_papers_constants_of_the_8b_runs():
-    """Section 4 of the paper's table of constants, as numbers."""
+    """Section 6.1 of the paper, implementation details."""
     config = _config("qwen3_8b")
     algorithm = config.algorithm
     assert (algorithm.method, algorithm.measure, algorithm.sided, algorithm.level) == (
@@ -95,7 +106,7 @@ def test_the_papers_constants_of_the_8b_runs():
     assert algorithm.aggregation == "seq_mean_token_mean"
     rollout = config.rollout
     assert (rollout.group_size, rollout.max_completion_tokens) == (8, 8192)
-    assert (rollout.temperature, rollout.top_p) == (1.0, 1.0)
+    assert rollout.temperature == 1.0
     assert (config.training.prompts_per_step, config.training.prompts_per_mini_batch) == (64, 16)
     assert config.mini_batches == 4 and config.completions_per_mini_batch == 128
     optimizer = config.optimizer

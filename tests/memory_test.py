@@ -14,6 +14,7 @@ import pytest
 
 from dcmdp_jax import memory
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).parents[1]
 _PREPARE = "from dcmdp_jax.memory import prepare_memory\nprepare_memory({!r})\n"
@@ -56,8 +57,9 @@ print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in
 
 
 def _report(
-    directory: Path, first_lines: str, *, run: str = _ADD, argument: str = "an argument", **environment: str
-) -> dict[str, Any]:
+    directory: Path, first_lines: str, *, run: str = _ADD, argument: str = "an argument", command: bool = True,
+    **environment: str,
+) -> dict[str, Any]:  # fmt: skip
     """What a command prints. By default it adds 1 to 80 MiB over and over: the faults of its last four calls."""
     package = directory / "probe"
     package.mkdir(parents=True)
@@ -65,9 +67,9 @@ def _report(
     (package / "run.py").write_text(run)
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-m", "probe.run", argument],
+        [sys.executable, *(["-m", "probe.run"] if command else ["-c", "import probe.run"]), argument],
         env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{directory}:{_ROOT}", **environment},
-        capture_output=True, text=True, check=True, timeout=120,
+        capture_output=True, text=True, check=True, timeout=HANGS_S,
     )  # fmt: skip
     return json.loads(done.stdout)
 
@@ -81,6 +83,55 @@ def test_commands_keep_freed_memory(tmp_path: Path) -> None:
     assert given_back["faults"] > 4 * 16_000 and kept["faults"] < 1000
     # The process started twice, with the same arguments, and others that it starts hear nothing of it.
     assert kept["arguments"] == ["an argument"] and kept["told"] is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_a_process_that_imports_the_commands_is_left_as_it_is(tmp_path: Path) -> None:
+    # 16 MiB are 4,096 pages; kept without a new start, too, had the settings been made.
+    run = _ADD.replace("80 * 2**18", "16 * 2**18")
+    imported = _report(
+        tmp_path, _PREPARE.format("probe"), run=run, command=False, GLIBC_TUNABLES="glibc.malloc.perturb=0"
+    )
+    assert imported["faults"] > 4 * 1_500
+    assert imported["told"] == "glibc.malloc.perturb=0"
+    done = subprocess.run(
+        [sys.executable, "-c", "import bin.flags, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
+        cwd=_ROOT,
+        env={**os.environ, "GLIBC_TUNABLES": memory._tunables()},
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert (done.stdout, done.stderr) == (memory._tunables(), "")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_a_command_where_jax_has_an_accelerator_is_left_as_it_is(tmp_path: Path) -> None:
+    # An empty plugin package: JAX finds no device behind it and computes on the CPU, but it might have.
+    (tmp_path / "jax_plugins").mkdir()
+    report = _report(tmp_path, _PREPARE.format("probe"), JAX_PLATFORMS="")
+    assert report["faults"] > 4 * 16_000 and report["told"] is None
+
+
+@pytest.mark.parametrize(
+    ("platforms", "installed", "takes_cpu"),
+    [
+        ("cpu", "libtpu", True),
+        ("cpu,cuda", "jax_plugins", True),
+        ("cuda,cpu", "nothing", False),
+        ("tpu", "nothing", False),
+        ("", "nothing", True),
+        (None, "nothing", True),
+        (None, "libtpu", False),
+        ("", "jax_plugins", False),
+    ],
+)
+def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: object() if name == installed else None)
+    assert memory._jax_takes_cpu() is takes_cpu
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")

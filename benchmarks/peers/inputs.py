@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import init_params
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.models.params import init_params
 
 _PROBLEMS = 512
 _PAD = "<pad>"

@@ -17,6 +17,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
@@ -135,7 +136,7 @@ def run_config(
 
 def _model(job: Job) -> ModelConfig:
     config = read_config(job.checkpoint)
-    job.check_parameters(config.num_params)
+    job.check_parameters(num_params(config))
     return config
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.checks import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.masked import group_statistics
+from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.types import Array
-
-Method = Literal["grpo", "dual_grpo", "threshold_grpo", "dc_grpo"]
 
 
 def group_advantages(
@@ -63,7 +60,7 @@ def penalized_advantages(
     multiplier: float | Array,
     tolerance: float | Array,
     *,
-    method: Method,
+    method: str,
 ) -> jax.Array:
     """Token advantages with the discrepancy charged to them (Eq. 8 for `dc_grpo`).
 
@@ -80,7 +77,7 @@ def penalized_advantages(
         discrepancy_tokens: [R, L] float, finite, 0 outside the completion mask (`discrepancy`).
         multiplier: lambda_k, [] or Python float, the value BEFORE this step's dual update; used by `dc_grpo` only.
         tolerance: c, [] or Python float, in the discrepancy's unit; used by `threshold_grpo` only.
-        method: one of the four names.
+        method: a name of `penalties.PENALTIES`.
 
     Returns:
         [R, L] float32. No gradient flows.
@@ -90,15 +87,10 @@ def penalized_advantages(
             number.
     """
     require_same_shape(advantages_tokens=advantages_tokens, discrepancy_tokens=discrepancy_tokens)
-    require_option("method", method, get_args(Method))
+    require_option("method", method, tuple(PENALTIES))
     require_number("multiplier", multiplier, minimum=0)
     require_number("tolerance", tolerance, minimum=0)
     advantages = jnp.asarray(advantages_tokens, jnp.float32)
     delta = jnp.asarray(discrepancy_tokens, jnp.float32)
-    if method == "dual_grpo":
-        advantages = advantages - delta
-    elif method == "threshold_grpo":
-        advantages = advantages - jnp.where(delta > tolerance, delta, 0.0)
-    elif method == "dc_grpo":
-        advantages = advantages - jnp.asarray(multiplier, jnp.float32) * delta
-    return jax.lax.stop_gradient(advantages)
+    multiplier, tolerance = jnp.asarray(multiplier, jnp.float32), jnp.asarray(tolerance, jnp.float32)
+    return jax.lax.stop_gradient(PENALTIES[method](advantages, delta, multiplier, tolerance))

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from dcmdp_jax.algorithm.checks import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.masked import completion_counts, completion_means, gather_to_tokens, masked_mean, masked_sum
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio, exp_minus_linear
-from dcmdp_jax.types import Array, WeightedSum
+from dcmdp_jax.algorithm.stats import Mean
+from dcmdp_jax.types import Array
 
 Measure = Literal["diff", "ratio", "log"]
 Sided = Literal["two", "one"]
@@ -112,9 +113,29 @@ def discrepancy(
     mask = jnp.asarray(completion_mask, bool)
     values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided)
     if level == "sequence":
-        means = completion_means(values, mask, completion_index, num_completions)
-        values = gather_to_tokens(means, completion_index)
+        return sequence_discrepancy(values, mask, completion_index, num_completions)
     return jnp.where(mask, values, 0.0)
+
+
+def sequence_discrepancy(
+    discrepancy_tokens: Array, completion_mask: Array, completion_index: Array, num_completions: int
+) -> jax.Array:
+    """Give every token the mean discrepancy of its completion: `level="sequence"` made from `level="token"`.
+
+    Args:
+        discrepancy_tokens: [R, L] float, of each token.
+        completion_mask: [R, L] bool, true on sampled tokens; what lies outside is ignored.
+        completion_index: [R, L] int. All tokens of a completion must be in this call.
+        num_completions: N, static.
+
+    Returns:
+        [R, L] float32, 0 outside the mask.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    means = completion_means(discrepancy_tokens, completion_mask, completion_index, num_completions)
+    return jnp.where(jnp.asarray(completion_mask, bool), gather_to_tokens(means, completion_index), 0.0)
 
 
 def completions_over_tolerance(
@@ -124,7 +145,7 @@ def completions_over_tolerance(
     num_completions: int,
     *,
     tolerance: float | Array,
-) -> WeightedSum:
+) -> Mean:
     """Number of completions whose own mean discrepancy exceeds c, over the number of completions.
 
     The constraint in its per-trajectory form (Eq. 6 asks it of every trajectory), which the dual update does not

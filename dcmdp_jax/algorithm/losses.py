@@ -5,39 +5,19 @@ Ratios here are policy drift, new weights over old, both on the training stack. 
 
 from __future__ import annotations
 
-import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.checks import require_integer, require_number, require_option, require_rank, require_same_shape
-from dcmdp_jax.algorithm.masked import add, masked_sum, mean, weighted_sum
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio, exp_minus_linear
-from dcmdp_jax.types import Array, WeightedSum
+from dcmdp_jax.algorithm.masked import masked_sum, weighted_sum
+from dcmdp_jax.algorithm.numerics import clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.stats import Max, Mean, Min, Statistic
+from dcmdp_jax.types import Array
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
-
-_MAX_RATIO = math.exp(MAX_LOG_RATIO)
-
-
-class ClipStatistics(NamedTuple):
-    """What the clip did, over the tokens that took part in the loss; add with `add_clip_statistics`.
-
-    Attributes:
-        clip_low: tokens where 1 - clip_low bites: A < 0 and ratio below it. No gradient there.
-        clip_high: tokens where 1 + clip_high bites: A > 0 and ratio above it. No gradient there.
-        ratio: sum of the importance ratios.
-        ratio_max: [] largest ratio; 0 without tokens.
-        ratio_min: [] smallest ratio; the ratio's cap e^20 without tokens.
-    """
-
-    clip_low: WeightedSum
-    clip_high: WeightedSum
-    ratio: WeightedSum
-    ratio_max: Array
-    ratio_min: Array
 
 
 def clipped_surrogate(
@@ -49,16 +29,20 @@ def clipped_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-) -> tuple[WeightedSum, ClipStatistics]:
+) -> tuple[Mean, dict[str, Statistic]]:
     """Negated clipped surrogate (Eq. 9-10; Eq. 1 and 4 with their own advantages), left unreduced.
 
         gamma_t = exp(clip(log pi_theta - log pi_old, -20, 20))
         l_t     = -min(gamma_t A_t, clip(gamma_t, 1 - clip_low, 1 + clip_high) A_t),    total = sum_t w_t l_t
 
-    The gradient reaches `train_logprobs` alone: -w gamma A where the clip does not bite, 0 where it does. Beyond 20
-    nats the ratio is held at e^20 = 4.85e8 (e^-20), a finite value without gradient, so A = 0 gives 0 and not
-    0 * inf. A NaN on a token that takes part stays NaN, for the step to see; what lies outside the mask or has weight 0
-    is not looked at.
+    The gradient reaches `train_logprobs` alone: -w gamma A where the clip does not bite, 0 where it does. The clip
+    bites strictly beyond a bound: A > 0 and gamma > 1 + clip_high, or A < 0 and gamma < 1 - clip_low. At gamma equal to
+    the bound the gradient is that of the unclipped side, so that with a clip of 0 the first update on a batch, where
+    gamma = 1, is the plain policy gradient.
+
+    Beyond 20 nats the ratio is held at e^20 = 4.85e8 (e^-20), a finite value without gradient, so A = 0 gives 0 and not
+    0 * inf; at exactly 20 nats the gradient still flows (`numerics.clamp`). A NaN on a token that takes part stays NaN,
+    for the step to see; what lies outside the mask or has weight 0 is ignored.
 
     Args:
         train_logprobs: [R, L] nats, log pi_theta now.
@@ -74,6 +58,9 @@ def clipped_surrogate(
         (loss, statistics). `loss.total` adds over micro-batches; divide the sum once, by the total weight that
         `aggregation_weights` gives. `loss.weight` is the sum of the token weights seen here: the same number for
         sequence and token means, but NOT for `fixed_length`, where it counts tokens in units of the maximum.
+
+        The statistics are of the tokens that took part: `clip_low_fraction` and `clip_high_fraction`, the shares where
+        a bound bites, so that no gradient flows; `ratio_mean`, `ratio_max`, `ratio_min` of the importance ratio.
 
     Raises:
         ValueError: if the shapes differ or a clip is outside its range.
@@ -97,52 +84,21 @@ def clipped_surrogate(
     advantages = constant(advantages)
     train_logprobs = jnp.where(active, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     ratio = jnp.exp(clamped_log_ratio(train_logprobs, constant(old_logprobs)))
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = weighted_sum(-jnp.minimum(ratio * advantages, clipped * advantages), weights)
+    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
+    bites_low = (advantages < 0) & (ratio < 1.0 - clip_low)
+    bites_high = (advantages > 0) & (ratio > 1.0 + clip_high)
+    bound = jnp.where(bites_low, 1.0 - clip_low, 1.0 + clip_high)
+    loss = weighted_sum(-jnp.where(bites_low | bites_high, bound, ratio) * advantages, weights)
 
     ratio = jax.lax.stop_gradient(ratio)
-    statistics = ClipStatistics(
-        clip_low=masked_sum((advantages < 0) & (ratio < 1.0 - clip_low), active),
-        clip_high=masked_sum((advantages > 0) & (ratio > 1.0 + clip_high), active),
-        ratio=masked_sum(ratio, active),
-        ratio_max=jnp.max(jnp.where(active, ratio, 0.0), initial=0.0),
-        ratio_min=jnp.min(jnp.where(active, ratio, _MAX_RATIO), initial=_MAX_RATIO),
-    )
-    return loss, statistics
-
-
-def empty_clip_statistics() -> ClipStatistics:
-    """The statistics of no tokens: where a scan over micro-batches starts."""
-    zero = jnp.zeros((), jnp.float32)
-    nothing = WeightedSum(zero, zero)
-    return ClipStatistics(nothing, nothing, nothing, zero, jnp.full((), _MAX_RATIO, jnp.float32))
-
-
-def add_clip_statistics(a: ClipStatistics, b: ClipStatistics) -> ClipStatistics:
-    """The statistics of both sets of tokens together."""
-    return ClipStatistics(
-        clip_low=add(a.clip_low, b.clip_low),
-        clip_high=add(a.clip_high, b.clip_high),
-        ratio=add(a.ratio, b.ratio),
-        ratio_max=jnp.maximum(a.ratio_max, b.ratio_max),
-        ratio_min=jnp.minimum(a.ratio_min, b.ratio_min),
-    )
-
-
-def clip_metrics(statistics: ClipStatistics) -> dict[str, jax.Array]:
-    """The statistics as named [] float32 numbers, all 0 when no token took part.
-
-    Returns:
-        `clip_low_fraction` and `clip_high_fraction`, shares of tokens in [0, 1]; `ratio_mean`,
-        `ratio_max`, `ratio_min`.
-    """
-    return {
-        "clip_low_fraction": mean(statistics.clip_low),
-        "clip_high_fraction": mean(statistics.clip_high),
-        "ratio_mean": mean(statistics.ratio),
-        "ratio_max": statistics.ratio_max,
-        "ratio_min": jnp.where(statistics.ratio.weight > 0, statistics.ratio_min, 0.0),
+    statistics = {
+        "clip_low_fraction": masked_sum(bites_low, active),
+        "clip_high_fraction": masked_sum(bites_high, active),
+        "ratio_mean": masked_sum(ratio, active),
+        "ratio_max": Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
+        "ratio_min": Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
     }
+    return loss, statistics
 
 
 def aggregation_weights(
@@ -151,6 +107,7 @@ def aggregation_weights(
     *,
     mode: Aggregation,
     max_completion_tokens: int | None = None,
+    dropped_tokens: Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The normalisation of the loss as one weight for each completion.
 
@@ -161,18 +118,23 @@ def aggregation_weights(
         token_mean             1            tokens         every token alike (DAPO, Yu et al. 2025)
         fixed_length           1 / T_max    completions    no length in the weight (Dr. GRPO, Liu et al. 2025)
 
-    counting completions that are in the loss and have a token. Both results are known before the forward pass; a
-    mini-batch's `total` serves all its micro-batches, so any split of it gives the same loss.
+    counting completions that are in the loss and have a token. A mini-batch's `total` serves all its micro-batches: sum
+    first, divide once, and any split gives the same loss.
+
+    Where a correction drops tokens, the total counts what remains: for the first two modes the weights w_i of the kept
+    tokens, so that the loss is their weighted mean; the total of `fixed_length` depends on no length and stays. The
+    weights w_i never change.
 
     Args:
         completion_lengths: [N] int, |o_i| in sampled tokens, end-of-sequence included.
         loss_mask: [N] bool; false: w_i = 0 (padding, dropped, or truncated when a setting says so).
         mode: one of the three names.
         max_completion_tokens: T_max, the sampling limit; needed by `fixed_length`.
+        dropped_tokens: [N] int, tokens of each completion that are left out of the loss; None: none.
 
     Returns:
         ([N] float32 weights, [] float32 total). An empty completion has weight 0 and is not counted. When nothing
-        is left the total is 0: `mean(WeightedSum(sum, total))` then gives loss 0.
+        is left the total is 0: `Mean(sum, total).value()` then gives loss 0.
 
     Raises:
         ValueError: if the shapes differ or are not [N], `mode` is unknown, or `max_completion_tokens` is missing for
@@ -184,14 +146,18 @@ def aggregation_weights(
     if max_completion_tokens is not None or mode == "fixed_length":
         require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
     lengths = jnp.asarray(completion_lengths, jnp.int32)
+    kept = lengths if dropped_tokens is None else lengths - jnp.asarray(dropped_tokens, jnp.int32)
     counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
-    completions = jnp.sum(counted, dtype=jnp.int32).astype(jnp.float32)
     if mode == "token_mean":
-        tokens = jnp.sum(jnp.where(counted, lengths, 0), dtype=jnp.int32).astype(jnp.float32)
+        tokens = jnp.sum(jnp.where(counted, kept, 0), dtype=jnp.int32).astype(jnp.float32)
         return counted.astype(jnp.float32), tokens
     if mode == "fixed_length":
-        return jnp.where(counted, 1.0 / max_completion_tokens, 0.0).astype(jnp.float32), completions
-    return jnp.where(counted, 1.0 / jnp.maximum(lengths, 1), 0.0).astype(jnp.float32), completions
+        weights = jnp.where(counted, 1.0 / max_completion_tokens, 0.0).astype(jnp.float32)
+        return weights, jnp.sum(counted, dtype=jnp.int32).astype(jnp.float32)
+    lengths = jnp.maximum(lengths, 1)
+    # x / x is exactly 1: without dropped tokens the total is a whole number.
+    shares = jnp.where(counted, kept / lengths, 0.0).astype(jnp.float32)
+    return jnp.where(counted, 1.0 / lengths, 0.0).astype(jnp.float32), jnp.sum(shares)
 
 
 def reference_kl(

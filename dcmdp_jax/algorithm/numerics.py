@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dcmdp_jax.types import Array
 
@@ -14,13 +15,28 @@ LOGPROB_LIMIT = 1e4
 """Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
 
 
+def clamp(x: jax.Array, limit: float) -> jax.Array:
+    """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
+
+    At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the value there is
+    still x. `jnp.clip` takes their average, 1/2, which is the derivative of neither side. NaN stays NaN, in the
+    gradient too.
+
+    Args:
+        x: float32, any shape.
+        limit: above 0.
+    """
+    return jnp.where((x < -limit) | (x > limit), lax.stop_gradient(jnp.clip(x, -limit, limit)), x)
+
+
 def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) -> jax.Array:
     """log(p / q) from log-probabilities, per element, clamped to [-20, 20].
 
         d = clip(clip(log p, -1e4, 1e4) - clip(log q, -1e4, 1e4), -20, 20)
 
     Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference is taken in
-    float32 whatever the inputs' dtype. The gradient is 1 and -1 inside the clamps and 0 outside.
+    float32 whatever the inputs' dtype. The gradient is 1 and -1 inside the clamps, their ends included, and 0 outside:
+    see `clamp`.
 
     Args:
         numerator_logprobs: any shape, log p in nats.
@@ -29,9 +45,9 @@ def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) ->
     Returns:
         float32, same shape; -inf in both gives 0, -inf in one gives -20 or 20.
     """
-    numerator = jnp.clip(jnp.asarray(numerator_logprobs, jnp.float32), -LOGPROB_LIMIT, LOGPROB_LIMIT)
-    denominator = jnp.clip(jnp.asarray(denominator_logprobs, jnp.float32), -LOGPROB_LIMIT, LOGPROB_LIMIT)
-    return jnp.clip(numerator - denominator, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    numerator = clamp(jnp.asarray(numerator_logprobs, jnp.float32), LOGPROB_LIMIT)
+    denominator = clamp(jnp.asarray(denominator_logprobs, jnp.float32), LOGPROB_LIMIT)
+    return clamp(numerator - denominator, MAX_LOG_RATIO)
 
 
 def exp_minus_linear(x: Array) -> jax.Array:

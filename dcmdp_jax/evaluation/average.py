@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,8 @@ class EvaluationResult:
         standard_error: of `average`, from the spread between problems; NaN with one problem.
         length_mean: sampled tokens of a completion.
         truncated_fraction: completions cut by the length limit.
-        verifier_timeouts, verifier_errors: answers that ran out of time or raised; they count as wrong.
+        verifier_timeouts, verifier_errors, verifier_over_budget: answers over the time limit, answers that the verifier
+            raised on, answers undecided when the budget of the batch ran out; they count as wrong.
     """
 
     task: str
@@ -39,6 +40,7 @@ class EvaluationResult:
     truncated_fraction: float
     verifier_timeouts: int
     verifier_errors: int
+    verifier_over_budget: int
 
 
 def evaluate(
@@ -51,6 +53,7 @@ def evaluate(
     *,
     task: str,
     seed: int,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Samples K = `sampling.group_size` completions for each prompt with the weights the engine has, and judges them.
 
@@ -59,16 +62,22 @@ def evaluate(
 
     Args:
         engine: with weights pushed.
-        verifier: judges completions.
+        verifier: judges completions. Its budget holds for all samples of the task together.
         tokenizer: turns token ids into text.
         prompts: token ids of each problem.
         answers: the right answer of each.
         sampling: K, temperature, length limit.
         task: name for the record.
         seed: of the samples.
+        check_stop: called now and then while sampling; what it raises ends the evaluation.
     """
     grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
-    rollout = engine.generate(prompts, sampling, seed=seed, step=0, on_finished=grading.begin)
+
+    def on_finished(rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
+        check_stop()
+        grading.begin(rows, completion_ids)
+
+    rollout = engine.generate(prompts, sampling, seed=seed, step=0, on_finished=on_finished)
     _, grades = grading.finish(rollout.completion_ids)
     scores = np.asarray(grades.rewards, np.float32).reshape(len(prompts), sampling.group_size)
     per_problem = scores.mean(axis=1)
@@ -84,4 +93,5 @@ def evaluate(
         truncated_fraction=float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
         verifier_timeouts=grades.timeouts,
         verifier_errors=grades.errors,
+        verifier_over_budget=grades.over_budget,
     )

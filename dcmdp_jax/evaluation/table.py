@@ -17,7 +17,7 @@ class Benchmark(NamedTuple):
 
     Attributes:
         column: its heading.
-        samples: K of the paper's avg@K (section 4.1).
+        samples: K of the paper's avg@K (section 6.1).
     """
 
     column: str
@@ -86,6 +86,7 @@ def format_table(method: str, results: Sequence[EvaluationResult]) -> str:
         "mean length": lambda result: f"{result.length_mean:.1f}",
         "verifier timeouts": lambda result: str(result.verifier_timeouts),
         "verifier errors": lambda result: str(result.verifier_errors),
+        "over budget": lambda result: str(result.verifier_over_budget),
     }
     rows += [[name, *(show(result) for result in ordered), ""] for name, show in details.items()]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
@@ -110,6 +111,7 @@ def to_record(result: EvaluationResult) -> dict[str, Any]:
         "length_mean": result.length_mean,
         "verifier_timeouts": result.verifier_timeouts,
         "verifier_errors": result.verifier_errors,
+        "verifier_over_budget": result.verifier_over_budget,
         "problem_averages": result.scores.mean(axis=1, dtype=float).tolist(),
     }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object, shorten
 
 _ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Rotary scaling -> the fields it must have, and those it may have.
@@ -19,6 +21,32 @@ _ROPE_FIELDS = {
     ),
     "llama3": (("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
 }
+# Field -> lowest and highest value. The highest are far above any model: they keep products and float32 in range.
+_WHOLE = {
+    "vocab_size": (1, 2**31 - 1),
+    "hidden_size": (1, 2**31 - 1),
+    "intermediate_size": (1, 2**31 - 1),
+    "num_hidden_layers": (1, 10_000),
+    "num_attention_heads": (1, 2**31 - 1),
+    "num_key_value_heads": (1, 2**31 - 1),
+    "head_dim": (2, 2**31 - 1),
+    "max_position_embeddings": (2, 2**31 - 1),
+    "original_max_position_embeddings": (1, 2**31 - 1),
+}
+_REAL = {
+    "rope_theta": (1.001, 1e15),
+    "rms_norm_eps": (1e-30, 1.0),
+    "initializer_range": (0.0, 100.0),
+    "factor": (1.0, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+}
+_MOST_PARAMS = 10**13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +112,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model_type not in _ARCHITECTURES:
-            raise ValueError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(_ARCHITECTURES))}")
+            raise UserError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(_ARCHITECTURES))}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, must be at least 1")
+                raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads: got {self.num_heads}, must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise UserError(f"num_heads: got {self.num_heads}, must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: got {self.head_dim}, must be even (rotary embedding pairs dimensions)")
+            raise UserError(f"head_dim: got {self.head_dim}, must be even (rotary embedding pairs dimensions)")
+        for name in ("rope_theta", "rms_norm_eps"):
+            low, high = _REAL[name]
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]")
 
     @property
     def qk_norm(self) -> bool:
@@ -103,100 +135,136 @@ class ModelConfig:
         """Qwen3's `attention_bias` reaches the output projection; Qwen2's does not."""
         return self.attention_bias and self.model_type == "qwen3"
 
-    @property
-    def num_params(self) -> int:
-        """Parameters of the model, tied embeddings counted once."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
-        bias += self.hidden_size if self.output_bias else 0
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + bias + norms + 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+
+def _number(name: str, value: Any) -> int | float:
+    """`value` of a field in `_WHOLE` or `_REAL`, in range."""
+    whole = name in _WHOLE
+    low, high = (_WHOLE if whole else _REAL)[name]
+    # 4096.0 is a whole number too. The comparison also refuses NaN and infinity, and integers too large for a float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+        if not whole:
+            return float(value)
+        if value == int(value):
+            return int(value)
+    kind = "a whole number" if whole else "a number"
+    raise UserError(f"config.json: {name} is {shorten(value)}, must be {kind} in [{low:g}, {high:.10g}]")
 
 
 def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling]:
     """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    raw = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = float(raw.pop("rope_theta", fields.get("rope_theta", 10000.0)))
-    kind = raw.pop("rope_type", raw.pop("type", "default")) or "default"
+    section = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    raw = fields.get(section)
+    if raw is not None and not isinstance(raw, dict):
+        raise UserError(f"config.json: {section} is {shorten(raw)}, must be an object or null")
+    raw = dict(raw or {})
+    theta = _number("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", 10000.0)))
+    kind = raw.pop("rope_type", raw.pop("type", "default"))
     raw.pop("type", None)
-    if kind == "default":
+    if kind is None or kind == "default":
         return theta, RopeScaling()
-    if kind not in _ROPE_FIELDS:
-        raise ValueError(f"rope_type: got {kind!r}, supported are default, {', '.join(_ROPE_FIELDS)}")
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+        supported = ", ".join(_ROPE_FIELDS)
+        raise UserError(f"config.json: rope_type is {shorten(kind)}, supported are default, {supported}")
     if raw.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rope_parameters: partial_rotary_factor other than 1 is not used by these families")
+        raise UserError("config.json: partial_rotary_factor other than 1 is not used by these families")
     needed, optional = _ROPE_FIELDS[kind]
     known = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
     if unknown := sorted(set(raw) - known):
-        raise ValueError(f"rope_parameters: unknown field {unknown[0]!r} for {kind!r}")
+        raise UserError(f"config.json: {section} has the unknown field {shorten(unknown[0])} for {kind!r}")
     # Fields of another kind, which transformers warns of and ignores, are ignored here too.
     values = {name: raw[name] for name in (*needed, *optional) if raw.get(name) is not None}
     if "original_max_position_embeddings" in needed:
         values.setdefault("original_max_position_embeddings", max_position_embeddings)
     if missing := [name for name in needed if name not in values]:
-        raise ValueError(f"rope_parameters: {kind!r} needs the field {missing[0]!r}")
-    if wrong := [name for name, value in values.items() if not isinstance(value, int | float)]:
-        raise ValueError(f"rope_parameters: {wrong[0]} is {values[wrong[0]]!r}, expected a number")
-    if values["factor"] < 1:
-        raise ValueError(f"rope_parameters: factor is {values['factor']}, must be at least 1")
-    return theta, RopeScaling(kind=kind, **values)
+        raise UserError(f"config.json: {section} of type {kind!r} needs the field {missing[0]!r}")
+    if not isinstance(truncate := values.pop("truncate", True), bool):
+        raise UserError(f"config.json: truncate is {shorten(truncate)}, must be true or false")
+    scaling = RopeScaling(kind, truncate=truncate, **{name: _number(name, value) for name, value in values.items()})
+    if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise UserError(
+            f"config.json: low_freq_factor is {scaling.low_freq_factor:g}, must be below high_freq_factor="
+            f"{scaling.high_freq_factor:g}"
+        )
+    return theta, scaling
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-    """Reads the fields of a config.json of a Qwen2 or Qwen3 dense model.
+    """Reads the fields of a config.json of a Qwen2 or Qwen3 dense model; nothing is allocated, whatever the sizes.
 
     Raises:
-        ValueError: naming the field, when the family, an activation, a sliding window or a rotary scaling is
-            one that this code would compute wrongly, or a needed field is missing.
+        UserError: "config.json: " and the field, its value and what it must be, when the family, an activation, a
+            sliding window or a rotary scaling is one that this code would compute wrongly, a needed field is missing,
+            malformed or out of range, or sizes do not fit each other.
     """
     model_type = fields.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         supported = ", ".join(sorted(_ARCHITECTURES))
-        raise ValueError(f"config.json: model_type is {model_type!r}, supported are {supported}")
+        raise UserError(f"config.json: model_type is {shorten(model_type)}, supported are {supported}")
     if (act := fields.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"config.json: hidden_act is {act!r}, only 'silu' is supported")
-    if fields.get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window is true, only full attention is supported")
-
-    def number(name: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
-        value = fields.get(name, default)
-        if value is None:
-            raise ValueError(f"config.json: field {name!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
-            raise ValueError(f"config.json: {name} is {value!r}, expected {kind.__name__}")
-        return kind(value)
+        raise UserError(f"config.json: hidden_act is {shorten(act)}, only 'silu' is supported")
 
     def flag(name: str) -> bool:
         value = fields.get(name, False)
         if not isinstance(value, bool):
-            raise ValueError(f"config.json: {name} is {value!r}, expected true or false")
+            raise UserError(f"config.json: {name} is {shorten(value)}, must be true or false")
         return value
 
-    heads, hidden_size = number("num_attention_heads", int), number("hidden_size", int)
-    max_positions = number("max_position_embeddings", int, 32768)
-    theta, scaling = _rope(fields, max_positions)
+    def number(name: str, default: Any = None) -> int | float:
+        value = fields.get(name, default)
+        if value is None:
+            raise UserError(f"config.json: {name} is {'null' if name in fields else 'missing'}, must be a number")
+        return _number(name, value)
+
+    if flag("use_sliding_window"):
+        raise UserError("config.json: use_sliding_window is true, only full attention is supported")
+    heads, hidden_size = number("num_attention_heads"), number("hidden_size")
+    kv_heads = heads if fields.get("num_key_value_heads", 0) is None else number("num_key_value_heads")
+    if heads % kv_heads:
+        raise UserError(
+            f"config.json: num_attention_heads is {heads}, must be a multiple of num_key_value_heads={kv_heads}"
+        )
     # Absent: what transformers' Qwen3Config and Qwen2Config take. Null: derived.
     head_dim = fields.get("head_dim", 128 if model_type == "qwen3" else None)
-    return ModelConfig(
+    if head_dim is None:
+        if hidden_size % heads:
+            raise UserError(
+                f"config.json: hidden_size is {hidden_size}, must be a multiple of num_attention_heads={heads} where "
+                "head_dim is not given"
+            )
+        head_dim = hidden_size // heads
+    head_dim = _number("head_dim", head_dim)
+    if head_dim % 2:
+        raise UserError(f"config.json: head_dim is {head_dim}, must be even (rotary embedding pairs dimensions)")
+    max_positions = number("max_position_embeddings", 32768)
+    theta, scaling = _rope(fields, max_positions)
+    config = ModelConfig(
         model_type=model_type,
-        vocab_size=number("vocab_size", int),
+        vocab_size=number("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=number("intermediate_size", int),
-        num_layers=number("num_hidden_layers", int),
+        intermediate_size=number("intermediate_size"),
+        num_layers=number("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=heads if fields.get("num_key_value_heads", 0) is None else number("num_key_value_heads", int),
-        head_dim=hidden_size // heads if head_dim is None else number("head_dim", int, head_dim),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=number("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=number("rms_norm_eps", 1e-6),
         tie_word_embeddings=flag("tie_word_embeddings"),
         # Qwen2 always has the biases and no field for them.
         attention_bias=model_type == "qwen2" or flag("attention_bias"),
         max_position_embeddings=max_positions,
-        initializer_range=number("initializer_range", float, 0.02),
+        initializer_range=number("initializer_range", 0.02),
     )
+    # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
+    layer = config.head_dim * 2 * (heads + kv_heads) + 3 * config.intermediate_size
+    matrices = hidden_size * (config.num_layers * layer + config.vocab_size)
+    if matrices > _MOST_PARAMS:
+        raise UserError(
+            f"config.json: vocab_size {config.vocab_size}, hidden_size {hidden_size}, intermediate_size "
+            f"{config.intermediate_size} and {config.num_layers} layers make {matrices:.2g} parameters, more "
+            f"than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
+        )
+    return config
 
 
 def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -242,23 +310,17 @@ def read_config(directory: str | Path) -> ModelConfig:
 
     Raises:
         FileNotFoundError: if there is no config.json.
-        ValueError: if it is not JSON, or as `from_hf`.
+        UserError: naming the file, if it is not a JSON object, or as `from_hf`.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json, not a Hugging Face model directory")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
+    fields = read_json_object(path)
     try:
         return from_hf(fields)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        if str(error).startswith("config.json: "):
-            raise
-        raise ValueError(f"{path}: a field is malformed ({error})") from error
+    except ValueError as error:
+        # The message begins with the file's name.
+        raise UserError(f"{path.parent}/{error}") from None
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:

@@ -1,7 +1,7 @@
-"""Qwen2 and Qwen3 dense decoders as Flax NNX modules, seen from outside as pure functions of parameters.
+"""Qwen2 and Qwen3 dense decoders: Flax NNX modules that declare their parameters, used as pure functions of them.
 
-A module is built once as a skeleton (`nnx.split`), its parameters are a plain nested dict with the layers stacked on
-the leading axis: what optax, Orbax and the sharding table want to see.
+Parameters are a plain nested dict with the layers stacked on the leading axis, which optax, Orbax and the sharding
+table understand; `params.py` derives everything about them from the modules' declarations.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prompt_attention, visible_of_shared
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.layers import (
-    MLP,
-    Linear,
-    RMSNorm,
-    apply_rotary,
-    norm_and_rotate,
-    rms_norm,
-    rotary_tables,
-    split,
-)
+from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_tables
+from dcmdp_jax.models.ops import Ops, choose_ops
+from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.types import Params, SharedPrompts
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], what the caller wants back)."""
+HF_OUTPUT, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
-_MATRICES = ("embedding", "output", "kernel")
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], the caller's cache)."""
+
+Aux = dict[str, jax.Array]
+"""What a layer reports beside its output, by name; a dense layer reports nothing."""
 
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
@@ -73,24 +70,31 @@ class Compute:
 class Attention(nnx.Module):
     """Projections, head norms and rotary embedding around an attention function given by the caller.
 
-    `merged` has W_q, W_k and W_v side by side in one matrix; see `merge_projections`.
+    Attributes:
+        fused: W_q, W_k and W_v are one matrix `qkv`; see `fuse_projections`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, merged: bool = False) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, *, hf_name: str, stack: Stack | None = None, fused: bool = False) -> None:
+        self.config, self.fused = config, fused
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        if merged:
-            self.qkv = Linear(config.hidden_size, width + 2 * kv_width, bias=config.attention_bias, dtype=dtype)
+        embed, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
+        options = {"std": config.initializer_range, "stack": stack}
+        if fused:
+            self.qkv = Linear((embed, width + 2 * kv_width), ("embed", "heads"), hf_name=None, bias=bias, **options)
         else:
-            self.q = Linear(config.hidden_size, width, bias=config.attention_bias, dtype=dtype)
-            self.k = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
-            self.v = Linear(config.hidden_size, kv_width, bias=config.attention_bias, dtype=dtype)
-        self.o = Linear(width, config.hidden_size, bias=config.output_bias, dtype=dtype)
+            query, shared = ("embed", "heads"), ("embed", "kv_heads")
+            self.q = Linear((embed, width), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options)
+            self.k = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options)
+            self.v = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.q_norm", stack=stack)
+            self.k_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.k_norm", stack=stack)
+        outward = ("heads", "embed")
+        self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=config.output_bias, **options)
 
-    def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
+    ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
         scales = [None, None]
@@ -100,123 +104,139 @@ class Attention(nnx.Module):
                 jnp.broadcast_to(norm.scale.get_value(), (count, config.head_dim))
                 for norm, count in zip((self.q_norm, self.k_norm), counts, strict=True)
             ]
-        if hasattr(self, "qkv"):
-            # Queries and keys are treated alike, so they go through norm and rotation as one array.
+        if self.fused:
+            # Norm and rotation treat queries and keys alike, so they take them as one array.
             width = (config.num_heads + config.num_kv_heads) * config.head_dim
-            both, value = split(self.qkv(x), width, axis=2)
-            both = self._rotated(both.reshape(heads), jnp.concatenate(scales) if config.qk_norm else None, rotary)
-            query, key = split(both, config.num_heads, axis=2)
+            both, value = ops.split(self.qkv(x), width, 2)
+            both = self._rotated(both.reshape(heads), jnp.concatenate(scales) if config.qk_norm else None, rotary, ops)
+            query, key = ops.split(both, config.num_heads, 2)
         else:
             query, key = (
-                self._rotated(layer(x).reshape(heads), scale, rotary)
+                self._rotated(layer(x).reshape(heads), scale, rotary, ops)
                 for layer, scale in zip((self.q, self.k), scales, strict=True)
             )
             value = self.v(x)
-        attended, extra = attend(query, key, value.reshape(heads))
-        return self.o(attended.reshape(*x.shape[:2], -1)), extra
+        attended, cache = attend(query, key, value.reshape(heads))
+        return self.o(attended.reshape(*x.shape[:2], -1)), cache
 
-    def _rotated(self, x: jax.Array, scale: jax.Array | None, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return apply_rotary(x, rotary) if scale is None else norm_and_rotate(x, scale, rotary, self.config.rms_norm_eps)
+    def _rotated(
+        self, x: jax.Array, scale: jax.Array | None, rotary: tuple[jax.Array, jax.Array], ops: Ops
+    ) -> jax.Array:
+        if scale is None:
+            return ops.rotate(x, rotary)
+        return ops.norm_and_rotate(x, scale, rotary, self.config.rms_norm_eps)
 
 
 class Block(nnx.Module):
     """One pre-norm decoder layer; the same for training rows and for decoding with a cache."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: jnp.dtype, merged_attention: bool = False, merged_mlp: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        stack: Stack | None = None,
+        fused_attention: bool = False,
+        fused_mlp: bool = False,
     ) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, merged=merged_attention)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, merged=merged_mlp)
+        layer = "model.layers.{layer}"
+        norm = {"size": config.hidden_size, "eps": config.rms_norm_eps, "axis": "norm", "stack": stack}
+        self.attention_norm = RMSNorm(hf_name=f"{layer}.input_layernorm", **norm)
+        self.attention = Attention(config, hf_name=f"{layer}.self_attn", stack=stack, fused=fused_attention)
+        self.mlp_norm = RMSNorm(hf_name=f"{layer}.post_attention_layernorm", **norm)
+        self.mlp = MLP(config, hf_name=f"{layer}.mlp", stack=stack, fused=fused_mlp)
 
-    def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
-        attended, extra = self.attention(self.attention_norm(x), rotary, attend)
+    def __call__(
+        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
+    ) -> tuple[jax.Array, Any, Aux]:
+        attended, cache = self.attention(self.attention_norm(x), rotary, attend, ops)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), extra
+        return x + self.mlp(self.mlp_norm(x), ops), cache, {}
 
 
 class Decoder(nnx.Module):
     """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V].
 
-    Built as a skeleton only: `init_params` and `hf_weights` make the values.
+    Built from declarations it holds no arrays; `hidden_states` gives it parameters and calls it.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
-        shape = (config.vocab_size, config.hidden_size)
-        self.embedding = nnx.Param(jnp.zeros(shape, dtype))
-        self.layers = nnx.vmap(lambda: Block(config, dtype=dtype), axis_size=config.num_layers)()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
+        self.layers = Block(config, stack=Stack("layers", config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, axis="norm", hf_name="model.norm")
         if not config.tie_word_embeddings:
-            self.output = nnx.Param(jnp.zeros(shape[::-1], dtype))
+            self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        position_ids: jax.Array,
+        segment_ids: jax.Array,
+        compute: Compute,
+        *,
+        constrain: Constrain,
+        mesh: Mesh | None,
+        prompts: SharedPrompts | None,
+    ) -> jax.Array:
+        """As `hidden_states`."""
+        config, dtype = self.config, jnp.dtype(compute.dtype)
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        kernel, ops = choose_kernel(compute.attention, dtype, platform), choose_ops(platform)
+        shape = ()
+        if prompts is not None:
+            # Prompts and rows concatenated to one long row: all but attention treats every token alike.
+            shape = (*prompts.input_ids.shape, input_ids.shape[0], input_ids.shape[1] - 1)
+            prompt_positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
+            input_ids, position_ids = (
+                jnp.concatenate([shared.reshape(-1), own[:, :-1].reshape(-1)])[None]
+                for shared, own in ((prompts.input_ids, input_ids), (prompt_positions, position_ids))
+            )
+            visible = visible_of_shared(prompts.lengths, shape)
+        # The barrier keeps XLA from recomputing cosines in every layer's fusion.
+        rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
+        # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
+        fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1)
+        axes = ("rows", "length", "hidden")
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+            if shape:
+                return shared_prompt_attention(query, key, value, visible, shape, ops=ops), None
+            options = {"kernel": kernel, "one_segment": compute.one_segment, "ops": ops, "mesh": mesh}
+            return row_attention(query, key, value, segment_ids, **options), None
+
+        def layer(x: jax.Array, layer_params: Params) -> tuple[jax.Array, Aux]:
+            used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
+            x, _, aux = apply_block(used, config, x, rotary, attend, ops)
+            return constrain(x, axes), aux
+
+        if compute.remat == "full":
+            layer = jax.checkpoint(layer)
+        elif compute.remat == "dots":
+            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        # Gathered over fsdp before the lookup, as every weight is: XLA (jax 0.10.2) aborts on a lookup in a table that
+        # is sharded there, inside a shard_map over data alone.
+        table = constrain(self.embedding.get_value().astype(dtype), ("vocab", "hidden"))
+        x = constrain(table[input_ids], axes)
+        layers = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+        x, _ = jax.lax.scan(layer, x, layers, unroll=compute.scan_unroll)
+        if shape:
+            x = x[0, shape[0] * shape[1] :].reshape(*shape[2:], -1)
+        return self.norm(x)
 
 
 @functools.lru_cache(maxsize=32)
-def _block_skeleton(config: ModelConfig, merged_attention: bool, merged_mlp: bool) -> nnx.GraphDef:
-    merged = {"merged_attention": merged_attention, "merged_mlp": merged_mlp}
-    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, dtype=jnp.float32, **merged)))
+def _decoder_graph(config: ModelConfig) -> nnx.GraphDef:
+    return nnx.graphdef(Decoder(config))
+
+
+@functools.lru_cache(maxsize=32)
+def _block_graph(config: ModelConfig, fused_attention: bool, fused_mlp: bool) -> nnx.GraphDef:
+    return nnx.graphdef(Block(config, fused_attention=fused_attention, fused_mlp=fused_mlp))
 
 
 def _merge(graphdef: nnx.GraphDef, params: Params) -> Any:
     return nnx.merge(graphdef, nnx.State(jax.tree.map(nnx.Param, params, is_leaf=lambda x: not isinstance(x, dict))))
-
-
-def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Fresh parameters: matrices normal with `initializer_range`, norms 1, biases 0.
-
-    Args:
-        config: the model.
-        key: a `jax.random.key`.
-        dtype: "float32" or "bfloat16".
-
-    Returns:
-        Nested dict; `layers` leaves carry a leading axis of `num_layers`.
-    """
-    shapes = param_shapes(config, dtype)
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    # One draw for all matrices: each shape of its own would compile a generator of its own.
-    drawn = [leaf.size if path[-1].key in _MATRICES else 0 for path, leaf in leaves]
-    normal = config.initializer_range * jax.random.normal(key, (sum(drawn),), jnp.float32)
-    start, values = 0, []
-    for (path, leaf), size in zip(leaves, drawn, strict=True):
-        if size:
-            values.append(normal[start : start + size].reshape(leaf.shape).astype(leaf.dtype))
-        else:
-            values.append(jnp.full(leaf.shape, path[-1].key == "scale", leaf.dtype))
-        start += size
-    return jax.tree.unflatten(jax.tree.structure(shapes), values)
-
-
-def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
-    """`jax.ShapeDtypeStruct`s of `init_params`, without making an array."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype)))
-    return nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
-
-
-def logical_axes(config: ModelConfig) -> Params:
-    """Names of the axes of every parameter, in the tree of `init_params`; a name is mapped to the mesh elsewhere."""
-    names = {
-        "q": ("embed", "heads"),
-        "k": ("embed", "kv_heads"),
-        "v": ("embed", "kv_heads"),
-        "o": ("heads", "embed"),
-        "gate": ("embed", "mlp"),
-        "up": ("embed", "mlp"),
-        "down": ("mlp", "embed"),
-    }
-
-    def axes(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
-        keys = [entry.key for entry in path]
-        if keys[0] == "embedding":
-            return ("vocab", "embed")
-        if keys[0] == "output":
-            return ("embed", "vocab")
-        if keys[-1] == "scale":
-            return ("layers", None)[-leaf.ndim :] if keys[0] == "layers" else (None,)
-        matrix = names[keys[-2]]
-        return ("layers", *matrix) if keys[-1] == "kernel" else ("layers", matrix[1])
-
-    return jax.tree_util.tree_map_with_path(axes, param_shapes(config))
 
 
 def _identity(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
@@ -239,7 +259,7 @@ def hidden_states(
     """Final normed hidden states of packed rows; `hidden[t]` predicts token t + 1.
 
     Args:
-        params: as `init_params` makes.
+        params: as `params.init_params` makes.
         config: the model.
         input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
         compute: dtype, rematerialisation and kernel.
@@ -250,47 +270,8 @@ def hidden_states(
     Returns:
         [R, L, D] in the compute dtype; [R, L - 1, D] with shared prompts, as no one reads a row's last token.
     """
-    dtype = jnp.dtype(compute.dtype)
-    kernel = choose_kernel(compute.attention, dtype, jax.default_backend() if mesh is None else _platform(mesh))
-    shape = ()
-    if prompts is not None:
-        # Prompts and rows side by side as one long row: all but attention treats tokens alike.
-        shape = (*prompts.input_ids.shape, input_ids.shape[0], input_ids.shape[1] - 1)
-        prompt_positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
-        input_ids, position_ids = (
-            jnp.concatenate([shared.reshape(-1), own[:, :-1].reshape(-1)])[None]
-            for shared, own in ((prompts.input_ids, input_ids), (prompt_positions, position_ids))
-        )
-        visible = visible_of_shared(prompts.lengths, shape)
-    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
-    rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
-    merge = mesh is None or mesh.shape["tensor"] == 1
-    axes = ("rows", "length", "hidden")
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-        if shape:
-            return shared_prompt_attention(query, key, value, visible, shape), None
-        options = {"kernel": kernel, "one_segment": compute.one_segment, "mesh": mesh}
-        return row_attention(query, key, value, segment_ids, **options), None
-
-    def layer(x: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
-        # Heads that are split over devices stay apart: side by side they would have to be dealt out again.
-        merged = merge_projections(layer_params, mlp=False) if merge else layer_params
-        return constrain(apply_block(merged, config, x, rotary, attend)[0], axes), None
-
-    if compute.remat == "full":
-        layer = jax.checkpoint(layer)
-    elif compute.remat == "dots":
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    x = constrain(params["embedding"].astype(dtype)[input_ids], axes)
-    x, _ = jax.lax.scan(layer, x, params["layers"], unroll=compute.scan_unroll)
-    if shape:
-        x = x[0, shape[0] * shape[1] :].reshape(*shape[2:], -1)
-    return final_norm(params, config, x)
-
-
-def _platform(mesh: Mesh) -> str:
-    return mesh.devices.flat[0].platform
+    decoder = _merge(_decoder_graph(config), params)
+    return decoder(input_ids, position_ids, segment_ids, compute, constrain=constrain, mesh=mesh, prompts=prompts)
 
 
 def output_kernel(params: Params) -> jax.Array:
@@ -303,65 +284,52 @@ def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
     return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(config.num_layers)]
 
 
-def merge_projections(layer_params: Params, *, mlp: bool) -> Params:
-    """The layer with W_q, W_k, W_v side by side in one matrix "qkv", and with `mlp` W_gate and W_up in "gate_up".
+def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
+    """Concatenate W_q, W_k, W_v of a layer to one matrix "qkv", and with `mlp` W_gate and W_up to "gate_up".
 
-    One larger product runs faster than three small ones. The backward pass of a merged MLP would have to put both
-    gradients side by side, which costs more than it saves: it is for decoding.
+    One larger product runs faster than three small ones. In training only q, k and v are fused: the backward pass of a
+    fused MLP would concatenate both gradients, which costs more than the product saves.
 
     Args:
         layer_params: one entry of `unstack_layers`; kernels may be `QuantizedKernel`s.
-        mlp: merges the MLP too.
+        mlp: fuse the MLP too.
     """
 
-    def side_by_side(*linears: Params) -> Params:
+    def fused(*linears: Params) -> Params:
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *linears)
 
     attention, feed_forward = dict(layer_params["attention"]), dict(layer_params["mlp"])
-    attention["qkv"] = side_by_side(*(attention.pop(name) for name in "qkv"))
+    attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:
-        feed_forward["gate_up"] = side_by_side(*(feed_forward.pop(name) for name in ("gate", "up")))
+        feed_forward["gate_up"] = fused(*(feed_forward.pop(name) for name in ("gate", "up")))
     return {**layer_params, "attention": attention, "mlp": feed_forward}
 
 
 def apply_block(
-    layer_params: Params, config: ModelConfig, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend
-) -> tuple[jax.Array, Any]:
-    """One layer with the caller's attention, for engines that keep a key-value cache.
+    layer_params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    ops: Ops,
+) -> tuple[jax.Array, Any, Aux]:
+    """Run one layer with the caller's attention, for training and for engines that keep a key-value cache.
 
     Args:
-        layer_params: one entry of `unstack_layers`, also after `merge_projections`; kernels may be `QuantizedKernel`s.
+        layer_params: one entry of `unstack_layers`, also after `fuse_projections`; kernels may be `QuantizedKernel`s.
         config: the model.
         x: [B, T, D] residual stream.
         rotary: `rotary_tables(config, positions)`.
-        attend: gets rotated queries and keys and the values, returns the attended heads and anything else (a cache).
+        attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
+        ops: of the platform.
 
     Returns:
-        The residual stream after the layer, and what `attend` returned beside.
+        The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
     """
-    skeleton = _block_skeleton(config, "qkv" in layer_params["attention"], "gate_up" in layer_params["mlp"])
-    return _merge(skeleton, layer_params)(x, rotary, attend)
+    graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in layer_params["mlp"])
+    return _merge(graph, layer_params)(x, rotary, attend, ops)
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """The norm before the output layer, for callers of `apply_block`."""
     return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps)
-
-
-def check_params(params: Params, config: ModelConfig) -> None:
-    """Refuses parameters that are not those of the model.
-
-    Raises:
-        ValueError: naming the first parameter that is missing, superfluous or of another shape.
-    """
-
-    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf) for path, leaf in leaves}
-
-    expected, given = shapes(param_shapes(config)), shapes(params)
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
-            raise ValueError(
-                f"params: {name} has shape {given.get(name, 'missing')}, the model has {expected.get(name, 'no such')}"
-            )

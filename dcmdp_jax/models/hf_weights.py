@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dcmdp_jax.models import decoder
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.models.config import ModelConfig, to_hf
-from dcmdp_jax.models.hf_names import EMBEDDING, HEAD, hf_names
+from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
+from dcmdp_jax.models.hf_manifest import (
+    INDEX,
+    SINGLE,
+    Files,
+    Manifest,
+    all_finite,
+    check_manifest,
+    check_tensor,
+    say_shape,
+)
+from dcmdp_jax.models.params import hf_tensors, param_shapes
 from dcmdp_jax.types import Array, Params
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SOURCE_DTYPES = ("F32", "BF16", "F16")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,62 +46,6 @@ _TOKENIZER_FILES = (
 )
 _GENERATION = "generation_config.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-class Manifest(NamedTuple):
-    """What the safetensors files of a directory hold, found to fit a config.
-
-    Attributes:
-        files: tensor name -> the file that holds it.
-        redundant_head: the file in which a tied model stores its output layer all the same, or None.
-        dtypes: how many tensors are stored as "F32", "BF16", "F16".
-        num_bytes: of all tensors together.
-    """
-
-    files: dict[str, Path]
-    redundant_head: Path | None
-    dtypes: dict[str, int]
-    num_bytes: int
-
-
-def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
-    """Reads the headers of the safetensors files and holds them against the config; no tensor is read.
-
-    Args:
-        directory: holds model.safetensors, or model.safetensors.index.json and its shards.
-        config: the model that the tensors must fit.
-
-    Raises:
-        FileNotFoundError: if the directory has neither file.
-        ValueError: naming file and tensor, for a shard that the index names and is missing, a file that is truncated
-            or no safetensors file, a tensor that is missing, unknown, or of the wrong shape or dtype.
-    """
-    directory = Path(directory)
-    located = _locate(directory)
-    listing = directory / (_SINGLE if (directory / _SINGLE).is_file() else _INDEX)
-    expected = {name: place.shape for name, place in hf_names(config).items()}
-    if missing := [name for name in expected if name not in located]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{listing}: tensor {missing[0]} is missing{more}, expected {_shape(expected[missing[0]])}")
-    allowed = dict(expected)
-    if config.tie_word_embeddings:
-        allowed[HEAD] = expected[EMBEDDING]
-    dtypes: Counter[str] = Counter()
-    num_bytes = 0
-    with _Files() as files:
-        for name, path in located.items():
-            if name not in allowed:
-                raise ValueError(f"{path}: tensor {name} is unknown to {config.model_type} with this config.json")
-            stored = files[path].get_slice(name)
-            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-            if shape != allowed[name]:
-                raise ValueError(f"{path}: tensor {name} is {_shape(shape)}, expected {_shape(allowed[name])}")
-            if dtype not in _SOURCE_DTYPES:
-                raise ValueError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
-            dtypes[dtype] += 1
-            num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
-        redundant = located.get(HEAD) if config.tie_word_embeddings else None
-    return Manifest({name: located[name] for name in expected}, redundant, dict(dtypes), num_bytes)
 
 
 def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shardings: Params | None = None) -> Params:
@@ -110,20 +61,20 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
         shardings: a `jax.sharding.Sharding` for each leaf, as a tree; None puts all on the first device.
 
     Returns:
-        The tree of `decoder.init_params`.
+        The tree of `params.init_params`.
 
     Raises:
-        FileNotFoundError, ValueError: as `check_manifest`; and ValueError for another dtype, or when a tied model
-            stores an lm_head that differs from its embedding.
+        FileNotFoundError, ValueError: as `check_manifest`; and ValueError for another dtype, when a tied model stores
+            an lm_head that differs from its embedding, or for a tensor with values that are not finite, naming it.
     """
     target = _target_dtype(dtype)
     manifest = check_manifest(directory, config)
     names: dict[tuple[str, ...], list[str]] = {}
-    places = hf_names(config)
+    places = hf_tensors(config)
     for name, place in places.items():
         names.setdefault(place.path, []).append(name)
 
-    with _Files() as files:
+    with Files() as files:
         if manifest.redundant_head is not None:
             _check_redundant_head(manifest, files)
 
@@ -132,10 +83,11 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
 
             def read(name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
                 stored = files[manifest.files[name]].get_slice(name)
-                if places[name].transposed:
-                    out[...] = stored[index[::-1]].T
-                else:
-                    out[...] = stored[index]
+                # A number that the dtype has no room for becomes infinite, and is named below.
+                with np.errstate(over="ignore"):
+                    out[...] = stored[index[::-1]].T if places[name].transposed else stored[index]
+                if not all_finite(out):
+                    check_tensor(files, manifest.files[name], name, target)
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, leaf.shape, strict=True))
@@ -149,7 +101,7 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
 
             return jax.make_array_from_callback(leaf.shape, sharding, _once_per_index(shard), dtype=target)
 
-        shapes = decoder.param_shapes(config)
+        shapes = param_shapes(config)
         if shardings is None:
             shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
@@ -161,10 +113,10 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 
 def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Hugging Face's tensors one after the other, in the order of `hf_names`, each made when it is asked for.
+    """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it is asked for.
 
     Args:
-        params: as `decoder.init_params`; jax (any sharding this process can address) or numpy arrays.
+        params: as `params.init_params`; jax (any sharding this process can address) or numpy arrays.
         config: the model.
         dtype: "float32" or "bfloat16" of the results.
 
@@ -172,25 +124,33 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
         (name, contiguous array of that dtype).
 
     Raises:
-        ValueError: for another dtype, or when a leaf has not the shape that the config gives it.
+        UserError: for another dtype, a leaf that has not the shape that the config gives it, or a tensor with values
+            that are not finite.
     """
     target = _target_dtype(dtype)
-    shapes = decoder.param_shapes(config)
+    shapes = param_shapes(config)
     if (have := jax.tree.structure(params)) != (want := jax.tree.structure(shapes)):
-        raise ValueError(f"params: tree is {have}, the config's is {want}")
+        raise UserError(f"params: tree is {have}, the config's is {want}")
     for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(params), strict=True):
         if have.shape != want.shape:
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)}: got {_shape(have.shape)}, the config gives {_shape(want.shape)}"
+            raise UserError(
+                f"params{jax.tree_util.keystr(path)}: got {say_shape(have.shape)}, the config gives "
+                f"{say_shape(want.shape)}"
             )
-    for name, place in hf_names(config).items():
+    for name, place in hf_tensors(config).items():
         leaf: Any = params
         for key in place.path:
             leaf = leaf[key]
         tensor: Array = leaf if place.layer is None else leaf[place.layer]
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it is a view.
         host = np.asarray(tensor.astype(target))
-        yield name, np.ascontiguousarray(host.T if place.transposed else host)
+        host = np.ascontiguousarray(host.T if place.transposed else host)
+        if not all_finite(host):
+            raise UserError(
+                f"params: tensor {name} has {int((~np.isfinite(host)).sum()):,} value(s) of {host.size:,} that are not "
+                f"finite in {dtype}; an earlier checkpoint may be whole"
+            )
+        yield name, host
 
 
 def save_params(
@@ -220,12 +180,12 @@ def save_params(
     Raises:
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
         FileNotFoundError: if `tokenizer_dir` holds no tokenizer.
-        ValueError: for another dtype, a shard size below 1, or parameters that don't fit the config.
+        UserError: for another dtype, a shard size below 1, or parameters that don't fit the config.
     """
     directory = Path(directory)
     _target_dtype(dtype)
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes: got {max_shard_bytes}, must be at least 1")
+        raise UserError(f"max_shard_bytes: got {max_shard_bytes}, must be at least 1")
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory}: is a file, choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
@@ -249,75 +209,21 @@ def save_params(
 
 def _target_dtype(dtype: str) -> np.dtype:
     if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype: got {dtype!r}, allowed are float32, bfloat16")
+        raise UserError(f"dtype: got {dtype!r}, allowed are float32, bfloat16")
     return jnp.dtype(dtype)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-class _Files(contextlib.ExitStack):
-    """Open safetensors files by path, memory-mapped; closed together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: dict[Path, Any] = {}
-
-    def __getitem__(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = self.enter_context(safe_open(path, framework="numpy"))
-            except SafetensorError as error:
-                raise ValueError(f"{path}: truncated or not a safetensors file ({error})") from error
-        return self._open[path]
-
-
-def _locate(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file, for all tensors that the files hold; index and shards must agree."""
-    single, index = directory / _SINGLE, directory / _INDEX
-    with _Files() as files:
-        if single.is_file():
-            return dict.fromkeys(files[single].keys(), single)
-        if not index.is_file():
-            raise FileNotFoundError(f"{directory}: has neither {_SINGLE} nor {_INDEX}")
-        located: dict[str, Path] = {}
-        for name, shard in _weight_map(index).items():
-            located[name] = directory / shard
-            if not located[name].is_file():
-                raise ValueError(f"{index}: tensor {name} is said to be in {shard}, which is missing")
-        for path in dict.fromkeys(located.values()):
-            held = set(files[path].keys())
-            if absent := [name for name, place in located.items() if place == path and name not in held]:
-                raise ValueError(f"{path}: tensor {absent[0]} is missing, {_INDEX} says it is here")
-            if unlisted := sorted(name for name in held if name not in located):
-                raise ValueError(f"{path}: tensor {unlisted[0]} is unknown to {_INDEX}")
-    return located
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index}: not valid JSON ({error})") from error
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{index}: has no weight_map") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index}: weight_map must map tensor names to file names")
-    return weight_map
-
-
-def _check_redundant_head(manifest: Manifest, files: _Files) -> None:
+def _check_redundant_head(manifest: Manifest, files: Files) -> None:
     """A tied model may store its output layer again, but only the same one."""
-    head = files[manifest.redundant_head].get_slice(HEAD)
-    embedding = files[manifest.files[EMBEDDING]].get_slice(EMBEDDING)
+    head = files[manifest.redundant_head].get_slice(HF_OUTPUT)
+    embedding = files[manifest.files[HF_EMBEDDING]].get_slice(HF_EMBEDDING)
     rows = head.get_shape()[0]
     for start in range(0, rows, 8192):
         part = slice(start, min(start + 8192, rows))
-        if not np.array_equal(head[part], embedding[part]):
-            raise ValueError(
-                f"{manifest.redundant_head}: tensor {HEAD} differs from {EMBEDDING}, but config.json ties them; "
-                "set tie_word_embeddings to false there to load it"
+        if not np.array_equal(head[part], embedding[part], equal_nan=True):
+            raise UserError(
+                f"{manifest.redundant_head}: tensor {HF_OUTPUT} differs from {HF_EMBEDDING}, but config.json ties "
+                "them; set tie_word_embeddings to false there to load it"
             )
 
 
@@ -340,7 +246,7 @@ def _write_tensors(params: Params, config: ModelConfig, directory: Path, dtype: 
     size = _target_dtype(dtype).itemsize
     shards: list[list[str]] = [[]]
     filled = total = 0
-    for name, place in hf_names(config).items():
+    for name, place in hf_tensors(config).items():
         num_bytes = math.prod(place.shape) * size
         if shards[-1] and filled + num_bytes > max_shard_bytes:
             shards.append([])
@@ -350,14 +256,14 @@ def _write_tensors(params: Params, config: ModelConfig, directory: Path, dtype: 
     tensors = iterate_hf_tensors(params, config, dtype)
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         held = dict(next(tensors) for _ in names)
         # transformers refuses a file whose metadata does not say the framework.
         save_file(held, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / _INDEX, index)
+        _write_json(directory / INDEX, index)
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
@@ -369,10 +275,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 def _token_ids(directory: str | Path | None) -> dict[str, Any]:
     if directory is None or not (path := Path(directory) / "config.json").is_file():
         return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    fields = read_json_object(path)
     return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
 
 

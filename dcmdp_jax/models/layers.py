@@ -1,10 +1,8 @@
-"""Linear layer, RMS norm, rotary embedding and MLP of the Qwen decoders."""
+"""Linear layer, RMS norm, MLP and rotary frequencies of the Qwen decoders."""
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,12 @@ import numpy as np
 from flax import nnx
 
 from dcmdp_jax.models.config import ModelConfig, yarn_attention_factor
+from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
+
+_zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 class Linear(nnx.Module):
@@ -21,9 +24,29 @@ class Linear(nnx.Module):
     Products run in the dtype of `x`, parameters are cast to it.
     """
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype) -> None:
-        self.kernel = nnx.Param(jnp.zeros((size_in, size_out), dtype))
-        self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        std: float,
+        hf_name: str | None,
+        bias: bool = False,
+        stack: Stack | None = None,
+    ) -> None:
+        """Declare W and b.
+
+        Args:
+            sizes, axes: in and out, and their logical names.
+            std: standard deviation of a fresh W.
+            hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines use.
+            bias: whether there is a b, initially 0.
+            stack: see `declare.parameter`.
+        """
+        weight, bias_name = (None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias"))
+        normal = jax.nn.initializers.normal(std)
+        self.kernel = parameter(sizes, axes, init=normal, hf_name=weight, stack=stack, transposed=True, quantized=True)
+        self.bias = parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stack=stack) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
@@ -36,100 +59,41 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 as in Hugging Face's Qwen code."""
+    """`rms_norm` with learnt weights, initially 1."""
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+    def __init__(self, size: int, eps: float, *, axis: str, hf_name: str, stack: Stack | None = None) -> None:
+        self.scale = parameter((size,), (axis,), init=_ones, hf_name=f"{hf_name}.weight", stack=stack)
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale.get_value(), self.eps)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`RMSNorm` with the weights `scale` [size] given."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
-
-
 class MLP(nnx.Module):
-    """W_down (silu(W_gate x) * W_up x); `merged` has W_gate and W_up side by side in one matrix."""
+    """W_down (silu(W_gate x) * W_up x).
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, merged: bool = False) -> None:
-        self.width = config.intermediate_size
-        if merged:
-            self.gate_up = Linear(config.hidden_size, 2 * self.width, bias=False, dtype=dtype)
+    Attributes:
+        fused: W_gate and W_up are one matrix `gate_up`; see `decoder.fuse_projections`.
+    """
+
+    def __init__(self, config: ModelConfig, *, hf_name: str, stack: Stack | None = None, fused: bool = False) -> None:
+        self.fused, self.width = fused, config.intermediate_size
+        inward, outward = (config.hidden_size, self.width), (self.width, config.hidden_size)
+        options = {"std": config.initializer_range, "stack": stack}
+        if fused:
+            self.gate_up = Linear((inward[0], 2 * self.width), ("embed", "mlp"), hf_name=None, **options)
         else:
-            self.gate = Linear(config.hidden_size, self.width, bias=False, dtype=dtype)
-            self.up = Linear(config.hidden_size, self.width, bias=False, dtype=dtype)
-        self.down = Linear(self.width, config.hidden_size, bias=False, dtype=dtype)
+            self.gate = Linear(inward, ("embed", "mlp"), hf_name=f"{hf_name}.gate_proj", **options)
+            self.up = Linear(inward, ("embed", "mlp"), hf_name=f"{hf_name}.up_proj", **options)
+        self.down = Linear(outward, ("mlp", "embed"), hf_name=f"{hf_name}.down_proj", **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if hasattr(self, "gate_up"):
+    def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
+        if self.fused:
             both = self.gate_up(x)
             gate, up = both[..., : self.width], both[..., self.width :]
         else:
             gate, up = self.gate(x), self.up(x)
-        return self.down(swiglu(gate, up))
-
-
-@jax.custom_vjp
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
-
-    The backward pass computes the sigmoid again: kept from the forward pass it is one more array of the MLP's width to
-    write and to read, which costs XLA's CPU backend more than the exponential.
-    """
-    return jax.nn.silu(gate) * up
-
-
-def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return swiglu(gate, up), (gate, up)
-
-
-def _swiglu_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The barrier keeps the forward pass's sigmoid from being found equal and kept.
-    gate, up = jax.lax.optimization_barrier(saved)
-    gate32, cotangent32 = gate.astype(jnp.float32), cotangent.astype(jnp.float32)
-    sigmoid = jax.nn.sigmoid(gate32)
-    slope = sigmoid * (1 + gate32 * (1 - sigmoid))
-    gate_bar = cotangent32 * up.astype(jnp.float32) * slope
-    return gate_bar.astype(gate.dtype), (cotangent32 * gate32 * sigmoid).astype(up.dtype)
-
-
-swiglu.defvjp(_swiglu_forward, _swiglu_backward)
-
-
-def row_maximum(x: jax.Array) -> jax.Array:
-    """`jnp.max(x, axis=-1, keepdims=True)` for the exponent of a softmax. NaN may be passed over: a comparison that
-    need not look out for it takes a third of the time on CPU, and what is not a number stays so in the exponentials.
-    Not differentiable, and the last axis may not be split over devices."""
-
-    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.lax.select(a > b, a, b)
-
-    return jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (x.ndim - 1,))[..., None]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The first `at` entries along an axis, and the rest."""
-    first, second = jnp.split(x, [at], axis=axis)
-    return first, second
-
-
-def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return split(x, at, axis), None
-
-
-def _split_backward(at: int, axis: int, saved: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    del at, saved
-    # Behind the barrier the concatenation copies whole rows; fused it would compute one element at a time on CPU.
-    return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
-
-
-split.defvjp(_split_forward, _split_backward)
+        return self.down(ops.swiglu(gate, up))
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
@@ -174,7 +138,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def rotary_tables(config: ModelConfig, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary angles, for `apply_rotary`.
+    """Cosines and sines of the rotary angles, for `Ops.rotate`.
 
     Returns:
         (cos, cos) and (-sin, sin) for the two halves of a head: float32 `[..., 2, head_dim / 2]` for position_ids
@@ -184,53 +148,3 @@ def rotary_tables(config: ModelConfig, position_ids: jax.Array) -> tuple[jax.Arr
     angles = position_ids[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
-
-
-def apply_rotary(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the halves of each head: `x` [B, T, heads, h], tables [B, T, 2, h / 2]. Computed in float32.
-
-    The halves change places by a reversal, not by a concatenation: XLA's CPU backend computes what is concatenated one
-    element at a time.
-    """
-    cos, sin = (table[:, :, None] for table in rotary)
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    return (halves * cos + jnp.flip(halves, -2) * sin).reshape(x.shape).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float) -> jax.Array:
-    """RMS norm of each head, then `apply_rotary`: what Qwen3 does to queries and keys.
-
-    Args:
-        x: [B, T, heads, h].
-        scale: [heads, h], the norm's weights.
-        rotary: from `rotary_tables`; no gradient.
-        eps: of the norm.
-    """
-    return _norm_and_rotate_forward(x, scale, rotary, eps)[0]
-
-
-def _norm_and_rotate_forward(
-    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    normed = (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
-    return apply_rotary(normed, rotary), (x, inverse, scale, rotary)
-
-
-def _norm_and_rotate_backward(eps: float, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    del eps
-    x, inverse, scale, rotary = saved
-    cos, sin = (table[:, :, None] for table in rotary)
-    halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    turned = (halves * cos + jnp.flip(halves * sin, -2)).reshape(x.shape)
-    normed = x.astype(jnp.float32) * inverse
-    pulled = turned * scale.astype(jnp.float32)
-    along = jnp.mean(pulled * normed, axis=-1, keepdims=True)
-    x_bar = (inverse * (pulled - normed * along)).astype(x.dtype)
-    scale_bar = jnp.sum(turned * normed, axis=(0, 1)).astype(scale.dtype)
-    return x_bar, scale_bar, jax.tree.map(jnp.zeros_like, rotary)
-
-
-norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)

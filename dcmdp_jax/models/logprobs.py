@@ -6,14 +6,17 @@ The one place where the shift by one happens: `logprobs[t]` belongs to token t a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dcmdp_jax.models.layers import row_maximum
+from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.types import Array
+
+Maximum = Callable[[jax.Array], jax.Array]
 
 
 def token_logprobs(
@@ -25,6 +28,7 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     compact: bool,
+    ops: Ops,
 ) -> tuple[jax.Array, jax.Array]:
     """log pi(token t | tokens before t) and the entropy of the distribution that token t was drawn from.
 
@@ -46,6 +50,7 @@ def token_logprobs(
         chunk: how many tokens' logits exist at one time.
         compact: gather the wanted tokens first, so that padding and prompts cost nothing. Right on one device; on a
             mesh the gather would move rows between devices, so every position is computed there.
+        ops: of the platform.
 
     Returns:
         logprobs and entropy, [R, L] float32 in nats, 0 where `mask` is false.
@@ -71,7 +76,7 @@ def token_logprobs(
         targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
         count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         blocked = gathered.reshape(blocks, size, width), targets.reshape(blocks, size)
-        results = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature, True)
+        results = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature, ops.softmax_maximum)
         results = [x.reshape(-1)[:total][place].reshape(rows, length - 1) for x in results]
         logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in results)
     else:
@@ -79,7 +84,7 @@ def token_logprobs(
         previous = jnp.pad(previous, ((0, 0), (1, 0), (0, 0)))
         blocked = (_split(previous, size), _split(input_ids, size))
         count = jnp.int32(length // size)
-        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature, False)
+        logprobs, entropy = _blocked_logprobs(*blocked, kernel, count, 1.0 / temperature, None)
         logprobs, entropy = (jnp.moveaxis(x, 0, 1).reshape(rows, length) for x in (logprobs, entropy))
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
@@ -120,10 +125,10 @@ def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
     return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32) * scale
 
 
-def _block(logits: jax.Array, targets: jax.Array, whole: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`whole`: the vocabulary is on one device."""
-    if whole:
-        largest = row_maximum(logits)
+def _block(logits: jax.Array, targets: jax.Array, maximum: Maximum | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probs, entropy and normalizer; `maximum` is None where the vocabulary may be split over devices."""
+    if maximum is not None:
+        largest = maximum(logits)
         normalizer = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1)) + largest[..., 0]
     else:
         normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -134,23 +139,23 @@ def _block(logits: jax.Array, targets: jax.Array, whole: bool) -> tuple[jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _blocked_logprobs(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float, whole: bool
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float, maximum: Maximum | None
 ) -> tuple[jax.Array, jax.Array]:
     """`hidden` [C, ..., D], `targets` [C, ...]; blocks from `count` on are not computed and give 0."""
-    return _blocked_forward(hidden, targets, kernel, count, scale, whole)[0]
+    return _blocked_forward(hidden, targets, kernel, count, scale, maximum)[0]
 
 
 def _blocked_forward(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float, whole: bool
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, scale: float, maximum: Maximum | None
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
     if len(hidden) == 1:
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, kernel, scale)
-        logprobs, entropy, normalizer = _block(logits, targets, whole)
+        logprobs, entropy, normalizer = _block(logits, targets, maximum)
         return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, logits)
 
     def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        block = _block(_logits(hidden[i], kernel, scale), targets[i], whole)
+        block = _block(_logits(hidden[i], kernel, scale), targets[i], maximum)
         return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -159,9 +164,9 @@ def _blocked_forward(
 
 
 def _blocked_backward(
-    scale: float, whole: bool, saved: tuple[jax.Array | None, ...], cotangents: tuple[jax.Array, jax.Array]
+    scale: float, maximum: Maximum | None, saved: tuple[jax.Array | None, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Array | None, ...]:
-    del whole
+    del maximum
     hidden, targets, kernel, count, normalizer, entropy, kept = saved
     logprob_bar, entropy_bar = cotangents
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -81,39 +80,15 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     return QuantizedKernel(values, scale)
 
 
-def quantize_matrices(tree: Params, precision: str) -> Params:
-    """`quantize_kernel` of every leaf named "kernel", stacked over layers or of one layer; the rest as it is."""
-
-    def leaf(path: tuple[jax.tree_util.DictKey, ...], x: jax.Array) -> jax.Array | QuantizedKernel:
-        return quantize_kernel(x, precision) if path[-1].key == "kernel" else x
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
+    """`quantize_kernel` of the leaves that the tree `quantized` (see `params.quantized_leaves`) marks."""
+    return jax.tree.map(lambda x, chosen: quantize_kernel(x, precision) if chosen else x, tree, quantized)
 
 
 def quantize_output(params: Params, precision: str) -> Params:
     """`params` with a quantised "output" [D, V]: of its own output matrix, or a copy of the tied embedding."""
     output = params["output"] if "output" in params else params["embedding"].T
     return {**params, "output": quantize_kernel(output, precision)}
-
-
-@functools.partial(jax.jit, static_argnames=("precision",))
-def quantize(params: Params, precision: str) -> Params:
-    """Quantises every matrix of the layers and the output matrix; see `quantize_kernel`.
-
-    With tied embeddings the output matrix becomes a quantised [D, V] copy of the embedding (one scale for each token);
-    the embedding that is looked up, norms and biases stay as they are.
-
-    Args:
-        params: as `decoder.init_params` makes, layers stacked.
-        precision: "int8" or "fp8".
-
-    Returns:
-        The tree of `params`, always with "output", `QuantizedKernel`s in the place of matrices.
-
-    Raises:
-        ValueError: for another precision.
-    """
-    return {**quantize_output(params, precision), "layers": quantize_matrices(params["layers"], precision)}
 
 
 def _is_kernel(x: object) -> bool:

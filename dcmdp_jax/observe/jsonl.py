@@ -1,8 +1,8 @@
-"""Strict JSON lines that survive a kill: one object a line, not-a-number kept, a torn tail recognised.
+"""Strict JSON lines that survive a kill: one object per line, NaN preserved, a torn last line detected.
 
-JSON has no word for the numbers NaN and infinity. They are written as the strings "NaN", "Infinity" and "-Infinity"
-(the convention of protobuf's JSON form): every parser reads the file, a diverged value stays apart from a
-missing one, and Python's `float()` and pandas turn the strings back.
+JSON cannot represent NaN and infinity. They are written as the strings "NaN", "Infinity" and "-Infinity" (protobuf's
+JSON convention): every parser reads the file, a diverged value differs from a missing one, and Python's `float()` and
+pandas convert the strings back.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.errors import UserError
+
 _LOG = logging.getLogger(__name__)
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One record as one line of strict JSON, newline included.
+    """Encode a record as one line of strict JSON, newline included.
 
     Args:
         record: values may be strings, numbers, numpy scalars, None, and lists or mappings of these.
 
     Raises:
-        ValueError: if a value is of a type JSON has no form for.
+        ValueError: if JSON cannot represent a value's type.
     """
     return json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -49,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file. A last line that a kill tore in two is left out; an absent file has no records.
+    """Read all records of a file; skip a last line torn by a kill. A missing file has no records.
 
     Raises:
         ValueError: if any other line is not a JSON object, with its number.
@@ -61,19 +63,19 @@ def read(path: Path) -> list[dict[str, Any]]:
         if record is not None:
             records.append(record)
         elif complete:
-            raise ValueError(f"{path} line {number} is not a JSON object; delete that line")
+            raise UserError(f"{path} line {number} is not a JSON object; delete that line")
     return records
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Drop, atomically, the records of steps after `last_step` and whatever a kill left unreadable.
+    """Atomically drop the records of steps after `last_step`, and unreadable lines.
 
-    The new file replaces the old one in one rename, so a second kill leaves either whole. A file that needs no change
-    is not touched. An unreadable line in the middle (a power cut can leave one) is dropped with a warning: a metric
-    line must not stop a run from resuming.
+    The new file replaces the old one in one rename, so a second kill leaves one of them intact. A file that needs no
+    change is not touched. An unreadable line in the middle (after a power cut) is dropped with a warning: a metric line
+    must not stop a run from resuming.
 
     Args:
-        path: a file of records that carry "step"; it may be absent.
+        path: file of records with "step"; may be missing.
         last_step: the last step to keep.
     """
     if not path.exists():
@@ -103,7 +105,7 @@ def truncate(path: Path, last_step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
-    """(line number, whether it ends in a newline, bytes, record or None if unreadable) of every line with content."""
+    """Yield (line number, ends in a newline, bytes, record or None if unreadable) for every non-empty line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

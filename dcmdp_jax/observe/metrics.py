@@ -1,10 +1,10 @@
-"""The metrics of a run: written one step late to JSON lines, TensorBoard and, when asked, Weights & Biases; read back.
+"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, Weights & Biases; read back.
 
 A run directory holds
 
     metrics.jsonl   {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and one more of the same
                     step for an evaluation; readers merge by step
-    samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ..., "discrepancy_mean": ...}
+    samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ..., "rewards": ..., ...}
     tensorboard/    the same scalars ("@" of a name becomes "_": TensorBoard allows no such character)
 
 `step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the initial policy.
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
 
 _LOG = logging.getLogger(__name__)
@@ -41,14 +42,13 @@ Series = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class MetricsWriter:
-    """Writes a run's metrics; the one place where they are copied from device to host.
+    """Writes a run's metrics, each call a line on disk before it returns.
 
-    Copies start when `write` is called and are waited for one step later, so the device never idles for a
-    number. In a run of several hosts only process 0 makes a writer.
+    In a run of several hosts only process 0 makes a writer.
 
     Resuming: lines of steps after `resume_step` are dropped atomically and a line torn by a kill is repaired, in both
-    files, so a resumed run records each step once. For that `flush` before a checkpoint of the same step is saved;
-    otherwise a kill between the two loses the step's line.
+    files, so a resumed run records each step once. For that write a step before its checkpoint is saved; otherwise a
+    kill between the two loses the step's line.
 
     Args:
         run_dir: made if absent.
@@ -58,8 +58,8 @@ class MetricsWriter:
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
-        ValueError: if `resume_step` is negative, W&B is asked for and not installed, or W&B refuses to start.
-        OSError: if the run directory can't be written.
+        ValueError: if `resume_step` is negative.
+        UserError: if the run directory can't be written, or W&B is asked for and not installed or does not start.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MetricsWriter:
             require_wandb(wandb_project)
         self._wandb = None
         self._listener = listener
-        self._pending: list[tuple[int, dict[str, Scalar]]] = []
+        self._step = 0
         self._closed = False
         run_dir = Path(run_dir)
         try:
@@ -86,7 +86,7 @@ class MetricsWriter:
             self._metrics = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
             self._samples = open(run_dir / SAMPLES_FILE, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            raise OSError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
+            raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
         if wandb_project is not None:
             self._wandb = _start_wandb(run_dir, wandb_project)
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
@@ -103,11 +103,11 @@ class MetricsWriter:
         )
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
-        """Take the metrics of a step; lines of earlier steps go to disk now, this one with the next step's.
+        """Write the metrics of a step.
 
         Args:
             step: finished training steps; not below that of the call before.
-            metrics: name to scalar: a number or an array of shape [], on host or device.
+            metrics: name to scalar: a number or an array of shape []. One on a device is waited for.
 
         Raises:
             ValueError: if the step goes backwards, a value is no scalar, a metric is named "step", or the writer
@@ -122,21 +122,30 @@ class MetricsWriter:
                 shape = getattr(value, "shape", None)
                 shown = repr(value) if shape is None else f"{value.dtype}{list(shape)}"
                 raise ValueError(f"metric {name} is {shown}; allowed: a number or a numeric array of shape []")
-        if self._pending and self._pending[-1][0] != step:
-            if step < self._pending[-1][0]:
-                raise ValueError(f"metrics of step {step} came after those of step {self._pending[-1][0]}")
-            self.flush()
-        for value in metrics.values():
-            if isinstance(value, jax.Array):
-                value.copy_to_host_async()
-        self._pending.append((step, dict(metrics)))
+        if step < self._step:
+            raise ValueError(f"metrics of step {step} came after those of step {self._step}")
+        self._step = step
+        # An explicit device_get is what a transfer guard lets through. A list keeps the order of the names; a dict
+        # would come back sorted.
+        host = jax.device_get(list(metrics.values()))
+        values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
+        self._metrics.write(jsonl.encode({"step": step, **values}))
+        self._metrics.flush()
+        if (tensorboard := self._live_tensorboard()) is not None:
+            for name, value in values.items():
+                if np.isfinite(value):
+                    tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **values})
+        if self._listener is not None:
+            self._listener(step, values)
 
     def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append sample completions to samples.jsonl, at once.
 
         Args:
             step: finished training steps.
-            records: host data: "prompt", "completion", "answer", "reward", "discrepancy_mean".
+            records: host data: "prompt", "completion", "answer", "reward", "rewards", "discrepancy_mean".
 
         Raises:
             ValueError: if a record holds something JSON has no form for, or the writer is closed.
@@ -145,25 +154,6 @@ class MetricsWriter:
             raise ValueError(f"samples of step {step} came after close()")
         self._samples.writelines([jsonl.encode({"step": step, **record}) for record in records])
         self._samples.flush()
-
-    def flush(self) -> None:
-        """Write what is pending, waiting for the device if it has to."""
-        pending, self._pending = self._pending, []
-        for step, metrics in pending:
-            # An explicit device_get is what a transfer guard lets through; it waits for all values together.
-            # A list keeps the order of the names; a dict would come back sorted.
-            host = jax.device_get(list(metrics.values()))
-            values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
-            self._metrics.write(jsonl.encode({"step": step, **values}))
-            self._metrics.flush()
-            if (tensorboard := self._live_tensorboard()) is not None:
-                for name, value in values.items():
-                    if np.isfinite(value):
-                        tensorboard.add_scalar(name, value, step)
-            if self._wandb is not None:
-                self._wandb.log({"step": step, **values})
-            if self._listener is not None:
-                self._listener(step, values)
 
     def _live_tensorboard(self) -> Any:
         """The TensorBoard writer, or None once its thread has died.
@@ -180,19 +170,16 @@ class MetricsWriter:
         return self._tensorboard
 
     def close(self) -> None:
-        """Write what is pending and close every file. A second call does nothing."""
+        """Close every file. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        try:
-            self.flush()
-        finally:
-            self._metrics.close()
-            self._samples.close()
-            if (tensorboard := self._live_tensorboard()) is not None:
-                tensorboard.close()
-            if self._wandb is not None:
-                self._wandb.finish()
+        self._metrics.close()
+        self._samples.close()
+        if (tensorboard := self._live_tensorboard()) is not None:
+            tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -218,22 +205,22 @@ def read_metrics(run_dir: str | Path) -> Series:
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is no run directory: {'a file' if run_dir.exists() else 'it does not exist'}")
+        raise UserError(f"{run_dir} is no run directory: {'a file' if run_dir.exists() else 'it does not exist'}")
     path = run_dir / METRICS_FILE
     if not path.exists():
-        raise ValueError(f"{run_dir} is no run directory: it holds no {METRICS_FILE}")
+        raise UserError(f"{run_dir} is no run directory: it holds no {METRICS_FILE}")
     merged: dict[str, dict[int, float]] = {}
     for number, record in enumerate(jsonl.read(path), start=1):
         step = record.pop("step", None)
         if not isinstance(step, int):
-            raise ValueError(f'{path} record {number}: "step" is {step!r}; allowed: a whole number')
+            raise UserError(f'{path} record {number}: "step" is {step!r}; allowed: a whole number')
         for name, value in record.items():
             try:
                 merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
             except (TypeError, ValueError):
-                raise ValueError(f"{path} record {number}: {name} is {value!r}; allowed: a number") from None
+                raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number") from None
     if not merged:
-        raise ValueError(f"{path} holds no metrics yet; wait for the run's second step")
+        raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
     return {name: _series(points) for name, points in merged.items()}
 
 
@@ -263,7 +250,7 @@ def require_wandb(project: str) -> None:
     try:
         import wandb  # noqa: F401 - only whether it can be imported
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"wandb_project is {project!r} but Weights & Biases is not installed: pip install 'dcmdp-jax[wandb]'"
         ) from None
 
@@ -285,7 +272,7 @@ def _start_wandb(run_dir: Path, project: str) -> Any:
             config=json.loads(config.read_text()) if config.exists() else None,
         )
     except wandb.errors.Error as error:
-        raise ValueError(f"Weights & Biases did not start ({error}); log in, or set WANDB_MODE=offline") from error
+        raise UserError(f"Weights & Biases did not start ({error}); log in, or set WANDB_MODE=offline") from error
     # W&B refuses steps that go backwards, as they do after a resume: its own step counts lines, ours is the axis.
     run.define_metric("*", step_metric="step")
     return run

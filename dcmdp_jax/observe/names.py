@@ -20,13 +20,19 @@ class Metric(NamedTuple):
 
 
 _TABLE = (
-    Metric("reward/mean", "reward", "mean verifier reward over the step's completions"),
+    Metric("reward/mean", "reward", "mean over the step's completions of the weighted sum of all rewards"),
     Metric("reward/std", "reward", "standard deviation of the reward over the step's completions"),
     Metric(
         "reward/all_equal_groups", "fraction", "prompts whose completions all got one reward: no advantage to learn"
     ),
-    Metric("reward/verifier_timeouts", "completions", "answers the verifier ran out of time on; they get reward 0"),
+    Metric("reward/without_value", "completions", "completions that no reward has a value for; they get reward 0"),
+    Metric("reward/verifier_timeouts", "completions", "answers over the verifier's time limit; they get reward 0"),
     Metric("reward/verifier_errors", "completions", "answers the verifier raised on; they get reward 0"),
+    Metric(
+        "reward/verifier_over_budget",
+        "completions",
+        "answers undecided when the verifier's budget for the batch ran out; they get reward 0",
+    ),
     Metric("reward/no_answer_fraction", "fraction", "completions without a box or an Answer line; they get reward 0"),
     Metric("completion/length_mean", "tokens", "mean sampled tokens of a completion, end-of-sequence included"),
     Metric("completion/length_min", "tokens", "shortest completion"),
@@ -85,14 +91,25 @@ _TABLE = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
-"""Name to `Metric`, in the order to show them. `eval/...` names depend on the task: see `describe`."""
+"""Name to `Metric`, in the order to show them. Names with a task, a reward or a data source in them: see `describe`."""
+
+_OF_REWARDS = {
+    "mean": ("reward", "mean of the reward {}, before its weight, over the completions it gave a value"),
+    "std": ("reward", "standard deviation of the reward {}, before its weight, over the completions it gave a value"),
+    "failed": ("completions", "completions that the reward {} failed on: no value of it (rewards.on_error)"),
+}
+_OF_SOURCES = {
+    "mean": ("reward", "mean reward over the completions of data source {}"),
+    "std": ("reward", "standard deviation of the reward over the completions of data source {}"),
+}
 
 PHASES = ("push", "generate", "verify", "pack", "step")
 """The parts of `time/total`, in the order a step runs them."""
 
 
 def describe(name: str) -> Metric:
-    """The table's row for `name`, made up from the name for `eval/<task>/avg@K` and `eval/<task>/pass@K`.
+    """The table's row for `name`, made up from the name for `eval/<task>/avg@K` and `eval/<task>/pass@K`,
+    `reward/<name>/mean`, `/std` and `/failed`, `reward/source/<source>/mean` and `/std`.
 
     Args:
         name: a metric name. One that is in no table gets an empty unit and description, so that a reader
@@ -108,4 +125,8 @@ def describe(name: str) -> Metric:
             return Metric(name, "fraction", f"held-out {task}: mean reward over {samples} samples a problem")
         if kind == "pass":
             return Metric(name, "fraction", f"held-out {task}: problems solved by at least one of {samples} samples")
+    if head == "reward" and task:
+        is_source = task.startswith("source/")
+        if row := (_OF_SOURCES if is_source else _OF_REWARDS).get(score):
+            return Metric(name, row[0], row[1].format(task.removeprefix("source/")))
     return Metric(name, "", "")

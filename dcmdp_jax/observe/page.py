@@ -1,4 +1,4 @@
-"""The report's HTML: strings in, one page out. Every text from a run is escaped."""
+"""The report's HTML page. All text from a run is escaped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ details > .label { color: var(--muted); font-size: 12px; margin: 8px 12px 2px; }
 
 
 def render(runs: Sequence[Run], images: Sequence[tuple[str, bytes]]) -> str:
-    """The whole page.
+    """Render the whole page.
 
     Args:
         runs: one or more; several are compared.
@@ -204,7 +204,7 @@ def _table(
     key: bool = False,
     marked: Sequence[bool] | None = None,
 ) -> str:
-    """A table of escaped texts; `numbers` columns align right, `key` sets the first in monospace."""
+    """Render a table of escaped text; `numbers` columns align right, `key` sets the first in monospace."""
 
     def style(column: int, tag: str) -> str:
         names = "number" if column in numbers else "key" if key and column == 0 and tag == "td" else ""

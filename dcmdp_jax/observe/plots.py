@@ -1,7 +1,7 @@
 """Figures of one or several runs: pure functions from recorded metrics to matplotlib figures.
 
-Every `draw_*` takes {label: metrics of the run, as `read_metrics` returns them} and gives a `Figure`, or None when no
-run recorded what it shows. Nothing touches pyplot or its global state; a figure is saved with `figure.savefig`.
+Every `draw_*` takes {label: metrics of the run, as returned by `read_metrics`} and returns a `Figure`, or None if no
+run recorded its metrics. Nothing uses pyplot or its global state; save a figure with `figure.savefig`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dcmdp_jax.observe.names import PHASES
 
 Runs = Mapping[str, Series]
 
-# Okabe and Ito's colours, told apart with every common colour blindness; yellow left out, it is faint on white.
+# Okabe and Ito's colours, distinguishable with common colour blindness; without yellow, which is faint on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -29,13 +29,13 @@ _RAISED, _LOWERED = "#D55E00", "#0072B2"
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average over what there is: shorter at the ends, passing over NaN.
+    """Compute a centred moving average that is shorter at the ends and skips NaN.
 
         s_i = mean of the finite v_j with |j - i| <= window // 2
 
     Args:
         values: [n] float.
-        window: odd number of values; 1 gives the values back.
+        window: odd number of values; 1 returns the values unchanged.
 
     Returns:
         [n] float64; NaN only where a window holds no finite value.
@@ -50,9 +50,9 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def draw_reward(runs: Runs) -> Figure | None:
-    """Training reward by step, with the held-out avg@K as points on the same scale.
+    """Plot training reward by step, with the held-out avg@K as points on the same scale.
 
-    With more than two tasks the points are their mean, at the steps where all were evaluated.
+    With more than two tasks, the points are their mean at the steps where all were evaluated.
     """
     if not _recorded(runs, "reward/mean"):
         return None
@@ -77,7 +77,7 @@ def draw_reward(runs: Runs) -> Figure | None:
 
 
 def draw_evaluation(runs: Runs) -> Figure | None:
-    """Every held-out score by step, in percent: one panel for each score."""
+    """Plot every held-out score by step, in percent, one panel per score."""
     names = sorted({name for series in runs.values() for name in series if name.startswith("eval/")})
     if not names:
         return None
@@ -93,7 +93,7 @@ def draw_evaluation(runs: Runs) -> Figure | None:
 
 
 def draw_discrepancy(runs: Runs) -> Figure | None:
-    """Mean discrepancy by step against the tolerance c (dashed), and the share of completions over c."""
+    """Plot mean discrepancy and tolerance c (dashed) by step, and the share of completions over c."""
     if not _recorded(runs, "discrepancy/mean"):
         return None
     share = "discrepancy/completions_over_tolerance"
@@ -112,7 +112,7 @@ def draw_discrepancy(runs: Runs) -> Figure | None:
 
 
 def draw_multiplier(runs: Runs) -> Figure | None:
-    """The multiplier lambda by step, and the violation that moves it."""
+    """Plot the multiplier lambda by step, and the constraint violation that moves it."""
     if not _recorded(runs, "dual/multiplier"):
         return None
     figure, panels = _panels("Lagrange multiplier", 1 + _recorded(runs, "dual/violation"))
@@ -145,7 +145,7 @@ def draw_multiplier(runs: Runs) -> Figure | None:
 
 
 def draw_lengths(runs: Runs) -> Figure | None:
-    """Completion lengths (mean, and the range for a single run) and the truncated share."""
+    """Plot completion lengths (mean; for a single run also the range) and the truncated share."""
     if not _recorded(runs, "completion/length_mean"):
         return None
     truncated = "completion/truncated_fraction"
@@ -169,7 +169,7 @@ def draw_lengths(runs: Runs) -> Figure | None:
 
 
 def draw_mismatch(runs: Runs) -> Figure | None:
-    """How far the two engines' probabilities are apart: tail, KL, correlation, effective sample size."""
+    """Plot the mismatch of the engines' probabilities: tail, KL, correlation, effective sample size."""
     return _grid(
         runs,
         "Engine mismatch",
@@ -183,7 +183,7 @@ def draw_mismatch(runs: Runs) -> Figure | None:
 
 
 def draw_optimization(runs: Runs) -> Figure | None:
-    """Entropy, gradient norm, clip fractions and the spread of the importance ratio."""
+    """Plot entropy, gradient norm, clip fractions, importance ratio (min, mean, max) and all-equal groups."""
     return _grid(
         runs,
         "Optimisation",
@@ -191,13 +191,14 @@ def draw_optimization(runs: Runs) -> Figure | None:
             ("policy entropy", "nats", ("policy/entropy",)),
             ("gradient norm before clipping", "norm", ("optimizer/grad_norm",)),
             ("clipped tokens", "share of tokens", ("policy/clip_low_fraction", "policy/clip_high_fraction")),
+            ("importance ratio", "ratio", ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max")),
             ("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",)),
         ),
     )
 
 
 def draw_time(runs: Runs) -> Figure | None:
-    """Where a step's time goes (median over steps, which leaves compilation out) and the throughput by step."""
+    """Plot seconds per phase (median over steps, which excludes compilation) and the throughput by step."""
     phases = [phase for phase in PHASES if _recorded(runs, f"time/{phase}")]
     if not phases:
         return None
@@ -233,11 +234,11 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
     "multiplier": ("The price of discrepancy: it rises while the budget is exceeded and falls after.", draw_multiplier),
     "lengths": ("Completion lengths and the share cut by the limit.", draw_lengths),
     "evaluation": ("Scores on held-out problems.", draw_evaluation),
-    "mismatch": ("Statistics of the two engines' probabilities of the same tokens.", draw_mismatch),
-    "optimization": ("Health of the policy update.", draw_optimization),
-    "time": ("Where the time goes.", draw_time),
+    "mismatch": ("Mismatch of the engines' probabilities on the same tokens.", draw_mismatch),
+    "optimization": ("The policy update.", draw_optimization),
+    "time": ("Time per phase and throughput.", draw_time),
 }
-"""File stem to (caption, function), in the order to show them."""
+"""File stem to (caption, function), in display order."""
 
 _PANEL_TITLE = {"fontsize": 10, "color": _INK, "loc": "left", "pad": 6}
 _LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": _INK}
@@ -252,7 +253,7 @@ def _recorded(runs: Runs, name: str) -> bool:
 
 
 def _at(series: tuple[np.ndarray, np.ndarray], steps: np.ndarray) -> np.ndarray:
-    """The values at `steps`, NaN where the series has none."""
+    """Return the values at `steps`, NaN where the series has none."""
     known = dict(zip(series[0].tolist(), series[1].tolist(), strict=True))
     return np.array([known.get(step, np.nan) for step in steps.tolist()])
 
@@ -281,9 +282,9 @@ def _panels(title: str, count: int, columns: int | None = None) -> tuple[Figure,
 def _line(
     axes: Axes, series: Series, name: str, label: str, index: int, variant: int = 0, *, smoothed: bool = True
 ) -> str:
-    """One run's curve: the values, or above 40 steps the values faint and their moving average on top.
+    """Plot one run's curve and return its colour; above 40 steps, draw the values faint under their moving average.
 
-    `index` of the run chooses the colour, `variant` of several curves of one run the line style.
+    The run's `index` selects the colour. `variant` selects the line style if one run has several curves.
     """
     colour = _colour(index)
     if name not in series:
@@ -300,7 +301,7 @@ def _line(
 
 
 def _draw_tolerances(axes: Axes, runs: Runs) -> None:
-    """Dashed: one line across for runs that share a constant tolerance, a curve for a tolerance that changes."""
+    """Draw tolerances dashed: one horizontal line per constant value, a curve for one that changes."""
     constant: dict[float, list[int]] = {}
     for index, series in enumerate(runs.values()):
         steps, values = series.get("dual/tolerance", (np.zeros(0), np.zeros(0)))
@@ -312,7 +313,7 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
     for level, indices in constant.items():
         colour = _INK if len(constant) == 1 else _colour(indices[0])
         axes.axhline(level, color=colour, linestyle="--", linewidth=1.3, label=f"tolerance c = {level:g}", zorder=2)
-        # A line across has no part in the axes' limits by itself.
+        # axhline does not extend the axes' limits by itself.
         axes.update_datalim([(1.0, level)], updatex=False)
         axes.autoscale_view(scalex=False)
 
@@ -351,7 +352,7 @@ def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = Tr
     axes.set_xlabel("training step", color=_MUTED, fontsize=9)
     axes.set_ylabel(unit, color=_MUTED, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    # A curve that is one constant gets a scale of its own, not one blown up around rounding.
+    # A constant curve gets a fixed scale, so that rounding is not magnified.
     low, high = axes.get_ylim()
     if from_zero:
         low, high = min(0.0, low if axes.dataLim.ymin < 0 else 0.0), max(high, 0.0)

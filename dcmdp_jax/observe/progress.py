@@ -1,4 +1,4 @@
-"""The live console: lines that stay in place on a terminal, plain lines in a log file or a notebook cell."""
+"""Live progress: lines redrawn in place on a terminal, plain lines in a log file or notebook."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _REFRESH_PER_SECOND = 2
 
 
 class Progress:
-    """Shows a run as it goes: step, reward, discrepancy against its tolerance, lambda, tokens/s, time left.
+    """Live display of a run: step, reward, discrepancy and tolerance, lambda, tokens/s, time left.
 
-    On a terminal two lines are redrawn in place, a third once there is an evaluation. Elsewhere each step is a line,
-    but at most one every two seconds; the first and the last step always have theirs. Time left is the mean duration of
-    the last 20 steps, without the first (it compiles), times the steps to go.
+    A terminal shows two lines redrawn in place, and a third after an evaluation. Elsewhere each step is a line, at most
+    one every two seconds; the first and the last step are always shown. Time left is the mean duration of the last 20
+    steps, excluding the first (it compiles), times the remaining steps.
 
     Args:
-        total_steps: the step count the run ends at.
-        start_step: finished steps at the start, above 0 for a resumed run.
-        stream: where to show it; standard error by default.
+        total_steps: last step of the run.
+        start_step: finished steps at the start; above 0 for a resumed run.
+        stream: output; standard error by default.
         clock: seconds, monotonic.
 
     Raises:
@@ -63,11 +63,11 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Take the host values of a finished step, or of an evaluation at the step already shown.
+        """Show the host values of a finished step, or of an evaluation at the current step.
 
         Args:
             step: finished steps. Values that are missing, None or NaN show as "-".
-            metrics: by the names of `dcmdp_jax.observe.names`; an `eval/.../avg@K` stays on show until the next one.
+            metrics: named as in `dcmdp_jax.observe.names`; an `eval/.../avg@K` is shown until the next one.
         """
         now = self._clock()
         if step > self._step:
@@ -89,14 +89,14 @@ class Progress:
                 self._print(f"step {self._step}/{self._total}  {evaluation}")
 
     def note(self, message: str) -> None:
-        """Show a line of text above the live lines, or as a line of its own."""
+        """Print a line above the live lines, or as a plain line."""
         if self._live is not None:
             self._live.console.print(Text(message))
         else:
             self._print(message)
 
     def close(self) -> None:
-        """Leave the last state on show and give the terminal back. A second call does nothing."""
+        """Stop the live display and keep its last state on the screen. Safe to call twice."""
         if self._live is not None:
             self._live.stop()
 
@@ -107,7 +107,7 @@ class Progress:
         self.close()
 
     def seconds_left(self) -> float:
-        """Estimated seconds to the last step; NaN before two steps have been seen, 0 at the end."""
+        """Estimate the seconds to the last step; NaN before two steps have finished, 0 at the end."""
         if self._step >= self._total:
             return 0.0
         if not self._durations:
@@ -115,7 +115,7 @@ class Progress:
         return sum(self._durations) / len(self._durations) * (self._total - self._step)
 
     def _fields(self) -> list[tuple[str, str]]:
-        """(text, rich style) of every quantity, in order."""
+        """Return (text, rich style) of every quantity, in order."""
 
         def get(name: str) -> float:
             return self._values.get(name, math.nan)
@@ -165,7 +165,7 @@ def _number(value: float, form: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """1:02:03 or 2:03, "-" where unknown."""
+    """Format as 1:02:03 or 2:03; "-" if not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

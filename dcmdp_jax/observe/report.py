@@ -1,4 +1,4 @@
-"""The report of one or several runs: plots as PNG and one HTML page that needs nothing but itself."""
+"""The report of one or several runs: plots as PNG and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl, page
 from dcmdp_jax.observe.metrics import SAMPLES_FILE, Series, read_metrics
 from dcmdp_jax.observe.plots import FIGURES
@@ -21,13 +22,13 @@ _DPI = 130
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run directory holds.
+    """Contents of a run directory.
 
     Attributes:
-        label: its name in the report, unique among the runs shown together.
+        label: name in the report, unique among the runs shown together.
         series: its metrics.
-        config: dotted key to value; empty where the run saved none.
-        samples: records of sample completions, in the order written.
+        config: dotted key to value; empty if the run saved none.
+        samples: sample completions, in the order written.
     """
 
     label: str
@@ -37,14 +38,14 @@ class Run:
 
 
 def read_run(run_dir: str | Path, label: str | None = None) -> Run:
-    """Read a run directory; a last line torn by a kill is left out.
+    """Read a run directory; skip a last line torn by a kill.
 
     Args:
         run_dir: the directory.
-        label: the run's name; the directory's by default.
+        label: the run's name; by default the directory's.
 
     Raises:
-        ValueError: if it is no run directory, has no metrics yet, or holds a file that can't be parsed.
+        ValueError: if it is not a run directory, has no metrics yet, or has a file that cannot be parsed.
         OSError: if a file can't be read.
     """
     run_dir = Path(run_dir)
@@ -55,9 +56,9 @@ def read_run(run_dir: str | Path, label: str | None = None) -> Run:
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); mend or delete it") from None
+            raise UserError(f"{path} is not JSON ({error}); mend or delete it") from None
         if not isinstance(loaded, dict):
-            raise ValueError(f"{path} holds a {type(loaded).__name__}; allowed: one JSON object")
+            raise UserError(f"{path} holds a {type(loaded).__name__}; allowed: one JSON object")
         config = _flatten(loaded)
     return Run(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
 
@@ -66,22 +67,22 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     """Write `out_dir`/plots/*.png and `out_dir`/report.html; several runs overlay and are compared in a table.
 
     Args:
-        run_dirs: one or more run directories, in the order to show them.
-        out_dir: made if absent; a report already in it is replaced.
+        run_dirs: one or more run directories, in display order.
+        out_dir: created if absent; an existing report in it is replaced.
 
     Returns:
-        The path of report.html. The page embeds its images, runs no script and makes no request.
+        Path of report.html. The page embeds its images, runs no script and makes no request.
 
     Raises:
-        ValueError: if no directory is given, one is given twice, or one can't be read as a run (see `read_run`).
-        OSError: if `out_dir` can't be written.
+        ValueError: if no directory is given, one is given twice, or one is not a readable run (see `read_run`).
+        OSError: if `out_dir` is not writable.
     """
     if not run_dirs:
-        raise ValueError("no run directory given; name at least one")
+        raise UserError("no run directory given; name at least one")
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
     for place, path in enumerate(paths):
         if path in paths[:place]:
-            raise ValueError(f"run directory {path} is given twice")
+            raise UserError(f"run directory {path} is given twice")
     runs = [read_run(path, label) for path, label in zip(paths, _labels(paths), strict=True)]
     plots = Path(out_dir) / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """The shortest tails of the paths that tell them apart."""
+    """Return the shortest path suffixes that are unique."""
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1

@@ -1,4 +1,4 @@
-"""What a run came to, in a few numbers, and what about it deserves a warning."""
+"""Headline numbers of a run, and its warnings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STUCK_STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """One held-out score, as fractions in [0, 1]; the first is the initial policy's where it was evaluated.
+    """One held-out score, as fractions in [0, 1]; `first` is the initial policy's if that was evaluated.
 
     Attributes:
         name: `<task>/avg@K` or `<task>/pass@K`.
-        first: value at `first_step`; likewise `last` and `best` (the earliest of equals).
+        first: value at `first_step`; likewise `last` and `best` (ties: the earliest).
     """
 
     name: str
@@ -39,18 +39,18 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A run's headline. NaN where the run recorded nothing for it.
+    """Headline numbers of a run; NaN if the run recorded no metric for them.
 
     Attributes:
         steps: the last training step; 0 when only evaluations were recorded.
-        window: training steps in the averages called first and last: a tenth of the run, at least one.
+        window: training steps averaged for "first" and "last": a tenth of the run, at least one.
         first_reward: mean reward over the first `window` steps; `last_reward` over the last.
         scores: held-out scores, avg@K before pass@K.
         mean_discrepancy: over all steps.
         tolerance: c of the last step.
         share_over_tolerance: steps whose mean discrepancy exceeds that step's c, as a fraction of the steps with both.
         multiplier_low, multiplier_high: range of lambda.
-        multiplier_rises, multiplier_falls: steps at which lambda is above, below that of the step before.
+        multiplier_rises, multiplier_falls: steps with lambda above, below that of the previous step.
         tokens_per_second: median over steps.
         seconds: sum of `time/total`.
     """
@@ -72,7 +72,7 @@ class Summary:
 
 
 def summarize(series: Series) -> Summary:
-    """The headline numbers of a run's metrics. Values that are not finite are passed over."""
+    """Compute the headline numbers of a run's metrics, ignoring values that are not finite."""
     reward_steps, _ = series.get("reward/mean", (np.zeros(0, np.int64), None))
     rewards, multiplier = _finite(series, "reward/mean"), _finite(series, "dual/multiplier")
     window = max(1, len(rewards) // 10)
@@ -97,7 +97,7 @@ def summarize(series: Series) -> Summary:
 
 
 def warnings(series: Series) -> list[str]:
-    """One sentence for everything in a run's metrics that puts its result in doubt, with what to do about it."""
+    """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
     found = []
     summary = summarize(series)
     truncated = _mean(_finite(series, "completion/truncated_fraction")[-summary.window :])
@@ -106,14 +106,18 @@ def warnings(series: Series) -> list[str]:
             f"{truncated:.0%} of the last completions were cut by the length limit: "
             "rewards measure the limit as much as the policy. Raise the limit."
         )
-    timeouts, errors = (
-        _finite(series, "reward/verifier_timeouts").sum(),
-        _finite(series, "reward/verifier_errors").sum(),
+    timeouts, errors, over_budget = (
+        _finite(series, f"reward/verifier_{kind}").sum() for kind in ("timeouts", "errors", "over_budget")
     )
     if timeouts > 0:
         found.append(f"The verifier ran out of time on {timeouts:.0f} answers; they got reward 0.")
     if errors > 0:
         found.append(f"The verifier failed on {errors:.0f} answers; they got reward 0.")
+    if over_budget > 0:
+        found.append(
+            f"The verifier's budget for a batch ran out on {over_budget:.0f} answers; they got reward 0, right or "
+            "wrong. Use more verifier processes or raise the budget."
+        )
     skipped = _finite(series, "optimizer/skipped_updates").sum()
     if skipped > 0:
         found.append(f"{skipped:.0f} optimizer updates were skipped because their gradient was not finite.")
@@ -155,7 +159,7 @@ def _median(values: np.ndarray) -> float:
 
 
 def _over(series: Series) -> np.ndarray:
-    """[n] float64 0 or 1, whether the mean discrepancy exceeds c, at the steps that recorded both."""
+    """[n] float64, 1 where the mean discrepancy exceeds c, else 0, at the steps that recorded both."""
     if "discrepancy/mean" not in series or "dual/tolerance" not in series:
         return np.zeros(0)
     _, left, right = np.intersect1d(series["discrepancy/mean"][0], series["dual/tolerance"][0], return_indices=True)
@@ -165,7 +169,7 @@ def _over(series: Series) -> np.ndarray:
 
 
 def _steps_at_cap(series: Series) -> int:
-    """Steps at the end of the run with lambda unmoved at its largest value and every one over budget."""
+    """Count the steps at the end of the run with lambda at its maximum and the discrepancy over budget."""
     multiplier, over = _finite(series, "dual/multiplier"), _over(series)
     if not len(multiplier) or multiplier.min() == multiplier.max() or len(over) != len(multiplier):
         return 0

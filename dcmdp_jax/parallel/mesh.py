@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from dcmdp_jax.errors import UserError
+
 AXES = ("data", "fsdp", "tensor")
 
 
@@ -29,19 +31,19 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     said = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
-        raise ValueError(
+        raise UserError(
             f"config.mesh.{bad[0]}: got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over"
         )
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"config.mesh ({said}): only one axis may be -1")
+        raise UserError(f"config.mesh ({said}): only one axis may be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if len(devices) % fixed:
-            raise ValueError(f"config.mesh ({said}): {fixed} does not divide the {len(devices)} devices")
+            raise UserError(f"config.mesh ({said}): {fixed} does not divide the {len(devices)} devices")
         sizes[open_axes[0]] = len(devices) // fixed
     elif fixed != len(devices):
-        raise ValueError(
+        raise UserError(
             f"config.mesh ({said}): needs {fixed} devices, there are {len(devices)}; set one axis to -1 to fit"
         )
     shape = tuple(sizes[name] for name in AXES)

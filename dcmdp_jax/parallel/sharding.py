@@ -16,6 +16,9 @@ from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
+DATA = "data"
+"""The mesh axis that splits rows and repeats parameters."""
+
 MeshAxes = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
 
@@ -27,12 +30,17 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "norm": None,
+        "head_dim": None,
     }
 )
 """Parameters. "embed" is split over fsdp whichever side of a matrix it is on; "layers" is what the scan runs over."""
 
-ACTIVATION_AXES: Mapping[str, MeshAxes] = MappingProxyType({"rows": ("data", "fsdp"), "length": None, "hidden": None})
-"""Activations. Rows are split over every device that holds other rows; the residual stream is whole on each."""
+ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
+    {"rows": (DATA, "fsdp"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
+)
+"""Activations. Rows are split over every device that holds other rows; the residual stream is whole on each. How a
+table is split over its vocabulary is left to the compiler."""
 
 
 def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
@@ -63,8 +71,8 @@ def param_shardings(
     speed suffer.
 
     Args:
-        logical_axes: tree of tuples of axis names, from `decoder.logical_axes`.
-        shapes: the same tree with `.shape`, from `decoder.param_shapes`.
+        logical_axes: tree of tuples of axis names, from `params.logical_axes`.
+        shapes: the same tree with `.shape`, from `params.param_shapes`.
         mesh: from `make_mesh`.
         table: logical name -> mesh axis.
 
@@ -130,19 +138,25 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
 def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
     """A function that pins an activation, whose dimensions it is told by name, to the mesh under jit.
 
+    Inside `shard_map_over_data` it pins to the axes that the compiler still has.
+
     Raises (the returned function, while tracing):
         ValueError: as `partition_spec`, or when a dimension is not a multiple of its devices.
     """
 
     def pin(x: jax.Array, axes: Axes) -> jax.Array:
-        spec = partition_spec(axes, ACTIVATION_AXES)
-        for name, part, size in zip(axes, spec, x.shape, strict=True):
-            if size % _ways(part, mesh):
-                product = " * ".join(_mesh_axes(part))
+        around = jax.sharding.get_abstract_mesh()
+        manual = set(around.manual_axes)
+        parts = []
+        for name, part, size in zip(axes, partition_spec(axes, ACTIVATION_AXES), x.shape, strict=True):
+            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual)
+            if size % _ways(free, mesh):
+                product = " * ".join(free)
                 raise ValueError(
-                    f"{name}: got {size}, must be a multiple of {product} = {_ways(part, mesh)} of the mesh"
+                    f"{name}: got {size}, must be a multiple of {product} = {_ways(free, mesh)} of the mesh"
                 )
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+            parts.append(part if part is P.UNCONSTRAINED else free or None)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(around if manual else mesh, P(*parts)))
 
     return pin
 
@@ -157,36 +171,44 @@ def shard_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, None, *partition_spec(("rows",), ACTIVATION_AXES)))
 
 
-def splits_rows_alone(mesh: Mesh | None) -> bool:
-    """Whether there are several devices, and parameters are whole on each of them."""
-    return mesh is not None and mesh.size > 1 and mesh.shape["data"] == mesh.size
+def data_axis(mesh: Mesh | None) -> str | None:
+    """The mesh axis that `shard_map_over_data` maps over; None if it has one device, where there is nothing to map."""
+    return DATA if mesh is not None and mesh.shape[DATA] > 1 else None
 
 
-def on_own_rows(
+def data_parallel_only(mesh: Mesh | None) -> bool:
+    """Whether each device computes whole rows by itself: the compiler splits nothing over fsdp or tensor."""
+    return mesh is None or mesh.size == mesh.shape[DATA]
+
+
+def shard_map_over_data(
     function: Callable[..., Any], mesh: Mesh | None, *, in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
 ) -> Callable[..., Any]:
-    """On a mesh that splits rows alone, `function` run by each device on the rows that it holds; else itself.
+    """Run `function` once along each index of the data axis, on the rows there.
 
-    Nothing is exchanged but what `function` hands to `sum_over_devices`. Left to the compiler, the gradient of every
-    matrix would be summed over the devices in every micro-batch.
+    Within it the data axis is manual: nothing travels along it but what `function` sends itself, so that gradients
+    are summed once after all micro-batches and not in each. The axes fsdp and tensor stay with the compiler.
+
+    A data axis of one device is left to the compiler too: there is nothing to map, and XLA (jax 0.10.2) refuses a
+    reduction over it beside other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
 
     Args:
-        function: of arrays, none from around it.
-        mesh: the run's.
-        in_specs, out_specs: of `jax.shard_map`: `P()` for what is alike on every device, "data" for rows.
+        function: of arguments alone, no array from around it.
+        mesh: the run's; None for one device.
+        in_specs, out_specs: of `jax.shard_map`: `P()` for what is replicated along the data axis, `DATA` for rows.
     """
-    if not splits_rows_alone(mesh):
+    axis = data_axis(mesh)
+    if axis is None:
         return function
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def sum_over_devices(tree: Any, mesh: Mesh | None) -> Any:
-    """Within `on_own_rows`: the sum of what the devices have."""
-    return jax.lax.psum(tree, "data") if splits_rows_alone(mesh) else tree
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
+    )
 
 
 def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:
-    return () if part is None else (part,) if isinstance(part, str) else part
+    if part is None or part is P.UNCONSTRAINED:
+        return ()
+    return (part,) if isinstance(part, str) else part
 
 
 def _ways(part: MeshAxes, mesh: Mesh) -> int:

@@ -8,10 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.types import Params, Rollout
 
 OnFinished = Callable[[Sequence[int], Sequence[np.ndarray]], None]
-"""(rows, their completions' token ids) of completions that have ended while others are still sampled."""
+"""(rows, their completions' token ids) of completions that have ended while others are still sampled; maybe none."""
 
 
 class EngineError(RuntimeError):
@@ -38,13 +39,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
-            raise ValueError(f"group_size: got {self.group_size}, must be at least 1")
+            raise UserError(f"group_size: got {self.group_size}, must be at least 1")
         if self.max_completion_tokens < 1:
-            raise ValueError(f"max_completion_tokens: got {self.max_completion_tokens}, must be at least 1")
+            raise UserError(f"max_completion_tokens: got {self.max_completion_tokens}, must be at least 1")
         if not self.temperature >= 0:
-            raise ValueError(f"temperature: got {self.temperature}, must be 0 (greedy) or above")
+            raise UserError(f"temperature: got {self.temperature}, must be 0 (greedy) or above")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: got {self.top_p}, must be in (0, 1]")
+            raise UserError(f"top_p: got {self.top_p}, must be in (0, 1]")
 
 
 class Engine(Protocol):
@@ -72,8 +73,9 @@ class Engine(Protocol):
     ) -> Rollout:
         """Samples `group_size` completions for each prompt of int32 token ids.
 
-        `on_finished` is called now and then in this thread; sampling need not wait for the next. It may miss the last
-        ones, and an engine that had to begin anew tells of its completions again: the result alone counts.
+        `on_finished` is called again and again in this thread, also when no row has ended since. What it raises ends
+        the call. Best effort: it may miss the last rows, and an engine that was restarted repeats rows. Only the
+        return value is authoritative.
 
         Log-probs are returned as they are, NaN too: `checks.unusable_completions` decides what becomes of those.
 

@@ -1,7 +1,8 @@
-r"""Answers as text: taking one out of a completion, bringing it to one notation, reading it as a number.
+r"""Answers as text: taking one out of a completion and comparing it as far as that needs no algebra.
 
 Only string work and exact rationals; nothing here imports an algebra system, so the trainer's process can use all of
-it. What these functions leave open (`compare_literals` returns None) is decided by `equivalence`, in a worker.
+it, and all of it takes time linear in the text's length. What these functions leave open (`compare_literals` returns
+None) is decided by `equivalence`, in a worker.
 
 The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that ends in
 `\tolerance{d}` is matched by every number at most d away from it.
@@ -9,88 +10,39 @@ The verifier's answer notation is LaTeX without dollar signs. One command is our
 
 from __future__ import annotations
 
+import collections
 import re
 from fractions import Fraction
 
+from dcmdp_jax.tasks.notation import (
+    last_boxed,
+    normalize_answer,
+    split_elements,
+    unwrap_text,
+    without_spaces,
+    without_special_tokens,
+)
 from dcmdp_jax.tasks.numbers import parse_number, same_number
+from dcmdp_jax.tasks.units import factors, measures
+
+__all__ = ["answer_defect", "compare_literals", "extract_answer", "last_boxed", "split_elements", "split_tolerance"]
 
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is no answer: it is not graded."""
 
-
-_BOXED = re.compile(r"\\boxed\s*\{")
-_BRACE_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}:[\s*]{0,8}([^\n]*)", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*\|>")
-_TOLERANCE = re.compile(r"\\tolerance\{([^{}]*)\}\s*$")
-_MATH_SEGMENT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
-_JOINERS = re.compile(r"(?:\s|,|;|\band\b|\bor\b)*")
-_TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline)\s*\{"
-_WRAPPER = re.compile(_TEXT_COMMANDS + r"([^{}]*)\}")
-_WHOLE_WRAPPER = re.compile(_TEXT_COMMANDS)
-_UNIT_EXPONENT = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
-_UNIT_TEXT = re.compile(
-    rf"(?<=[\w)}}\]])\s*\\(?:text|mbox|textnormal|textrm|textbf)\s*\{{\s*[^{{}}]*\}}{_UNIT_EXPONENT}\s*$"
+_ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+:[\s*]{0,8}+([^\n]*+)", re.IGNORECASE)
+_TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
+_BASE_WORDS = {
+    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"
+}  # fmt: skip
+_CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_CHOICE_AND_VALUE = re.compile(
+    r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
 )
-_UNIT_ROMAN = re.compile(
-    rf"(?<=\d)(?:\s|\\,)*(?:\\(?:mathrm|rm)\s*\{{[^{{}}]*[a-zA-Z][^{{}}]*\}}{_UNIT_EXPONENT}\s*)+$"
-)
-_UNIT_SYMBOL = re.compile(
-    rf"(?<=[\d}}])\s+(?:sq\s+|square\s+)?(?:[cmk]m|kg|km/h|m/s|mi|ft|hrs?|min|sec|mph|mL)(?![a-zA-Z/]){_UNIT_EXPONENT}\s*$"
-)
-_UNIT_WORD = re.compile(r"(?<=[\d}])\s+(?!and\b|or\b|pi\b|sqrt\b|mod\b)[a-zA-Z]{3,}(?:\s+[a-zA-Z]{3,}){0,2}\s*$")
-_CONJUNCTION = re.compile(
-    r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}\s*,?|,?(?<![a-zA-Z\\])\s*(?:and|or)(?![a-zA-Z])\s*,?"
-)
-_IDLE_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
-_INTEGER = re.compile(r"[+-]?\d+")
-_BASED = re.compile(r"([+-]?\d+)_\{?(\d+)\}?")
-_PERCENT = re.compile(r"\s*(?:\\?%|\bpercent(?:age)?\b|\bpct\b)", re.IGNORECASE)
-_WORDS = re.compile(r"[A-Za-z][A-Za-z\s'\-]*")
-
-_REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"[−–]", "-"),
-        (r"×", r"\\times "),
-        (r"(?<!\\)\\n(?![a-zA-Z])", " "),
-        (r"(?<=\d)\s*(?:,\\!|\{,\})\s*(?=\d{3})", ","),
-        (r"(?<!\\)\\(?:\!|,)", ""),
-        (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " "),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?=\s*[\[\](){}|.\\])(?!\\[a-zA-Z])\s*(?:\.(?!\d))?", ""),
-        (r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?!\s*\{))(?![a-zA-Z])", ""),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:\$|£|€)|[€£¥]|\\(?:pounds|euro)(?![a-zA-Z])", ""),
-        (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|°)(?:\s*[CF]$)?", ""),
-        (r"(?<=\d)\s*\^\s*\{?\s*(?:\\prime\s*)+\}?\s*$", ""),
-        (r"(?<=\d)\.(?=\s*[/*])", ""),
-        (r"\b(?:np|math)\.(?=[a-z])", r"\\"),
-        (r"\\%", "%"),
-    )
-)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` whose braces balance, without surrounding space; None when there is none.
-
-    A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take part in the balance.
-    """
-    first = _BOXED.search(text)
-    if first is None:
-        return None
-    # One pass with a stack: a looping completion may open ten thousand boxes and close none.
-    opened: list[int | None] = []
-    start, end = -1, -1
-    for token in _BRACE_TOKEN.finditer(text, first.start()):
-        if token[0] == "}":
-            box = opened.pop() if opened else None
-            if box is not None and box > start:
-                start, end = box, token.start()
-        elif token[0].endswith("{") and token[0] != r"\{":
-            opened.append(token.end() if token[0].startswith("\\") else None)
-    return text[start:end].strip() if start >= 0 else None
+_WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
+_CAPITALS = re.compile(r"[A-Z]{2,}+")
 
 
 def extract_answer(completion: str) -> str | None:
@@ -108,10 +60,10 @@ def extract_answer(completion: str) -> str | None:
     """
     answer = last_boxed(completion)
     if answer is None:
-        lines = _ANSWER_LINE.findall(completion)
-        if not lines or "\\boxed" in lines[-1]:
+        lines = collections.deque(_ANSWER_LINE.finditer(completion), maxlen=1)
+        if not lines or "\\boxed" in lines[0][1]:
             return None
-        answer = _SPECIAL_TOKEN.sub("", lines[-1]).strip().strip("*").strip()
+        answer = without_special_tokens(lines[0][1]).strip().strip("*").strip()
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
 
 
@@ -130,87 +82,17 @@ def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
     return answer[: match.start()], tolerance
 
 
-def normalize_answer(answer: str) -> str:
-    r"""One notation for the many ways an answer is written; idempotent for what models commonly write.
-
-    Takes the content of a box and of math delimiters ("the distance is $5$" gives `5`, "$1$ and $2$" gives `1, 2`),
-    drops spacing and sizing commands, currency signs, degree signs, digit-group commands and units set as text after a
-    value, rewrites `\dfrac` and its like, `\lt`, typographic minus, and "and"/"or" between values as commas.
-    """
-    text = _SPECIAL_TOKEN.sub("", answer)
-    boxed = last_boxed(text)
-    if boxed is not None:
-        text = boxed
-    text = _outside_delimiters(text)
-    for pattern, replacement in _REPLACEMENTS:
-        text = pattern.sub(replacement, text)
-    text = _strip_units(_unwrapped_value(text.replace("$", "").strip()))
-    if not _WORDS.fullmatch(unwrap_text(text)):
-        text = _CONJUNCTION.sub(", ", text)
-    text = re.sub(r"\s+", " ", text).strip()
-    return re.sub(r"[\s,;.\\]+$", "", text)
-
-
-def without_spaces(text: str) -> str:
-    """Removes every space but those between digits, where they tell `2 1/2` from `21/2`."""
-    return _IDLE_SPACE.sub("", text)
-
-
-def unwrap_text(text: str) -> str:
-    r"""Replaces `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
-    text = _WRAPPER.sub(r"\1", text)
-    closes = _closing_braces(text)
-    start, end = 0, len(text)
-    while start < end:
-        if text[start].isspace():
-            start += 1
-        elif text[end - 1].isspace():
-            end -= 1
-        elif closes.get(start) == end - 1:
-            start, end = start + 1, end - 1
-        else:
-            break
-    return text[start:end]
-
-
-def is_percentage(answer: str) -> bool:
-    r"""Whether an answer is given in percent (`28\%`, `28 percent`)."""
-    return _PERCENT.search(answer) is not None
-
-
-def strip_percent(text: str) -> str:
-    """The answer without its percent sign or word."""
-    return _PERCENT.sub("", text).strip()
-
-
-def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> list[str]:
-    """Splits at the separators outside every bracket, dropping empty parts.
-
-    Args:
-        text: a list of answers.
-        separator: one character.
-        digit_groups: whether `1,000` is one number (else two answers).
-    """
-    parts, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == separator and depth <= 0 and not (digit_groups and _groups_digits(text, position)):
-            parts.append(text[start:position].strip())
-            start = position + 1
-    parts.append(text[start:].strip())
-    return [part for part in parts if part]
-
-
 def compare_literals(prediction: str, gold: str) -> bool | None:
     r"""Compares two answers without algebra; None when only algebra can tell.
 
-    Decides equal strings, two literal numbers (integers as integers, whatever their size), percentages (25\% is
-    matched by 25 and by 0.25), words (`\text{east}`, `East`), choices (`(B)`, `B`), a numeral in a stated base given
-    without it, and a numeric gold with a tolerance.
+    Decides equal strings, two literal numbers (integers as integers, whatever their size) with their units (a unit that
+    one answer alone has is dropped; two units must measure the same), percentages (25\% is matched by 25 and by 0.25),
+    words (`\text{east}`, `East`), choices (`(B)`, `B`), numerals in a stated base, which a prediction may leave out but
+    not change, and a numeric gold with a tolerance.
 
     Args:
         prediction: an answer as `extract_answer` returns it.
-        gold: the reference answer, see the module's notation.
+        gold: the reference answer, see the module's note.
 
     Returns:
         True or False when decided, else None.
@@ -219,6 +101,8 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
         ValueError: if the reference answer states an ill-written tolerance.
     """
     gold, tolerance = split_tolerance(gold)
+    if len(prediction) > MAX_ANSWER_CHARACTERS:
+        return False
     if _INTEGER.fullmatch(prediction) and _INTEGER.fullmatch(gold):
         equal = _canonical_integer(prediction) == _canonical_integer(gold)
         if equal or tolerance is None:
@@ -228,19 +112,19 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
         return False
     if without_spaces(left) == without_spaces(right):
         return True
-    left_value, right_value = parse_number(strip_percent(left)), parse_number(strip_percent(right))
+    left_measure, right_measure = measures(left, right)
+    left_text, right_text = left_measure.text, right_measure.text
+    scales = factors(left_measure, right_measure)
+    left_value, right_value = parse_number(left_text), parse_number(right_text)
     if left_value is not None and right_value is not None:
         if tolerance is not None:
-            return abs(left_value - right_value) <= tolerance
-        left_scale, right_scale = (Fraction(1, 100 if is_percentage(text) else 1) for text in (left, right))
-        same_written = same_number(left_value, right_value)
-        return same_written or same_number(left_value * left_scale, right_value * right_scale)
-    if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right):
-        return _canonical_integer(left) == _canonical_integer(right)
-    based = _BASED.fullmatch(right)
-    if based and left_value is not None:
-        return left == based[1]
-    return _compare_words(left, right)
+            return any(abs(left_value * a - right_value * b) <= tolerance for a, b in scales)
+        return any(same_number(left_value * a, right_value * b) for a, b in scales)
+    if _INTEGER.fullmatch(left_text) and _INTEGER.fullmatch(right_text):
+        equal = _canonical_integer(left_text) == _canonical_integer(right_text)
+        return equal and any(a == b for a, b in scales)
+    based = _compare_based(left, right)
+    return _compare_words(left, right) if based is None else based
 
 
 def answer_defect(answer: str) -> str | None:
@@ -270,64 +154,10 @@ def answer_defect(answer: str) -> str | None:
     begins, ends = re.findall(r"\\begin\{(\w+)\}", answer), re.findall(r"\\end\{(\w+)\}", answer)
     if sorted(begins) != sorted(ends):
         return r"has \begin and \end that do not match"
-    if re.search(r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])[\s$]*$|\\[dtc]?frac\s*\{[^{}]*\}\s*(?:\{\s*\}|$)", answer):
+    ending = answer.rstrip(" \t\n$")
+    if re.search(r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)", ending):
         return "breaks off in the middle of an expression"
     return None
-
-
-def _closing_braces(text: str) -> dict[int, int]:
-    """Each opening brace's position to that of the brace that closes it, in one pass; escaped ones don't count."""
-    closes: dict[int, int] = {}
-    opened: list[int] = []
-    position = 0
-    while position < len(text):
-        if text[position] == "\\":
-            position += 1
-        elif text[position] == "{":
-            opened.append(position)
-        elif text[position] == "}" and opened:
-            closes[opened.pop()] = position
-        position += 1
-    return closes
-
-
-def _unwrapped_value(text: str) -> str:
-    r"""`\textbf{42}` and `\mathbf{\frac{1}{2}}` without the command around the whole; words keep theirs."""
-    wrapper = _WHOLE_WRAPPER.match(text)
-    if wrapper is None or _closing_braces(text).get(wrapper.end() - 1) != len(text) - 1:
-        return text
-    inside = text[wrapper.end() : -1].strip()
-    return inside if re.search(r"\d", inside) else text
-
-
-def _groups_digits(text: str, position: int) -> bool:
-    before = re.search(r"(?<![\d,])\d{1,3}(?:,\d{3})*$", text[:position])
-    return before is not None and re.match(r",\d{3}(?!\d)", text[position:]) is not None
-
-
-def _outside_delimiters(text: str) -> str:
-    masked = text.replace(r"\$", "\x00")
-    if masked.count("$") % 2 or re.search(r"(?<!\$)\$\s+\$(?!\$)", masked):
-        return text.replace("$", " ") if "\x00" not in masked else masked.replace("$", " ").replace("\x00", r"\$")
-    segments = [
-        next(group for group in match.groups() if group is not None) for match in _MATH_SEGMENT.finditer(masked)
-    ]
-    if segments:
-        between = [part for part in re.split(r"\x01", _MATH_SEGMENT.sub("\x01", masked)) if part.strip(" .\n")]
-        joined = len(segments) > 1 and all(_JOINERS.fullmatch(part.strip(" .\n")) for part in between)
-        text = ", ".join(segments) if joined else segments[-1] if between else "".join(segments)
-        text += " percent" if between and is_percentage(between[-1]) else ""
-    return text.replace("\x00", r"\$")
-
-
-def _strip_units(text: str) -> str:
-    for pattern in (_UNIT_TEXT, _UNIT_ROMAN):
-        if pattern.search(text) and not _CONJUNCTION.search(pattern.search(text)[0]):
-            text = pattern.sub("", text)
-    if not is_percentage(text):
-        text = _UNIT_SYMBOL.sub("", text)
-        text = _UNIT_WORD.sub("", text)
-    return text.strip()
 
 
 def _canonical_integer(text: str) -> str:
@@ -335,19 +165,41 @@ def _canonical_integer(text: str) -> str:
     return f"-{digits}" if text.startswith("-") and digits != "0" else digits
 
 
+def _compare_based(left: str, right: str) -> bool | None:
+    """Numerals with a base: the same digits in the same base; a prediction may leave out the reference's base."""
+    left_based, right_based = _BASED.fullmatch(left), _BASED.fullmatch(right)
+    bases = [match and (match[2] or _BASE_WORDS.get(match[3], match[3])) for match in (left_based, right_based)]
+    if right_based:
+        if left_based:
+            return left_based[1] == right_based[1] and bases[0] == bases[1]
+        return left == right_based[1] if re.fullmatch(r"[+-]?[0-9A-Z]++", left) else None
+    if left_based and parse_number(right) is not None:
+        return bases[0] == "10" and _canonical_integer(left_based[1]) == right
+    return None
+
+
 def _compare_words(left: str, right: str) -> bool | None:
-    left_words, right_words = unwrap_text(left), unwrap_text(right)
-    choice = re.fullmatch(r"\(?([A-Za-z])\)?", right_words)
+    left_words, right_words = unwrap_text(left).strip(), unwrap_text(right).strip()
+    wrapped = (left_words, right_words) != (left, right)
+    choice = _CHOICE.fullmatch(right_words)
     if choice:
-        picked = re.fullmatch(r"\(?([A-Za-z])\)?\.?|\(([A-Z])\)\s*.+", left_words)
-        if picked:
-            found = picked[1] or picked[2]
-            wrapped = (left_words, right_words) != (left, right) or "(" in left_words + right_words
-            return found == choice[1] or (wrapped and found.lower() == choice[1].lower())
-        return None
+        picked = _CHOICE.fullmatch(left_words)
+        if picked is None:
+            picked = _CHOICE_AND_VALUE.fullmatch(left_words)
+            return None if picked is None else (picked[1] or picked[2]) == choice[1]
+        in_any_case = wrapped or "(" in left_words + right_words
+        return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())
+    if _CAPITALS.fullmatch(left_words) and _CAPITALS.fullmatch(right_words):
+        return left_words == right_words
     if not (_WORDS.fullmatch(left_words) and _WORDS.fullmatch(right_words)):
         return None
-    if re.sub(r"[^a-z]", "", left_words.lower()) == re.sub(r"[^a-z]", "", right_words.lower()):
-        return True
-    written_as_text = left_words != left or right_words != right or len(right_words) > 3
-    return False if written_as_text else None
+    if "'" in left_words + right_words:
+        return left_words.lower() == right_words.lower() if wrapped else None
+    left_split, right_split = left_words.replace("-", " ").split(), right_words.replace("-", " ").split()
+    shortest, longest = (f(map(len, left_split + right_split)) for f in (min, max))
+    if [word.lower() for word in left_split] == [word.lower() for word in right_split]:
+        if left_words.count("-") != right_words.count("-"):  # `x-y` is not `x y`
+            return True if shortest > 2 else None
+        same_case = [word[1:] for word in left_split] == [word[1:] for word in right_split]
+        return True if wrapped or (longest > 2 and same_case) else None
+    return False if wrapped or longest > 2 else None

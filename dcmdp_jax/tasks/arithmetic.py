@@ -15,6 +15,7 @@ import random
 import zlib
 from typing import Any, Literal
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.tasks.problems import Problem, problem_from_row
 
 _HELD_OUT_SHARE = 8
@@ -59,7 +60,7 @@ class ArithmeticSpec:
             steps and errs about that often: what reinforcement can mend.
 
     Raises:
-        ValueError: if a value is out of range.
+        UserError: if a value is out of range.
     """
 
     difficulty: int = 2
@@ -70,36 +71,37 @@ class ArithmeticSpec:
 
     def __post_init__(self) -> None:
         if self.difficulty not in LEVELS:
-            raise ValueError(f"arithmetic difficulty = {self.difficulty}: must be one of {', '.join(map(str, LEVELS))}")
+            raise UserError(f"arithmetic difficulty = {self.difficulty}: must be one of {', '.join(map(str, LEVELS))}")
         if self.count < 1:
-            raise ValueError(f"arithmetic count = {self.count}: must be at least 1")
+            raise UserError(f"arithmetic count = {self.count}: must be at least 1")
         if self.split not in ("train", "heldout"):
-            raise ValueError(f"arithmetic split = {self.split!r}: must be train or heldout")
+            raise UserError(f"arithmetic split = {self.split!r}: must be train or heldout")
         if not 0.0 <= self.error_rate <= 1.0:
-            raise ValueError(f"arithmetic error_rate = {self.error_rate}: must be from 0 to 1")
+            raise UserError(f"arithmetic error_rate = {self.error_rate}: must be from 0 to 1")
 
 
 def parse_spec(text: str) -> ArithmeticSpec:
     """Reads `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
 
     Raises:
-        ValueError: if a key is unknown or given twice, a value is ill-typed or out of range.
+        UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
     """
     name, _, settings = text.partition(":")
     if name != "arithmetic":
-        raise ValueError(f"task {text!r}: must begin with 'arithmetic:'")
+        raise UserError(f"task {text!r}: must begin with 'arithmetic:'")
     types = {"difficulty": int, "count": int, "seed": int, "split": str, "error_rate": float}
     values: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = (part.strip() for part in setting.partition("="))
         if key not in types or not equals:
-            raise ValueError(f"task {text!r}: {setting!r} is not key=value with a key of {', '.join(types)}")
+            raise UserError(f"task {text!r}: {setting!r} is not key=value with a key of {', '.join(types)}")
         if key in values:
-            raise ValueError(f"task {text!r}: {key} is given twice")
+            raise UserError(f"task {text!r}: {key} is given twice")
         try:
-            values[key] = types[key](value)
+            # int() and float() would take the digits of other scripts too.
+            values[key] = types[key](value if value.isascii() else "")
         except ValueError:
-            raise ValueError(f"task {text!r}: {key} = {value!r} is not {types[key].__name__}") from None
+            raise UserError(f"task {text!r}: {key} = {value!r} is not {types[key].__name__}") from None
     return ArithmeticSpec(**values)
 
 
@@ -107,7 +109,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
     """Makes the problems as rows in the schema of DAPO-Math-17K, with a worked `solution` besides.
 
     Raises:
-        ValueError: if the difficulty has fewer distinct problems than `count` in this split.
+        UserError: if the difficulty has fewer distinct problems than `count` in this split.
     """
     level = LEVELS[spec.difficulty]
     draw = random.Random(f"arithmetic {spec.difficulty} {spec.split} {spec.seed}")
@@ -140,20 +142,27 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
             }
         )
     if len(rows) < spec.count:
-        raise ValueError(
+        raise UserError(
             f"arithmetic difficulty {spec.difficulty} has no {spec.count} distinct {spec.split} problems (found "
             f"{len(rows)}): lower count or raise difficulty"
         )
     return rows
 
 
-def arithmetic_problems(spec: ArithmeticSpec) -> list[Problem]:
+def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
     """`arithmetic_rows` as problems, through the same reader as every dataset's rows.
 
+    Args:
+        spec: which problems.
+        keep_columns: whether they have `columns`.
+
     Raises:
-        ValueError: as `arithmetic_rows`.
+        UserError: as `arithmetic_rows`.
     """
-    return [problem_from_row(row, source="arithmetic", index=index) for index, row in enumerate(arithmetic_rows(spec))]
+    return [
+        problem_from_row(row, source="arithmetic", index=index, keep_columns=keep_columns)
+        for index, row in enumerate(arithmetic_rows(spec))
+    ]
 
 
 def _is_held_out(text: str) -> bool:

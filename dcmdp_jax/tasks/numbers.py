@@ -8,30 +8,35 @@ from fractions import Fraction
 _MAX_LITERAL_DIGITS = 400
 _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
-_GROUPED = re.compile(r"([+-]?)(\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+))((?:\.\d+)?)")
-_DECIMAL = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?(?:[eE]([+-]?\d+))?")
+_GROUPED = re.compile(r"([+-]?)([0-9]{1,3}(?:(?:,[0-9]{3})++|(?: [0-9]{3})++))((?:\.[0-9]++)?)")
+_DECIMAL = re.compile(r"([+-]?)([0-9]*+)(?:\.([0-9]*+))?(?:[eE]([+-]?[0-9]++))?")
+_REPEATING = re.compile(r"([+-]?)([0-9]*+)\.([0-9]*+)\\(?:overline|bar) ?\{([0-9]++)\}")
 _SCIENTIFIC = re.compile(
-    r"(?P<sign>[+-]?)(?:(?P<mantissa>\d+\.?\d*|\.\d+)\s*(?:\\times|\\cdot|\*|×)\s*)?"
-    r"10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[+-]?\s*\d+)\s*\}|\(\s*(?P<round>[+-]?\d+)\s*\)|(?P<bare>[+-]?\d+))"
+    r"(?P<sign>[+-]?)(?:(?P<mantissa>[0-9]++(?:\.[0-9]*+)?|\.[0-9]++) ?(?:\\times|\\cdot|\*|×) ?)?"
+    r"10 ?(?:\^|\*\*) ?(?:\{ ?(?P<braced>[+-]? ?[0-9]++) ?\}|\( ?(?P<round>[+-]?[0-9]++) ?\)|(?P<bare>[+-]?[0-9]++))"
 )
-_FRACTION = re.compile(r"([+-]?)\s*(\d+\s+|\d+)?\s*\\frac\s*\{\s*([+-]?\d+)\s*\}\s*\{\s*([+-]?\d+)\s*\}")
-_SLASH = re.compile(r"([+-]?)(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
+_FRACTION = re.compile(
+    r"([+-]?) ?([0-9]++ ?)?\\frac ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9])) ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9]))"
+)
+_SLASH = re.compile(r"([+-]?)(?:([0-9]++) )?([0-9]++) ?/ ?([0-9]++)")
 
 
 def parse_number(text: str) -> Fraction | None:
     r"""Reads a literal number exactly; None for anything that is not one.
 
     Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
-    `\frac{a}{b}` and mixed numbers. Never goes through a float: `105263157894736842` is itself. Literals of more than
-    400 digits or exponents beyond 400 are not read.
+    `\frac{a}{b}`, mixed numbers and repeating decimals. Never goes through a float:
+    `105263157894736842` is itself. Literals of more than 400 digits or exponents beyond 400 are not read.
     """
-    text = text.strip()
+    if len(text) > 2 * _MAX_LITERAL_DIGITS:
+        return None
+    text = re.sub(r"\s+", " ", text).strip()
     if not text or len(text) > _MAX_LITERAL_DIGITS:
         return None
     grouped = _GROUPED.fullmatch(text)
     if grouped:
         text = grouped[1] + re.sub("[, ]", "", grouped[2]) + grouped[3]
-    for reader in (_read_decimal, _read_scientific, _read_fraction):
+    for reader in (_read_decimal, _read_scientific, _read_fraction, _read_repeating):
         value = reader(text)
         if value is not None:
             return value
@@ -76,7 +81,23 @@ def _read_scientific(text: str) -> Fraction | None:
 
 
 def _read_fraction(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
-    if match is None or int(match[4]) == 0:
+    match = _FRACTION.fullmatch(text)
+    if match is not None:
+        above, below = match[3] or match[4], match[5] or match[6]
+    else:
+        match = _SLASH.fullmatch(text)
+        if match is None:
+            return None
+        above, below = match[3], match[4]
+    if int(below) == 0:
         return None
-    return _sign(match[1]) * (Fraction(int(match[2] or 0)) + Fraction(int(match[3]), int(match[4])))
+    return _sign(match[1]) * (Fraction(int(match[2] or 0)) + Fraction(int(above), int(below)))
+
+
+def _read_repeating(text: str) -> Fraction | None:
+    match = _REPEATING.fullmatch(text)
+    if match is None:
+        return None
+    whole, fixed, period = int(match[2] or 0), match[3], match[4]
+    repeating = Fraction(int(period), 10 ** len(period) - 1)
+    return _sign(match[1]) * (whole + (int(fixed or 0) + repeating) / 10 ** len(fixed))

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten
 from dcmdp_jax.tasks.answers import answer_defect, last_boxed, split_elements
 from dcmdp_jax.tasks.numbers import parse_number
 
@@ -22,6 +24,8 @@ _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w.-]+)?")
 _PROMPT_FIELDS = ("prompt", "problem", "question")
+# Arguments of reward functions, and as in TRL the fields that these come from.
+_NO_COLUMNS = ("prompt", "completion", "prompts", "completions", "completion_ids")
 _ANSWER_FIELDS = ("reward_model", "label", "final_answer", "expected_answer", "ground_truth", "answer", "solution")
 
 
@@ -36,6 +40,7 @@ class Problem:
         index: 0-based row number in its source.
         context: (role, content) of the messages before the prompt, a system message say.
         solution: a worked solution where the row has one, else empty; supervised warm-up learns from it.
+        columns: the row's fields for reward functions, without the prompt; empty unless they were asked for.
     """
 
     prompt: str
@@ -44,6 +49,7 @@ class Problem:
     index: int
     context: tuple[tuple[str, str], ...] = ()
     solution: str = ""
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 def load_problems(
@@ -52,8 +58,9 @@ def load_problems(
     split: str = "train",
     limit: int | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
+    keep_columns: bool = False,
 ) -> list[Problem]:
-    r"""Reads every problem of a dataset, in file order.
+    r"""Reads every problem of a dataset, in file order. Blank lines of a .jsonl file are no rows, wherever they are.
 
     Schemas: DAPO-Math-17K (`prompt` as messages or text, `reward_model.ground_truth`) and its `label` variant; the six
     benchmarks as published (AIME, AMC, MATH-500; Minerva, whose answer is the box in `solution`; OlympiadBench with
@@ -67,19 +74,20 @@ def load_problems(
         limit: read only the first so many rows; None for all.
         on_bad_row: what a row does that is malformed or has an empty prompt or an answer nothing could match: stop with
             an error, or be left out, counted and logged.
+        keep_columns: whether problems have `columns`, which take memory.
 
     Raises:
-        ValueError: if the location is nothing readable, holds no problem, or has a bad row; the message begins with
+        UserError: if the location is nothing readable, holds no problem, or has a bad row; the message begins with
             `path:line:` (1-based) for .jsonl and `path: row n:` (0-based) for the rest.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"limit = {limit}: at least 1 row must be read, or None for all")
+        raise UserError(f"limit = {limit}: at least 1 row must be read, or None for all")
     if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
+        raise UserError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
     if location.partition(":")[0] == "arithmetic":
         from dcmdp_jax.tasks.arithmetic import arithmetic_problems, parse_spec
 
-        return arithmetic_problems(parse_spec(location))[:limit]
+        return arithmetic_problems(parse_spec(location), keep_columns=keep_columns)[:limit]
     problems: list[Problem] = []
     skipped = 0
     source = source_name(location)
@@ -87,16 +95,16 @@ def load_problems(
         if limit is not None and index >= limit:
             break
         try:
-            problems.append(problem_from_row(row, source=source, index=index))
+            problems.append(problem_from_row(row, source=source, index=index, keep_columns=keep_columns))
         except ValueError as error:
             if on_bad_row == "error":
-                raise ValueError(f"{place}: {error}") from None
+                raise UserError(f"{place}: {error}") from None
             skipped += 1
             _LOG.debug("skipped %s: %s", place, error)
     if skipped:
         _LOG.warning("%s: %d of %d rows are unusable and left out", location, skipped, skipped + len(problems))
     if not problems:
-        raise ValueError(f"{location}: no usable row" if skipped else f"{location}: the file is empty")
+        raise UserError(f"{location}: no usable row" if skipped else f"{location}: the file is empty")
     return problems
 
 
@@ -105,16 +113,19 @@ def source_name(location: str) -> str:
     return Path(location.partition(":")[0]).stem
 
 
-def problem_from_row(row: Mapping[str, Any] | str | bytes, *, source: str, index: int) -> Problem:
+def problem_from_row(
+    row: Mapping[str, Any] | str | bytes, *, source: str, index: int, keep_columns: bool = False
+) -> Problem:
     """Makes a problem of one row.
 
     Args:
         row: the row's fields, or its JSON text.
         source: name to use where the row has no `data_source`.
         index: 0-based row number.
+        keep_columns: whether the problem has `columns`.
 
     Raises:
-        ValueError: if the row is no JSON object, its fields are of no known schema, its prompt is empty or its answer
+        UserError: if the row is no JSON object, its fields are of no known schema, its prompt is empty or its answer
             is one that nothing could match.
     """
     if not isinstance(row, Mapping):
@@ -123,9 +134,11 @@ def problem_from_row(row: Mapping[str, Any] | str | bytes, *, source: str, index
     answer, solution = _answer(row)
     defect = answer_defect(answer)
     if defect is not None:
-        raise ValueError(f"the answer {defect}: {answer!r}" if answer else f"the answer {defect}")
+        raise UserError(f"the answer {defect}: {shorten(answer)}" if answer else f"the answer {defect}")
+    if (digit := foreign_digit(answer)) is not None:
+        raise UserError(f"the answer {shorten(answer)} has the digit {describe_digit(digit)}")
     if any("\ud800" <= character <= "\udfff" for character in prompt + answer):
-        raise ValueError("holds half of a surrogate pair, which is no character")
+        raise UserError("holds half of a surrogate pair, which is no character")
     if row.get("context"):
         prompt = f"{row['context']}\n\n{prompt}"
     data_source = row.get("data_source")
@@ -136,6 +149,7 @@ def problem_from_row(row: Mapping[str, Any] | str | bytes, *, source: str, index
         index=index,
         context=context,
         solution=solution,
+        columns={name: row[name] for name in row if name not in _NO_COLUMNS} if keep_columns else {},
     )
 
 
@@ -143,21 +157,22 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
     path = Path(location).expanduser()
     if path.suffix in _FILE_SUFFIXES or path.exists():
         if path.suffix not in _FILE_SUFFIXES or path.is_dir():
-            raise ValueError(f"data {location}: not a .jsonl or .parquet file")
+            raise UserError(f"data {location}: not a .jsonl or .parquet file")
         if not path.is_file():
-            raise ValueError(f"data {location}: no such file")
+            raise UserError(f"data {location}: no such file")
         return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     if _HUB_NAME.fullmatch(location) and not location.startswith("."):
         return _hub_rows(location, split)
-    raise ValueError(
-        f"data {location!r}: not a .jsonl or .parquet file here, not arithmetic:..., not a Hub name owner/name"
+    raise UserError(
+        f"data {shorten(location)}: not a .jsonl or .parquet file here, not arithmetic:..., not a Hub name owner/name"
     )
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            yield f"{path}:{number}", line
+            if not line.isspace():
+                yield f"{path}:{number}", line
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -167,7 +182,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+        raise UserError(f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
     for index, row in enumerate(table.to_pylist()):
         yield f"{path}: row {index}", row
 
@@ -176,8 +191,8 @@ def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any
     try:
         import datasets
     except ImportError:
-        raise ValueError(
-            f"data {location!r}: no such file, and reading it from the Hub needs the `datasets` library: "
+        raise UserError(
+            f"data {shorten(location)}: no such file, and reading it from the Hub needs the `datasets` library: "
             "pip install 'dcmdp-jax[hub]'"
         ) from None
     name, _, config = location.partition("@")
@@ -185,31 +200,31 @@ def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the library raises many kinds, of network, of names and of formats
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"data {location!r}, split {split!r}: not loaded from the Hub ({reason})") from error
+        raise UserError(f"data {shorten(location)}, split {split!r}: not loaded from the Hub ({reason})") from error
     for index, row in enumerate(rows):
         yield f"{location}: row {index}", row
 
 
 def _parse_json(text: str | bytes) -> Mapping[str, Any]:
     if not text.strip():
-        raise ValueError("the row is empty")
+        raise UserError("the row is empty")
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+        raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError:
-        raise ValueError("not valid UTF-8") from None
+        raise UserError("not valid UTF-8") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise UserError("nested too deeply") from None
     if not isinstance(row, dict):
-        raise ValueError(f"the row is a JSON {type(row).__name__}, not an object")
+        raise UserError(f"the row is a JSON {type(row).__name__}, not an object")
     return row
 
 
 def _prompt(row: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], str]:
     field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise ValueError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}")
+        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}")
     value = row[field]
     context: tuple[tuple[str, str], ...] = ()
     if isinstance(value, list):
@@ -218,15 +233,15 @@ def _prompt(row: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], str]:
             if not isinstance(message, Mapping) or not all(
                 isinstance(message.get(k), str) for k in ("role", "content")
             ):
-                raise ValueError(f"field {field!r}: every message needs a role and a content that are text")
+                raise UserError(f"field {field!r}: every message needs a role and a content that are text")
             messages.append((message["role"], message["content"]))
         if not messages or messages[-1][0] != "user":
-            raise ValueError(f"field {field!r}: the last message must be the user's")
+            raise UserError(f"field {field!r}: the last message must be the user's")
         context, value = tuple(messages[:-1]), messages[-1][1]
     if not isinstance(value, str):
-        raise ValueError(f"field {field!r} is {type(value).__name__}, not text or a list of messages")
+        raise UserError(f"field {field!r} is {type(value).__name__}, not text or a list of messages")
     if not value.strip():
-        raise ValueError("the prompt is empty")
+        raise UserError("the prompt is empty")
     return context, value
 
 
@@ -234,18 +249,18 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     field = next((name for name in _ANSWER_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise ValueError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}")
+        raise UserError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}")
     value, solution = row[field], _solution(row)
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
-            raise ValueError("field 'reward_model' has no ground_truth")
+            raise UserError("field 'reward_model' has no ground_truth")
         value = value["ground_truth"]
     elif field == "final_answer":
         value = _olympiad_answer(row)
     elif field == "solution":
         value = last_boxed(solution)
         if value is None:
-            raise ValueError(r"no answer field, and no \boxed{} in the solution")
+            raise UserError(r"no answer field, and no \boxed{} in the solution")
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
     return _answer_text(value, field), solution.strip()
@@ -264,19 +279,19 @@ def _answer_text(value: Any, field: str) -> str:
         return str(int(value)) if value.is_integer() else repr(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise ValueError(f"field {field!r}: an answer must be text or a finite number, not {value!r}")
+    raise UserError(f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}")
 
 
 def _olympiad_answer(row: Mapping[str, Any]) -> Any:
     answers = row["final_answer"]
     if not isinstance(answers, list) or len(answers) != 1 or not isinstance(answers[0], str):
-        raise ValueError(f"field 'final_answer' must be a list of one text, not {answers!r}")
+        raise UserError(f"field 'final_answer' must be a list of one text, not {shorten(answers)}")
     answer = answers[0].strip()
     if row.get("is_multiple_answer"):
         # ", " keeps 2500,750 from reading as a number of digit groups
         answer = ", ".join(split_elements(answer.replace("$", ""), ",", digit_groups=False))
     if row.get("error"):
-        if parse_number(str(row["error"])) is None:
-            raise ValueError(f"field 'error' is {row['error']!r}, not a number")
+        if foreign_digit(str(row["error"])) or parse_number(str(row["error"])) is None:
+            raise UserError(f"field 'error' is {shorten(row['error'])}, not a number")
         answer += rf"\tolerance{{{row['error']}}}"
     return answer

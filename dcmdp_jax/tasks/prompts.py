@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
 from dcmdp_jax.tasks.problems import Problem
 
 if TYPE_CHECKING:
@@ -41,21 +43,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         path: a directory in Hugging Face format, or a Hub name.
 
     Raises:
-        ValueError: if there is no tokenizer there, or it has no chat template or no end-of-sequence token.
+        UserError: if there is no tokenizer there, or it has no chat template or no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
     directory = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not directory.is_dir():
-        raise ValueError(f"tokenizer {path}: no such directory")
+        raise UserError(f"tokenizer {path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory) if directory.is_dir() else path, trust_remote_code=False, local_files_only=directory.is_dir()
         )
     except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise ValueError(f"tokenizer {path}: not loadable ({reason})") from error
+        reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
+        raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
     check_tokenizer(tokenizer)
     return tokenizer
 
@@ -64,16 +66,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses a tokenizer that prompts can't be made with.
 
     Raises:
-        ValueError: if it has no chat template or no end-of-sequence token.
+        UserError: if it has no chat template or no end-of-sequence token.
     """
     name = tokenizer.name_or_path or type(tokenizer).__name__
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside tokenizer_config.json, "
             "or use the tokenizer of its instruction-tuned version"
         )
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name}: no end-of-sequence token, so no completion would end; set eos_token in "
             "tokenizer_config.json"
         )
@@ -100,11 +102,11 @@ def encode_prompts(
         enable_thinking: passed to the template (Qwen3's switch) unless None.
 
     Raises:
-        ValueError: if the tokenizer is refused (`check_tokenizer`), the template can't render a problem's messages, the
+        UserError: if the tokenizer is refused (`check_tokenizer`), the template can't render a problem's messages, the
             limit is below 1, or it drops every problem.
     """
     if max_prompt_tokens < 1:
-        raise ValueError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
+        raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
     check_tokenizer(tokenizer)
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     texts = []
@@ -114,8 +116,9 @@ def encode_prompts(
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # jinja2's own errors, and whatever a template raises
-            raise ValueError(
-                f"the chat template can't render problem {problem.index} of {problem.source}: {error}"
+            reason = shorten_name(" ".join(str(error).split()))
+            raise UserError(
+                f"the chat template can't render problem {problem.index} of {problem.source}: {reason}"
             ) from error
         texts.append(text)
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -128,7 +131,7 @@ def encode_prompts(
             *(dropped, len(fits), max_prompt_tokens, longest),
         )
         if dropped == len(fits):
-            raise ValueError(
+            raise UserError(
                 f"max_prompt_tokens = {max_prompt_tokens} leaves no prompt: the shortest has {min(map(len, encoded))}"
             )
     return EncodedPrompts(
@@ -152,20 +155,22 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | No
         The ids, ascending, without repeats.
 
     Raises:
-        ValueError: if one of the files is malformed, or nothing names an end token.
+        UserError: if one of the files is malformed, or nothing names an end token.
     """
     ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for name in ("generation_config.json", "config.json") if model_dir is not None else ():
         path = Path(model_dir).expanduser() / name
         if not path.is_file():
             continue
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            ids |= {int(item) for item in (value if isinstance(value, list) else [value]) if item is not None}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: eos_token_id is not readable ({error})") from error
+        value = read_json_object(path).get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
+                raise UserError(f"{path}: eos_token_id is {shorten(value)}, must be a token id or a list of them")
+            ids.add(item)
     if not ids:
-        raise ValueError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
+        raise UserError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
     return tuple(sorted(ids))
 
 

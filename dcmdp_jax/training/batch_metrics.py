@@ -1,4 +1,4 @@
-"""What a training batch says of engine mismatch and rewards."""
+"""Metrics of a training batch: rewards and engine mismatch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm import masked
-from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, discrepancy, mismatch_statistics
+from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, mismatch_statistics
 from dcmdp_jax.config import AlgorithmSettings
 from dcmdp_jax.types import Batch, Rows
 
 Metrics = dict[str, jax.Array]
 
 
-def batch_metrics(
-    batch: Batch, train_logprobs: tuple[jax.Array, ...], settings: AlgorithmSettings
-) -> tuple[Metrics, jax.Array]:
+def batch_metrics(batch: Batch, rows: tuple[tuple[jax.Array, jax.Array], ...], settings: AlgorithmSettings) -> Metrics:
     """Rewards, discrepancy and mismatch of a batch.
 
     Args:
         batch: what was trained on.
-        train_logprobs: p^Train of each bucket, [M, A, R, L] float32.
-        settings: how the discrepancy is measured, and what it may be.
+        rows: p^Train and the discrepancy of each token, [M, A, R, L] float32 for each bucket.
+        settings: what the discrepancy may be, and the statistics of groups.
 
     Returns:
-        [] float32 metrics named as in observe/names.py, `completions/discrepancy` [M * N], and the mean discrepancy,
-        [] float32, that moves the multiplier.
+        [] float32 metrics named as in observe/names.py, and `completions/discrepancy` [M * N].
     """
     mini_batches, completions = batch.rewards.shape
 
@@ -35,13 +32,12 @@ def batch_metrics(
         return jnp.concatenate([field(bucket).reshape(mini_batches, -1) for bucket in batch.rows], axis=1)
 
     mask, rollout = flat(lambda b: b.completion_mask), flat(lambda b: b.rollout_logprobs)
-    train = jnp.concatenate([p.reshape(mini_batches, -1) for p in train_logprobs], axis=1)
+    train, delta = (
+        jnp.concatenate([x.reshape(mini_batches, -1) for x in xs], axis=1) for xs in zip(*rows, strict=True)
+    )
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(lambda b: b.completion_index) + offsets
     total = mini_batches * completions
-    measured = {"measure": settings.measure, "sided": settings.sided, "level": "token"}
-    delta = discrepancy(train, rollout, mask, index, total, **measured)
-    mean_discrepancy = masked.masked_mean(delta, mask)
     over = completions_over_tolerance(delta, mask, index, total, tolerance=settings.tolerance)
     mismatch = mismatch_statistics(train, rollout, mask)
 
@@ -49,19 +45,17 @@ def batch_metrics(
     group_ids = (batch.group_ids + offsets).reshape(-1)
     groups = masked.group_statistics(rewards, group_ids, valid, ddof=settings.std_ddof)
     mean_reward = masked.masked_mean(rewards, valid)
-    metrics = {
+    return {
         "reward/mean": mean_reward,
         "reward/std": jnp.sqrt(masked.masked_mean((rewards - mean_reward) ** 2, valid)),
-        "reward/all_equal_groups": masked.mean(masked.all_equal_groups(groups)),
-        "discrepancy/mean": mean_discrepancy,
+        "reward/all_equal_groups": masked.all_equal_groups(groups).value(),
         "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
         "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
         "discrepancy/max": masked.masked_max(delta, mask),
-        "discrepancy/completions_over_tolerance": masked.mean(over),
+        "discrepancy/completions_over_tolerance": over.value(),
         "mismatch/k1": mismatch["kl_k1"],
         "mismatch/k3": mismatch["kl_k3"],
         "mismatch/pearson": mismatch["pearson"],
         "mismatch/effective_sample_size": mismatch["effective_sample_size"],
         "completions/discrepancy": masked.completion_means(delta, mask, index, total),
     }
-    return metrics, mean_discrepancy

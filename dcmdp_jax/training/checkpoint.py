@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dcmdp_jax.models import decoder
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 _ITEMS = ("params", "learner", "meta")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """No usable checkpoint where one was asked for."""
 
 
@@ -131,14 +133,13 @@ class Checkpoints:
             ),
         )
 
-    def save(self, step: int, state: TrainState, *, model: ModelConfig, score: Score | None) -> None:
+    def save(self, step: int, state: TrainState, *, model: ModelConfig) -> None:
         """Starts writing the state after `step` steps; returns when the arrays may be donated.
 
         Args:
             step: finished training steps; nothing happens if that step is saved already.
             state: the state.
             model: the model's shape, so that the parameters can be loaded alone.
-            score: what the best are chosen by; None: not a candidate.
         """
         if self._manager.latest_step() == step:
             return
@@ -160,8 +161,28 @@ class Checkpoints:
                 learner=ocp.args.StandardSave(learner),
                 meta=ocp.args.JsonSave(meta),
             ),
-            metrics={} if score is None else {"name": score.name, "score": float(score.value)},
+            metrics={},
         )
+
+    def add_score(self, step: int, score: Score) -> None:
+        """Makes a saved step a candidate for the best; waits until it is on disk.
+
+        Until then it has no score. A kill leaves the old score or the new one.
+
+        Args:
+            step: a saved step.
+            score: what the best are chosen by; replaces an earlier one.
+        """
+        self.wait()
+        path = self._directory / str(step) / "metrics" / "metrics"
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name("metrics.new")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump({"name": score.name, "score": float(score.value)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        self._manager.reload()
 
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
         """The newest state that reads back whole, or None if the run has no checkpoint.
@@ -323,7 +344,7 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
     with _naming_damage(path):
         model, meta = _read_meta(path)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = decoder.param_shapes(model, meta["param_dtype"])
+        shapes = param_shapes(model, meta["param_dtype"])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
         params = ocp.StandardCheckpointer().restore(path / "params", abstract)
         _check_digests(params, meta["digests"]["params"])

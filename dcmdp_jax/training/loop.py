@@ -15,18 +15,22 @@ import jax
 import numpy as np
 
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import evaluate
 from dcmdp_jax.memory import give_back_freed
-from dcmdp_jax.models import decoder, hf_weights
+from dcmdp_jax.models import hf_weights
+from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.observe.metrics import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
+from dcmdp_jax.rewards.measures import reward_metrics
+from dcmdp_jax.rewards.protocol import RewardError
+from dcmdp_jax.rewards.scoring import BatchScoring, Scorer, Scores
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
-from dcmdp_jax.tasks.grading import Grading
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
-from dcmdp_jax.tasks.verifier import Grades, Verifier
+from dcmdp_jax.tasks.verifier import Verifier
 from dcmdp_jax.training.checkpoint import Checkpoints, Score
 from dcmdp_jax.training.measures import PhaseTimer, rollout_metrics
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -72,7 +76,7 @@ class Trainer:
 
         Args:
             plan: the checked run.
-            stack: closes engine, verifier and checkpoints.
+            stack: closes engine, verifier, reward functions and checkpoints.
             stop: says when to leave.
             show: prints a line for people before the live display starts.
         """
@@ -81,8 +85,17 @@ class Trainer:
         self.engine: Engine = make_engine(plan)
         stack.callback(self.engine.close)
         self.verifier = stack.enter_context(
-            Verifier(num_workers=config.task.verifier_workers, timeout_s=config.task.verifier_timeout)
+            Verifier(config.task.verifier_workers, config.task.verifier_timeout, config.task.verifier_budget)
         )
+        self.scorer = Scorer(
+            plan.rewards,
+            self.verifier,
+            plan.columns,
+            by_source=len({problem.source for problem in plan.train.problems}) > 1,
+            timeout_s=config.rewards.timeout,
+            stop_on_error=config.rewards.on_error == "error",
+        )
+        stack.callback(self.scorer.close)
         self.checkpoints = Checkpoints(
             config.run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
@@ -108,11 +121,12 @@ class Trainer:
             shardings=self.shardings,
         )
         self.rescore = make_rescore(self.row_logprobs, mesh=plan.mesh) if config.rollout.precision == "exact" else None
+        self._pushed: tuple[int, dict[str, float]] | None = None
 
     def start(self) -> tuple[TrainState, bool]:
         """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed."""
         create = jax.jit(lambda params: new_state(params, self.optimizer, self.dual), out_shardings=self.shardings)
-        shapes = jax.eval_shape(create, decoder.param_shapes(self.plan.model, self.config.model.param_dtype))
+        shapes = jax.eval_shape(create, param_shapes(self.plan.model, self.config.model.param_dtype))
         abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
@@ -163,54 +177,59 @@ class Trainer:
     def run(self, state: TrainState, writer: MetricsWriter, *, resumed: bool) -> None:
         """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end.
 
-        Every evaluated policy is saved, so that the best one can be kept. A signal is obeyed before an evaluation,
-        which may take longer than whoever sent it waits; the resumed run makes up for it.
+        Every evaluated policy is saved, and its score with it, so that the best one can be kept. A signal ends
+        sampling and evaluation at once: the state has been final since the last update. The resumed run samples that
+        step, or evaluates that policy, again.
         """
         config, step = self.config, int(state.step)
         reference = self._reference_params()
         if not resumed:
-            self._save(state, step, None, writer)
+            self._save(state, step)
         if self._evaluation_is_due(step) and not has_record(config.run_dir, step, f"{self._evaluation}/"):
             self._evaluate(state, step, writer)
         while step < config.training.steps:
+            check_stop = functools.partial(self._check_stop, state, step)
+            check_stop()
             timer = PhaseTimer()
             with timer.phase("push"):
-                pushed = self.engine.push_weights(state.params, step)
+                pushed = self._push(state, step)
             chosen = self._choose(step)
-            grading = self._grading(chosen)
+            scoring = self._scoring(chosen)
             with timer.phase("generate"):
-                rollout = self.engine.generate(
-                    [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling, seed=config.training.seed,
-                    step=step, on_finished=grading.begin,
-                )  # fmt: skip
+                rollout = self._generate(chosen, step, scoring, check_stop)
             floor = self._noise_floor(rollout) if step == 0 else {}
             with timer.phase("verify"):
-                texts, grades = grading.finish(rollout.completion_ids)
+                texts, scores = self._score(scoring, rollout, state, step)
             with timer.phase("pack"):
-                batch, packed = self._pack(rollout, grades, state)
+                batch, packed = self._pack(rollout, scores.totals, state)
+            check_stop()
             with timer.phase("step"):
                 state, metrics = self.train_step(state, batch, reference)
-                jax.block_until_ready(metrics)
+                metrics = jax.device_get(metrics)
             step += 1
             completions = metrics.pop("completions/discrepancy")
-            writer.write(
-                step, metrics | pushed | packed | floor | rollout_metrics(rollout, grades) | timer.metrics(rollout)
-            )
-            self._write_samples(step, writer, rollout, chosen, texts, grading.answers, grades, completions)
+            metrics |= pushed | packed | floor | timer.metrics(rollout)
+            metrics |= rollout_metrics(rollout, scores.grades) | reward_metrics(scores)
+            writer.write(step, metrics)
+            self._write_samples(step, writer, rollout, chosen, texts, scoring.answers, scores, completions)
             self._check_skipped(metrics)
-            if self.stop.received is not None:
-                self._save(state, step, None, writer)
-                self.stop.check(f"after step {step}, saved")
-            if self._evaluation_is_due(step):
-                try:
-                    score = self._evaluate(state, step, writer)
-                except Exception:
-                    # The step is done, whatever becomes of its evaluation.
-                    self._save(state, step, None, writer)
-                    raise
-                self._save(state, step, score, writer)
-            elif step == config.training.steps or step % config.checkpoint.every_steps == 0:
-                self._save(state, step, None, writer)
+            due = self._evaluation_is_due(step)
+            if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
+                self._save(state, step)
+            if due:
+                self._evaluate(state, step, writer)
+
+    def _check_stop(self, state: TrainState, step: int) -> None:
+        """Saves the state and leaves if a signal came."""
+        if self.stop.received is not None:
+            self._save(state, step)
+            self.stop.check(f"after step {step}, saved")
+
+    def _push(self, state: TrainState, step: int) -> dict[str, float]:
+        """Pushes the policy of a step unless the engine holds it already; what was measured when it was pushed."""
+        if self._pushed is None or self._pushed[0] != step:
+            self._pushed = step, self.engine.push_weights(state.params, step)
+        return self._pushed[1]
 
     def _evaluation_is_due(self, step: int) -> bool:
         """Before the first step, at every so many, and after the last."""
@@ -223,9 +242,31 @@ class Trainer:
             len(self.plan.train.problems), seed=self.config.training.seed, first=step * count, count=count
         )
 
-    def _grading(self, chosen: np.ndarray) -> Grading:
+    def _scoring(self, chosen: np.ndarray) -> BatchScoring:
         rows = np.repeat(chosen, self.plan.sampling.group_size)
-        return Grading(self.verifier, self.plan.tokenizer, [self.plan.train.problems[i].answer for i in rows])
+        return BatchScoring(self.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
+
+    def _score(self, scoring: BatchScoring, rollout: Rollout, state: TrainState, step: int) -> tuple[list[str], Scores]:
+        """Texts and rewards of a rollout. A reward function that fails may end the run: then its state is saved."""
+        try:
+            return scoring.finish(rollout.completion_ids, functools.partial(self._check_stop, state, step))
+        except RewardError as error:
+            self._save(state, step)
+            raise UserError(
+                f"config.rewards.functions: {error}; saved after step {step}: mend the function and run the same "
+                "command again, or go on without its values by rewards.on_error=none (time limit: rewards.timeout)"
+            ) from error
+
+    def _generate(
+        self, chosen: np.ndarray, step: int, scoring: BatchScoring, check_stop: Callable[[], None]
+    ) -> Rollout:
+        def on_finished(rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
+            check_stop()
+            scoring.begin(rows, completion_ids)
+
+        prompts = [self.plan.train.token_ids[i] for i in chosen]
+        seed = self.config.training.seed
+        return self.engine.generate(prompts, self.plan.sampling, seed=seed, step=step, on_finished=on_finished)
 
     def _noise_floor(self, rollout: Rollout) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
@@ -248,11 +289,11 @@ class Trainer:
         measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
         return {"mismatch/noise_floor": float(np.mean(measure(np.concatenate(scored), sampled)))}
 
-    def _pack(self, rollout: Rollout, grades: Grades, state: TrainState) -> tuple[Batch, dict[str, Any]]:
+    def _pack(self, rollout: Rollout, rewards: np.ndarray, state: TrainState) -> tuple[Batch, dict[str, Any]]:
         dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
         batch, report = pack(
             rollout,
-            grades.rewards,
+            rewards,
             self.plan.packing,
             mask_truncated=self.config.algorithm.mask_truncated,
             dropped=dropped,
@@ -264,7 +305,7 @@ class Trainer:
             batch, metrics["mismatch/sampler"] = self.rescore(state.params, batch)
         return batch, metrics
 
-    def _check_skipped(self, metrics: Mapping[str, jax.Array]) -> None:
+    def _check_skipped(self, metrics: Mapping[str, np.ndarray]) -> None:
         limit = self.config.training.max_skipped_in_row
         if int(metrics["optimizer/skipped_in_row"]) >= limit:
             raise TrainingStopped(
@@ -277,10 +318,15 @@ class Trainer:
         """The evaluation's name in the metrics: "eval/aime24" for a file aime24.jsonl."""
         return f"eval/{source_name(self.config.evaluation.task)}"
 
-    def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> Score:
-        """avg@K of the inference engine's policy on the held-out problems."""
+    def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> None:
+        """Scores the inference engine's policy on the held-out problems: avg@K, kept with its checkpoint.
+
+        The policy is saved already. The record comes last: it says that nothing of the evaluation is left to do.
+        """
         settings, held_out = self.config.evaluation, self.plan.held_out
-        self.engine.push_weights(state.params, step)
+        check_stop = functools.partial(self._check_stop, state, step)
+        check_stop()
+        self._push(state, step)
         sampling = dataclasses.replace(
             self.plan.sampling, group_size=settings.samples, temperature=settings.temperature
         )
@@ -293,15 +339,15 @@ class Trainer:
             sampling,
             task=self._evaluation,
             seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
+            check_stop=check_stop,
         )
         average = f"{result.task}/avg@{result.samples}"
+        name = f"{average} {settings.task} temperature={settings.temperature:g}"
+        self.checkpoints.add_score(step, Score(name, result.average))
         writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
-        return Score(f"{average} {settings.task} temperature={settings.temperature:g}", result.average)
 
-    def _save(self, state: TrainState, step: int, score: Score | None, writer: MetricsWriter) -> None:
-        # The record first: a kill between the two costs a line that the resumed run writes again.
-        writer.flush()
-        self.checkpoints.save(step, state, model=self.plan.model, score=score)
+    def _save(self, state: TrainState, step: int) -> None:
+        self.checkpoints.save(step, state, model=self.plan.model)
 
     def _write_samples(
         self,
@@ -311,13 +357,13 @@ class Trainer:
         chosen: np.ndarray,
         texts: list[str],
         answers: Sequence[str],
-        grades: Grades,
-        discrepancy: jax.Array,
+        scores: Scores,
+        discrepancy: np.ndarray,
     ) -> None:
         settings = self.config.observe
         if not settings.samples or (step - 1) % settings.samples_every_steps:
             return
-        means = np.asarray(discrepancy).reshape(-1)
+        means = discrepancy.reshape(-1)
         # One completion of each of the first prompts says more than many of one prompt.
         picked = [group * self.plan.sampling.group_size for group in range(min(settings.samples, len(chosen)))]
         writer.write_samples(step, [
@@ -325,7 +371,8 @@ class Trainer:
                 "prompt": self.plan.train.problems[chosen[rollout.group_ids[i]]].prompt,
                 "completion": texts[i],
                 "answer": answers[i],
-                "reward": float(grades.rewards[i]),
+                "reward": float(scores.totals[i]),
+                "rewards": scores.of_completion(i),
                 "discrepancy_mean": float(means[i]),
             }
             for i in picked
@@ -354,7 +401,7 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
         give_back_freed()
         step = int(state.step)
         if step > config.training.steps:
-            raise ValueError(
+            raise UserError(
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
                 f"{step}; raise it or choose another run_dir"
             )

@@ -38,15 +38,18 @@ class PhaseTimer:
         }
 
 
-def rollout_metrics(rollout: Rollout, grades: Grades) -> dict[str, float]:
-    """Lengths, truncations, and what the verifier could not read, by the names of observe/names.py."""
+def rollout_metrics(rollout: Rollout, grades: Grades | None) -> dict[str, float]:
+    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of observe/names.py."""
     lengths = [len(ids) for ids in rollout.completion_ids]
-    return {
+    judged = {} if grades is None else {
+        "reward/verifier_timeouts": grades.timeouts,
+        "reward/verifier_errors": grades.errors,
+        "reward/verifier_over_budget": grades.over_budget,
+        "reward/no_answer_fraction": grades.unparsed / len(lengths),
+    }  # fmt: skip
+    return judged | {
         "completion/length_mean": float(np.mean(lengths)),
         "completion/length_min": min(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated_fraction": float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
-        "reward/verifier_timeouts": grades.timeouts,
-        "reward/verifier_errors": grades.errors,
-        "reward/no_answer_fraction": grades.unparsed / len(lengths),
     }

@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.config import Config, to_dict
+from dcmdp_jax.config import Config, from_saved, setting_names, to_dict, to_saved
+from dcmdp_jax.config_checks import may_change
+from dcmdp_jax.config_fields import flatten
+from dcmdp_jax.errors import UserError
 
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
-# What may change between the parts of one run: it alters what is recorded, where it runs and in what portions, and what
-# happens to what is broken; not what is learnt.
-FREE_SETTINGS = (
-    "run_dir",
-    "evaluation.",
-    "checkpoint.",
-    "observe.",
-    "mesh.",
-    "model.remat",
-    "model.scan_unroll",
-    "model.logprob_chunk",
-    "rollout.max_rows",
-    "rollout.min_rows",
-    "rollout.on_non_finite",
-    "rollout.vllm.python",
-    "rollout.vllm.visible_devices",
-    "rollout.vllm.memory_share",
-    "rollout.vllm.kv_cache_gib",
-    "rollout.vllm.cpu_threads",
-    "rollout.vllm.start_timeout_s",
-    "rollout.vllm.stall_timeout_s",
-    "rollout.vllm.max_restarts",
-    "rollout.vllm.probe_tolerance",
-    "task.verifier_workers",
-    "training.max_skipped_in_row",
-    "training.micro_batch_tokens",
-    "training.steps",
-)
+# Text that a directory's name can hold as it is: without capitals, which some file systems do not tell apart, and
+# without what separates one setting from the next.
+_NOT_PLAIN = re.compile(r"[^\w.=-]+", re.ASCII)
+_PLAIN = re.compile(r"[a-z0-9_.]*|-?[0-9.]+(e[+-]?[0-9]+)?")
+_LONGEST_SUFFIX = 100
+_DIGEST = 12
+
+
+def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
+    """What the name of a run directory says of overrides: `-precision=exact`.
+
+    Any two different sets of values have different names. A setting is called by its last word where no other setting
+    ends with it. Text that a name can't hold as it is gets a digest of all overrides at its end, and so does a name
+    that would be too long. Settings that a resumed run may change are left out.
+
+    Args:
+        overrides: dotted name -> value.
+        config: the config with these values.
+    """
+    learnt = {name: value for name, value in sorted(overrides.items()) if not may_change(name, config)}
+    text, plain = "", True
+    for name, value in learnt.items():
+        said = _name_value(value)
+        text += f"-{_short_name(name)}={_NOT_PLAIN.sub('_', said.rpartition('/')[2])}"
+        plain &= isinstance(value, bool) or _PLAIN.fullmatch(said) is not None
+    if plain and len(text) <= _LONGEST_SUFFIX:
+        return text
+    digest = hashlib.sha256(json.dumps(learnt).encode()).hexdigest()[:_DIGEST]
+    return f"{text[: _LONGEST_SUFFIX - _DIGEST - 1]}-{digest}"
+
+
+def _name_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "_".join(map(str, value))
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def _short_name(name: str) -> str:
+    """The shortest tail of a dotted name that no other setting ends with."""
+    words, names = name.split("."), setting_names()
+    tails = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+    return next(tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1)
 
 
 def check_run_directory(config: Config) -> None:
@@ -50,7 +69,7 @@ def check_run_directory(config: Config) -> None:
 
     Raises:
         OSError: if it can't be made or written.
-        ValueError: naming the first setting that differs from the run already there.
+        UserError: naming the first setting that differs from the run already there.
     """
     run_dir = Path(config.run_dir)
     existing = run_dir
@@ -61,24 +80,35 @@ def check_run_directory(config: Config) -> None:
     for name in ("checkpoints", "tensorboard", "tokenizer"):
         if (run_dir / name).exists() and not (run_dir / name).is_dir():
             raise OSError(f"config.run_dir: {run_dir / name} is no directory; move it away, or choose another run_dir")
-    path = run_dir / CONFIG_FILE
-    if not path.exists():
+    if not (run_dir / CONFIG_FILE).exists():
         return
+    try:
+        saved = read_config(run_dir)
+    except ValueError as error:
+        raise UserError(f"{error}; choose another config.run_dir") from error
+    before, now = flatten(to_dict(saved)), flatten(to_dict(config))
+    for name in sorted(now):
+        if not may_change(name, config) and before[name] != now[name]:
+            raise UserError(
+                f"config.run_dir: {run_dir} holds a run with {name}={before[name]!r}, this config has "
+                f"{now[name]!r}; choose another run_dir, or delete that one"
+            )
+
+
+def read_config(run_dir: Path) -> Config:
+    """Read the config of a run, which an earlier version may have written.
+
+    Raises:
+        UserError: in one line, if there is none or it can't be read.
+    """
+    path = run_dir / CONFIG_FILE
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: can't be read ({error}); choose another config.run_dir") from error
-    decays = config.optimizer.schedule != "constant"
-    before, now = _flatten(saved), _flatten(to_dict(config))
-    for name in sorted(before.keys() | now.keys()):
-        fixed = not name.startswith(FREE_SETTINGS) or (name == "training.steps" and decays)
-        if fixed and before.get(name) != now.get(name):
-            raise ValueError(
-                f"config.run_dir: {run_dir} holds a run with {name}={before.get(name)!r}, this config has "
-                f"{now.get(name)!r}; choose another run_dir, or delete that one"
-            )
+            raise UserError("not an object")
+        return from_saved(saved)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: can't be read ({error})") from error
 
 
 @contextmanager
@@ -86,7 +116,7 @@ def claimed(config: Config) -> Iterator[Path]:
     """Makes the directory and holds a lock on it until the block ends.
 
     Raises:
-        ValueError: if another process is running in it.
+        UserError: if another process is running in it.
         OSError: if it can't be written.
     """
     run_dir = Path(config.run_dir)
@@ -99,7 +129,7 @@ def claimed(config: Config) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"config.run_dir: another process is running in {run_dir}; choose another") from None
+            raise UserError(f"config.run_dir: another process is running in {run_dir}; choose another") from None
         yield run_dir
 
 
@@ -107,12 +137,5 @@ def record_config(config: Config) -> None:
     """Writes config.json, atomically. Only once the run has a state: a config that failed must bind no directory."""
     path = Path(config.run_dir) / CONFIG_FILE
     temporary = path.with_name(CONFIG_FILE + ".new")
-    temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(to_saved(config), indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -8,20 +8,26 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
-from dcmdp_jax.models import decoder, hf_weights
-from dcmdp_jax.models.attention import choose_kernel
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models import hf_weights
+from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.observe.metrics import require_wandb
 from dcmdp_jax.parallel.host import prepare_host, sampling_mesh, training_mesh
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import on_own_rows, param_shardings, splits_rows_alone
+from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings, shard_map_over_data
+from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
+from dcmdp_jax.rewards.scoring import check_rewards, column_names
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.packing import (
@@ -37,6 +43,8 @@ from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperatur
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.training.memory_parts import plan_memory
+from dcmdp_jax.training.memory_plan import MemoryPlan, this_machine
 from dcmdp_jax.training.run_directory import check_run_directory
 from dcmdp_jax.training.step import make_row_logprobs
 from dcmdp_jax.types import Params, Rows
@@ -58,6 +66,9 @@ class Plan:
         worked_solutions: prompts and solutions of the warm-up, token ids; None without one.
         packing: shapes of a batch.
         sampling: the distribution training samples from.
+        rewards: what a completion earns.
+        columns: names of the data's columns that reward functions get.
+        memory: what it takes, and what there is.
     """
 
     config: Config
@@ -70,30 +81,45 @@ class Plan:
     worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None
     packing: PackingPlan
     sampling: SamplingParams
+    rewards: tuple[Reward, ...]
+    columns: tuple[str, ...]
+    memory: MemoryPlan
 
 
 def make_plan_of_run(config: Config) -> Plan:
     """Checks everything that can be checked without touching weights or compiling.
 
     Raises:
-        ValueError: one line naming setting or file, value and remedy.
+        UserError: one line naming setting or file, value and remedy.
         OSError: for directories and files that can't be read or written.
     """
     check_run_directory(config)
+    vllm_on_cpu = False
     if config.rollout.engine == "vllm":
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
-        check_installation(config.rollout.vllm, config.rollout.precision)
+        vllm_on_cpu = check_installation(config.rollout.vllm, config.rollout.precision)
         check_temperature(config.rollout.temperature, "config.rollout.temperature")
         check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
-    _check_model_path(config.model.path)
     prepare_host(config.mesh.cpu_devices)
+    # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
+    # for a config.json that it reads too.
+    model = _saved_model(config)
+    _check_kernel(config, jax.devices()[0].platform, (model or config.model.architecture).head_dim)
     tokenizer = _tokenizer(config)
-    model = _model(config, tokenizer)
-    mesh = training_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_params=model.num_params)
+    model = model or _fresh_model(config, tokenizer)
+    _check_sizes(config, model, tokenizer)
+    mesh = training_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_params=num_params(model))
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
-    train = _load_prompts(config, tokenizer, "task.train", split="train")
+    rewards = tuple(Reward(*each) for each in config.rewards.weighted)
+    own = any(reward.function != MATH for reward in rewards)
+    train = _load_prompts(config, tokenizer, "task.train", split="train", keep_columns=own)
+    columns = tuple(column_names(train.problems)) if own else ()
+    try:
+        check_rewards(rewards, columns)
+    except RewardError as error:
+        raise UserError(f"config.rewards.functions: {error}") from error
     held_out = None
     if config.evaluation.every_steps:
         held_out = _load_prompts(
@@ -107,15 +133,19 @@ def make_plan_of_run(config: Config) -> Plan:
         temperature=config.rollout.temperature,
         stop_token_ids=stop,
     )
-    return Plan(config, model, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling)
-
-
-def _check_model_path(path: str) -> None:
-    # Before the tokenizer: its loader would take a directory that is not there for a name on the Hub.
-    if path and not Path(path).is_dir():
-        raise ValueError(
-            f"config.model.path: no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one"
-        )
+    completions = config.training.prompts_per_step * config.rollout.group_size
+    if held_out:
+        completions = max(completions, len(held_out.problems) * config.evaluation.samples)
+    asked = [*train.token_ids, *(held_out.token_ids if held_out else ())]
+    memory = plan_memory(
+        config, model, compute, mesh, packing, this_machine(mesh.devices.flat[0].platform),
+        prompt_lengths=[len(ids) for ids in asked], completions=completions, vllm_on_cpu=vllm_on_cpu,
+    )  # fmt: skip
+    memory.check()
+    return Plan(
+        config, model, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling, rewards, columns,
+        memory,
+    )  # fmt: skip
 
 
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -123,64 +153,128 @@ def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(path) if path else build_tokenizer()
 
 
-def _model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    if config.model.path:
-        model = read_config(config.model.path)
-        hf_weights.check_manifest(config.model.path, model)
-    else:
-        model = ModelConfig(
+def _saved_model(config: Config) -> ModelConfig | None:
+    """The model of `model.path`, its config.json and its tensors' headers checked; None for a fresh model."""
+    path = config.model.path
+    if not path:
+        return None
+    if not Path(path).is_dir():
+        raise UserError(
+            f"config.model.path: no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one"
+        )
+    model = read_config(path)
+    check_manifest(path, model)
+    return model
+
+
+def _fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    try:
+        return ModelConfig(
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
             **dataclasses.asdict(config.model.architecture),
         )
+    except UserError as error:
+        raise UserError(f"config.model.architecture.{error}") from None
+
+
+def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer or lengths that the model has no room for."""
     if len(tokenizer) > model.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"config.model.tokenizer: {len(tokenizer)} tokens, but the model has {model.vocab_size}; "
             "use the model's own tokenizer"
         )
     if config.max_total_tokens > model.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="
             f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
-    return model
+
+
+def _check_kernel(config: Config, platform: str, head_dim: int) -> None:
+    """Refuses an attention kernel that this machine can't run.
+
+    Whether cuDNN is there, and takes this dtype and head width, is found out by compiling one small attention.
+    """
+    setting = config.model.attention
+    dtype = jnp.dtype(config.model.compute_dtype)
+    kernel = choose_kernel(setting, dtype, platform)
+    gpu = platform in ("gpu", "cuda")
+    if kernel == "splash" and platform != "tpu":
+        raise UserError(f"config.model.attention: got 'splash', which needs a TPU, this is {platform}; choose auto")
+    if kernel == "cudnn" and not gpu:
+        raise UserError(
+            f"config.model.attention: got 'cudnn', which needs an NVIDIA GPU with cuDNN, this is {platform}; "
+            "choose auto"
+        )
+    if kernel != "cudnn":
+        return
+    if dtype == jnp.float32:
+        raise UserError(
+            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
+            "model.compute_dtype=bfloat16"
+        )
+    heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), dtype)
+    segments = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    attention = functools.partial(row_attention, kernel="cudnn", one_segment=True)
+    try:
+        jax.jit(attention).lower(heads, heads, heads, segments).compile()
+    except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
+        reason = " ".join((str(error) or type(error).__name__).split())[:200]
+        raise UserError(
+            f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work ({reason}); install "
+            "nvidia-cudnn-cu12, or choose xla"
+        ) from error
 
 
 def _load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, setting: str, *, split: str, limit: int = 0
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: str,
+    *,
+    split: str,
+    limit: int = 0,
+    keep_columns: bool = False,
 ) -> EncodedPrompts:
     """Problems of the location that a setting names, as token ids under the config's template, suffix and limit."""
     location = functools.reduce(getattr, setting.split("."), config)
     try:
-        problems = load_problems(location, split=split, limit=limit or None, on_bad_row=config.task.on_bad_row)
+        problems = load_problems(
+            location,
+            split=split,
+            limit=limit or None,
+            on_bad_row=config.task.on_bad_row,
+            keep_columns=keep_columns,
+        )
         return encode_prompts(
             problems,
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
             max_prompt_tokens=config.task.max_prompt_tokens,
         )
-    except ValueError as error:
-        raise ValueError(f"config.{setting}: {error}") from error
+    except UserError as error:
+        raise UserError(f"config.{setting}: {error}") from error
 
 
 def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
     encoded = _load_prompts(config, tokenizer, "warmup.task", split="train")
     if bare := [problem.index for problem in encoded.problems if not problem.solution]:
-        raise ValueError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
+        raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
     solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]
     return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]
 
 
 def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
     platform = mesh.devices.flat[0].platform
-    kernel = choose_kernel(config.model.attention, np.dtype(jax.numpy.dtype(config.model.compute_dtype)), platform)
+    kernel = choose_kernel(config.model.attention, np.dtype(jnp.dtype(config.model.compute_dtype)), platform)
     skips = kernel == "splash"
     segments = config.training.segments_per_row or (2**31 - 1 if skips else 1)
     row_lengths = config.training.row_lengths or default_row_lengths(config.max_total_tokens, skips_segments=skips)
     if skips and (odd := [length for length in row_lengths if length % 128]):
-        raise ValueError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
+        raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
     shapes = {
         "micro_batch_tokens": config.training.micro_batch_tokens,
         "mini_batches": config.mini_batches,
@@ -220,19 +314,18 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
         config.task.max_prompt_tokens, config.rollout.max_completion_tokens, config.rollout.group_size
     )
     groups = min(config.training.micro_batch_tokens // group_tokens, config.training.prompts_per_mini_batch)
-    whole = mesh.size == 1 or splits_rows_alone(mesh)
-    return alike and several and kernel == "xla" and whole and groups >= row_shards(mesh)
+    return alike and several and kernel == "xla" and data_parallel_only(mesh) and groups >= row_shards(mesh)
 
 
 def initial_params(plan: Plan) -> Params:
     """The starting parameters on the mesh: from `model.path`, or fresh from the seed."""
     settings = plan.config.model
-    shapes = decoder.param_shapes(plan.model, settings.param_dtype)
-    shardings = param_shardings(decoder.logical_axes(plan.model), shapes, plan.mesh)
+    shapes = param_shapes(plan.model, settings.param_dtype)
+    shardings = param_shardings(logical_axes(plan.model), shapes, plan.mesh)
     if settings.path:
         return hf_weights.load_params(settings.path, plan.model, dtype=settings.param_dtype, shardings=shardings)
     key = jax.random.key(plan.config.training.seed)
-    return jax.jit(lambda: decoder.init_params(plan.model, key, settings.param_dtype), out_shardings=shardings)()
+    return jax.jit(lambda: init_params(plan.model, key, settings.param_dtype), out_shardings=shardings)()
 
 
 def make_engine(plan: Plan) -> Engine:
@@ -271,7 +364,8 @@ def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
     """The training stack's own log-probs of a few short rows, as the step computes them."""
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     rows = P("data")
-    compiled = jax.jit(on_own_rows(lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows))
+    mapped = shard_map_over_data(lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows)
+    compiled = jax.jit(mapped)
 
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape
@@ -295,21 +389,17 @@ def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
 
 
 def describe(plan: Plan) -> str:
-    """What a run will do, for people: sizes, shapes, memory by arithmetic."""
+    """What a run will do, for people: sizes, shapes, memory by arithmetic and what does not fit."""
     config, model, packing = plan.config, plan.model, plan.packing
-    size = np.dtype(jax.numpy.dtype(config.model.param_dtype)).itemsize
-    gib = model.num_params / 2**30
     completions = packing.mini_batches * packing.completions
     rows = ", ".join(
         f"{r} x {length}" for r, length in zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     )
-    shards = plan.mesh.shape["fsdp"] * plan.mesh.shape["tensor"]
-    state = gib * (3 * size + 4) / shards
     resumes = (Path(config.run_dir) / "checkpoints").is_dir()
     mesh = ", ".join(f"{name} {count}" for name, count in plan.mesh.shape.items())
     lines = [
         f"run          {config.run_dir}, {config.training.steps} steps{', resumes if it has a checkpoint' * resumes}",
-        f"model        {model.model_type}, {model.num_params:,} parameters in {config.model.param_dtype}, "
+        f"model        {model.model_type}, {num_params(model):,} parameters in {config.model.param_dtype}, "
         f"{config.model.path or 'fresh'}",
         f"devices      {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} ({mesh})",
         f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}, "
@@ -317,6 +407,7 @@ def describe(plan: Plan) -> str:
         f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}",
         f"problems     {len(plan.train.problems):,} to train on ({plan.train.dropped} dropped: prompt too long)"
         + (f", {len(plan.held_out.problems):,} held out" if plan.held_out else ""),
+        "rewards      " + ", ".join(f"{reward.weight:g} x {reward.function}" for reward in plan.rewards),
         f"step         {config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} "
         f"completions of at most {config.rollout.max_completion_tokens} tokens, {packing.mini_batches} update(s)",
         f"rows         micro-batches of {rows} tokens"
@@ -324,8 +415,7 @@ def describe(plan: Plan) -> str:
             f", prompts of {packing.prompt_length} computed once for {packing.group_size} rows"
             * bool(packing.group_size)
         ),
-        f"memory       {state:.3f} GiB a device for parameters, Adam's moments and gradients; "
-        f"{gib * (2 if config.rollout.precision == 'bfloat16' else 4):.3f} GiB at most for the engine's weights",
         f"warm-up      {config.warmup.steps} supervised steps" if config.warmup.steps else "warm-up      none",
     ]
+    lines += [("memory       " if index == 0 else " " * 13) + line for index, line in enumerate(plan.memory.table())]
     return "\n".join(lines)

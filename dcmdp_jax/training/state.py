@@ -8,20 +8,18 @@ import optax
 from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.config import AlgorithmSettings
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
 from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
-
-# What the penalty is multiplied by where the multiplier does not move (spec section 3).
-_FIXED_MULTIPLIER = {"grpo": 0.0, "dual_grpo": 1.0, "threshold_grpo": 1.0}
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
     """lambda_0 and an empty window; for methods without a moving multiplier the constant they use, for the record."""
-    if settings.method != "dc_grpo":
-        fixed = _FIXED_MULTIPLIER[settings.method]
+    fixed = FIXED_MULTIPLIERS.get(settings.method)
+    if fixed is not None:
         return dual_init(fixed, minimum=fixed, maximum=fixed)
     return dual_init(
         settings.multiplier,
@@ -35,9 +33,9 @@ def train_state_shardings(
     model: ModelConfig, optimizer: optax.GradientTransformation, dual: DualState, param_dtype: str, mesh: Mesh
 ) -> TrainState:
     """A `TrainState` of shardings: parameters and moments by the table, scalars replicated."""
-    shapes = decoder.param_shapes(model, param_dtype)
+    shapes = param_shapes(model, param_dtype)
     abstract = jax.eval_shape(lambda params: new_state(params, optimizer, dual), shapes)
-    return state_shardings(abstract, shapes, decoder.logical_axes(model), mesh)
+    return state_shardings(abstract, shapes, logical_axes(model), mesh)
 
 
 def new_state(params: Params, optimizer: optax.GradientTransformation, dual: DualState) -> TrainState:

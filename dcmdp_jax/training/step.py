@@ -1,12 +1,8 @@
-"""The compiled training step: (TrainState, Batch) -> (TrainState, metrics), Algorithm 1 of the paper.
-
-Recompute p^Train -> discrepancy -> advantages -> penalised advantages with the old multiplier -> one optimizer update
-for each mini-batch -> one projected dual-ascent step -> metrics. The first mini-batch's recompute pass is the forward
-pass of its update, so with a single one the method costs no more than GRPO.
-"""
+"""The compiled training step: (TrainState, Batch) -> (TrainState, metrics), Algorithm 1 of the paper."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,33 +12,82 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.algorithm import losses, masked
-from dcmdp_jax.algorithm.advantages import group_advantages, penalized_advantages
-from dcmdp_jax.algorithm.discrepancy import discrepancy, token_discrepancy
+from dcmdp_jax.algorithm import losses, masked, stats
+from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.corrections import Correction
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.dual import dual_update, violation
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
+from dcmdp_jax.algorithm.signals import Signals, row_signals
+from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config import AlgorithmSettings
 from dcmdp_jax.models import decoder, logprobs
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.parallel.host import compiler_options
-from dcmdp_jax.parallel.sharding import constrain, on_own_rows, splits_rows_alone, sum_over_devices
+from dcmdp_jax.parallel.sharding import constrain, data_parallel_only
+from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
-from dcmdp_jax.types import Batch, Params, Rows, TrainState, WeightedSum
+from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
 
 RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
 """(params, rows [R, L]) -> log-probs and entropy of the completion tokens, [R, L]."""
 
 
-class _Totals(NamedTuple):
-    """What a step adds up over its updates."""
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What a step is made of; see `make_train_step`."""
 
-    loss: WeightedSum
-    entropy: WeightedSum
-    clip: losses.ClipStatistics
-    grad_norm: WeightedSum
-    skipped: jax.Array
+    row_logprobs: RowLogprobs
+    settings: AlgorithmSettings
+    max_completion_tokens: int
+    optimizer: optax.GradientTransformationExtraArgs
+    schedule: optax.Schedule
+    mesh: Mesh | None
+    correction: Correction | None
+    always_recompute: bool
+
+
+class _Constants(NamedTuple):
+    """What every micro-batch of an update sees, and no gradient reaches.
+
+    Attributes:
+        advantages, weights: [N] float32, of each completion.
+        multiplier: [] float32, lambda_k.
+        first: [] bool, the update starts from the weights that made the batch.
+        ref_params: the frozen reference policy, or None.
+    """
+
+    advantages: jax.Array
+    weights: jax.Array
+    multiplier: jax.Array
+    first: jax.Array
+    ref_params: Params | None
+
+
+class _Sums(NamedTuple):
+    """What the micro-batches of an update add up to.
+
+    Attributes:
+        gradient, loss: to be divided by the total weight of the tokens in the loss.
+        dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the loss.
+        statistics: by metric name.
+    """
+
+    gradient: Sum
+    loss: Sum
+    dropped_tokens: Sum
+    statistics: dict[str, Statistic]
+
+
+class _Learner(NamedTuple):
+    """What an update changes; as in `TrainState`."""
+
+    params: Params
+    opt_state: Any
+    skipped_in_row: jax.Array
 
 
 def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: float, mesh: Mesh | None) -> RowLogprobs:
@@ -52,13 +97,18 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
         model: the model.
         compute: dtype, rematerialisation, kernel and chunk.
         temperature: the one that completions are sampled at.
-        mesh: the run's, or None for one device. Where it splits rows alone the result is for `on_own_rows`: what each
-            device computes by itself, padding and prompts left out of the output layer.
+        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh. Where each
+            device computes whole rows it leaves padding and prompts out of the output layer.
     """
-    several = mesh is not None and mesh.size > 1 and not splits_rows_alone(mesh)
-    pin = {"constrain": constrain(mesh), "mesh": mesh} if several else {}
+    whole = data_parallel_only(mesh)
+    pin = {} if whole else {"constrain": constrain(mesh), "mesh": mesh}
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     token_logprobs = functools.partial(
-        logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, compact=not several
+        logprobs.token_logprobs,
+        temperature=temperature,
+        chunk=compute.logprob_chunk,
+        compact=whole,
+        ops=choose_ops(platform),
     )
 
     def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
@@ -75,51 +125,13 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
     return row_logprobs
 
 
-def _over_micro_batches(
-    rows: tuple[Rows, ...], counts: jax.Array, body: Callable[..., Any], carry: Any, *, skip_empty: bool
-) -> Any:
-    """carry = body(carry, bucket, index, rows [R, L]) for every micro-batch of one mini-batch that holds a row.
-
-    Without `skip_empty` a micro-batch that is the only one there is runs in any case: what is added to a carry of
-    zeros then needs neither the zeros nor the addition.
-    """
-    if not skip_empty and len(rows) == 1 and rows[0].input_ids.shape[0] == 1:
-        return body(carry, 0, jnp.int32(0), jax.tree.map(lambda x: x[0], rows[0]))
-    for bucket, stacked in enumerate(rows):
-
-        def one(index: jax.Array, carry: Any, bucket: int = bucket, stacked: Rows = stacked) -> Any:
-            micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
-            return body(carry, bucket, index, micro)
-
-        carry = lax.fori_loop(0, counts[bucket], one, carry)
-    return carry
-
-
-def _empty_logprobs(rows: tuple[Rows, ...]) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros(bucket.input_ids.shape, jnp.float32) for bucket in rows)
-
-
-def _put(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
-    return (*buffers[:bucket], buffers[bucket].at[index].set(value), *buffers[bucket + 1 :])
-
-
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
     """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
 
-    def own_rows(params: Params, rows: tuple[Rows, ...], counts: jax.Array) -> tuple[jax.Array, ...]:
-        def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-            rows, counts = xs
+    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
+        return None, map_rows(lambda params, rows: row_logprobs(params, rows)[0], params, *xs, mesh=mesh)
 
-            def body(buffers: tuple[jax.Array, ...], bucket: int, index: jax.Array, micro: Rows) -> Any:
-                return _put(buffers, bucket, index, row_logprobs(params, micro)[0])
-
-            return None, _over_micro_batches(rows, counts, body, _empty_logprobs(rows), skip_empty=True)
-
-        return lax.scan(mini_batch, None, (rows, counts))[1]
-
-    split = P(None, None, "data")
-    computed = on_own_rows(own_rows, mesh, in_specs=(P(), split, P()), out_specs=split)
-    return computed(params, batch.rows, batch.micro_batches)
+    return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
 
 
 def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
@@ -132,12 +144,12 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
         logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
-        differences = WeightedSum(jnp.float32(0), jnp.float32(0))
+        differences = Mean(jnp.float32(0), jnp.float32(0))
         for bucket, train in zip(batch.rows, logprobs, strict=True):
             delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
-            differences = masked.add(differences, masked.masked_sum(delta, bucket.completion_mask))
+            differences = differences.merge(masked.masked_sum(delta, bucket.completion_mask))
         rows = tuple(b._replace(rollout_logprobs=p) for b, p in zip(batch.rows, logprobs, strict=True))
-        return batch._replace(rows=rows), masked.mean(differences)
+        return batch._replace(rows=rows), differences.value()
 
     return rescore
 
@@ -150,6 +162,7 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     mesh: Mesh | None,
+    correction: Correction | None = None,
     always_recompute: bool = False,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
@@ -165,6 +178,7 @@ def make_train_step(
         max_completion_tokens: sampling limit, for the fixed-length normaliser.
         optimizer, schedule: from `optimizer.py`; the schedule only for the record.
         mesh: the devices; None for one.
+        correction: None, or a function as in `algorithm/corrections.py`.
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
@@ -173,178 +187,153 @@ def make_train_step(
         step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
         float32, named as in observe/names.py, and `completions/discrepancy` [M * N], each completion's own mean.
     """
-    step = functools.partial(
-        _train_step,
-        row_logprobs=row_logprobs,
-        settings=settings,
-        max_completion_tokens=max_completion_tokens,
-        optimizer=optimizer,
-        schedule=schedule,
-        mesh=mesh,
-        always_recompute=always_recompute,
+    parts = _Parts(
+        row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, correction, always_recompute
     )
+    step = functools.partial(_train_step, parts)
     out = {} if shardings is None else {"out_shardings": (shardings, None)}
     platform = jax.default_backend() if shardings is None else shardings.step.mesh.devices.flat[0].platform
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform), **out)
 
 
 def _train_step(
-    state: TrainState,
-    batch: Batch,
-    ref_params: Params | None,
-    *,
-    row_logprobs: RowLogprobs,
-    settings: AlgorithmSettings,
-    max_completion_tokens: int,
-    optimizer: optax.GradientTransformationExtraArgs,
-    schedule: optax.Schedule,
-    mesh: Mesh | None,
-    always_recompute: bool,
+    parts: _Parts, state: TrainState, batch: Batch, ref_params: Params | None
 ) -> tuple[TrainState, Metrics]:
-    mini_batches, completions = batch.rewards.shape
-    multiplier = state.dual.multiplier
-    # The first mini-batch is trained at the parameters that p^Train is taken at: its own forward pass gives it.
-    first_is_own = not always_recompute
-    others = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0)) if first_is_own else batch
-    alone = first_is_own and mini_batches == 1
-    recomputed = None if alone else batch_logprobs(state.params, others, row_logprobs, mesh)
+    """Algorithm 1, after sampling and rewards."""
+    settings, multiplier = parts.settings, state.dual.multiplier
+    old_logprobs = _recompute(parts, state.params, batch)
 
-    def micro_loss(
-        params: Params,
-        micro: Rows,
-        old: jax.Array | None,
-        own: jax.Array,
-        advantages: jax.Array,
-        weights: jax.Array,
-        multiplier: jax.Array,
-        ref_params: Params | None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        train, entropy = row_logprobs(params, micro)
-        old = lax.stop_gradient(train if old is None else jnp.where(own, train, old))
-        mask, index = micro.completion_mask, micro.completion_index
-        measured = {"measure": settings.measure, "sided": settings.sided, "level": settings.level}
-        delta = discrepancy(old, micro.rollout_logprobs, mask, index, completions, **measured)
-        token_advantages = masked.gather_to_tokens(advantages, index)
-        penalized = penalized_advantages(
-            token_advantages, delta, multiplier, settings.tolerance, method=settings.method
-        )
-        token_weights = masked.gather_to_tokens(weights, index)
-        loss, clip = losses.clipped_surrogate(
-            train, old, penalized, mask, token_weights, clip_low=settings.clip_low, clip_high=settings.clip_high
-        )
-        total = loss.total
-        if settings.kl_coefficient:
-            reference = lax.stop_gradient(row_logprobs(ref_params, micro)[0])
-            kl = losses.reference_kl(train, reference, estimator=settings.kl_estimator, completion_mask=mask)
-            total += settings.kl_coefficient * masked.weighted_sum(kl, jnp.where(mask, token_weights, 0.0)).total
-        return total, (old, clip, masked.masked_sum(lax.stop_gradient(entropy), mask))
-
-    def gradients(
-        params: Params, rows: tuple[Rows, ...], old_logprobs: tuple[jax.Array, ...], counts: jax.Array, *rest: Any
-    ) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
-        """The gradient, loss, entropy and clipping of a mini-batch, and its p^Train."""
-
-        def body(carry: tuple[Any, ...], bucket: int, index: jax.Array, micro: Rows) -> tuple[Any, ...]:
-            (grads, loss, entropy, clip), buffers = carry
-            old = None if alone else old_logprobs[bucket][index]
-            gradient = jax.value_and_grad(micro_loss, has_aux=True)
-            (value, (old, clipped, entropies)), new = gradient(params, micro, old, *rest)
-            sums = (
-                jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new),
-                loss + value,
-                masked.add(entropy, entropies),
-                losses.add_clip_statistics(clip, clipped),
-            )
-            return sums, _put(buffers, bucket, index, old)
-
-        zero = jnp.zeros((), jnp.float32)
-        start = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            zero,
-            WeightedSum(zero, zero),
-            losses.empty_clip_statistics(),
-        )
-        carry = start, _empty_logprobs(rows)
-        sums, buffers = _over_micro_batches(rows, counts, body, carry, skip_empty=False)
-        return sum_over_devices(sums, mesh), buffers
-
-    split = P(None, "data")
-    alike = (P(),) * 6
-    gradients = on_own_rows(gradients, mesh, in_specs=(P(), split, split, *alike), out_specs=(P(), split))
-
-    def update(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
-        params, opt_state, skipped_in_row, totals = carry
-        part, old_logprobs, own = xs
+    def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
+        mini, old_logprobs, first = xs
         advantages = group_advantages(
-            part.rewards,
-            part.group_ids,
-            part.valid,
-            ddof=settings.std_ddof,
-            epsilon=settings.std_epsilon,
-            normalize_std=settings.normalize_std,
+            mini.rewards, mini.group_ids, mini.valid,
+            ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
+        )  # fmt: skip
+        normalize = functools.partial(
+            losses.aggregation_weights, mini.completion_lengths, mini.loss_mask,
+            mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
+        )  # fmt: skip
+        weights, _ = normalize()
+        constants = _Constants(advantages, weights, multiplier, first, ref_params)
+        rows = tuple(zip(mini.rows, old_logprobs, strict=True))
+        sums, signals = accumulate(
+            functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
         )
-        weights, total_weight = losses.aggregation_weights(
-            part.completion_lengths,
-            part.loss_mask,
-            mode=settings.aggregation,
-            max_completion_tokens=max_completion_tokens,
-        )
-        # Divided here once: the total is known before the pass, and micro-batches only add.
-        weights = weights / jnp.maximum(total_weight, 1.0)
+        _, total_weight = normalize(dropped_tokens=sums.dropped_tokens.value())
+        learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight)
+        loss = Mean(sums.loss.value(), total_weight).value()
+        return learner, (sums.statistics | applied | {"policy/loss": Mean(loss, jnp.float32(1))}, signals)
 
-        (grads, loss, entropy, clip), buffers = gradients(
-            params, part.rows, old_logprobs, part.micro_batches, own, advantages, weights, multiplier, ref_params
-        )
-        grad_norm = _norm(grads)
-        finite = jnp.isfinite(grad_norm)
+    first = jnp.arange(len(batch.rewards)) == 0
+    learner = _Learner(state.params, state.opt_state, state.skipped_in_row)
+    learner, (sums, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
+    totals = stats.merge_stacked(sums)
 
-        def apply(params: Params, opt_state: Any) -> tuple[Params, Any]:
-            cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            updates, new_state = optimizer.update(cast, opt_state, params, grad_norm=grad_norm)
-            return optax.apply_updates(params, updates), new_state
-
-        params, opt_state = lax.cond(finite, apply, lambda params, opt_state: (params, opt_state), params, opt_state)
-        totals = _Totals(
-            loss=masked.add(totals.loss, WeightedSum(loss, jnp.float32(1))),
-            entropy=masked.add(totals.entropy, entropy),
-            clip=losses.add_clip_statistics(totals.clip, clip),
-            grad_norm=masked.add(totals.grad_norm, masked.masked_sum(grad_norm, finite)),
-            skipped=totals.skipped + ~finite,
-        )
-        return (params, opt_state, jnp.where(finite, 0, skipped_in_row + 1), totals), buffers
-
-    zero = jnp.zeros((), jnp.float32)
-    nothing = WeightedSum(zero, zero)
-    totals = _Totals(nothing, nothing, losses.empty_clip_statistics(), nothing, jnp.zeros((), jnp.int32))
-    start = (state.params, state.opt_state, state.skipped_in_row, totals)
-    own = first_is_own & (jnp.arange(mini_batches) == 0)
-    (params, opt_state, skipped_in_row, totals), old_logprobs = lax.scan(update, start, (batch, recomputed, own))
-
-    metrics, mean_discrepancy = batch_metrics(batch, old_logprobs, settings)
-    dual, gap = state.dual, mean_discrepancy - settings.tolerance
-    if settings.method == "dc_grpo":
+    mean_discrepancy, dual = totals["discrepancy/mean"].value(), state.dual
+    if settings.method not in FIXED_MULTIPLIERS:
         dual = dual_update(
-            dual,
-            mean_discrepancy,
-            tolerance=settings.tolerance,
-            learning_rate=settings.dual_learning_rate,
-            minimum=settings.multiplier_min,
-            maximum=settings.multiplier_max,
-        )
+            dual, mean_discrepancy, tolerance=settings.tolerance, learning_rate=settings.dual_learning_rate,
+            minimum=settings.multiplier_min, maximum=settings.multiplier_max,
+        )  # fmt: skip
+    metrics = stats.values(totals) | batch_metrics(batch, signals, settings)
+    metrics |= _state_metrics(parts, state, learner, dual, mean_discrepancy)
+    return TrainState(state.step + 1, learner.params, learner.opt_state, dual, learner.skipped_in_row), metrics
+
+
+def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array | None, ...]:
+    """p^Train of every mini-batch whose own update can't give it: all but the first, whose update starts at `params`.
+
+    None for each bucket if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
+    """
+    if not parts.always_recompute:
+        if len(batch.rewards) == 1:
+            return (None,) * len(batch.rows)
+        batch = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0))
+    return batch_logprobs(params, batch, parts.row_logprobs, parts.mesh)
+
+
+def _gradient(
+    parts: _Parts, shared: tuple[Params, _Constants], micro: tuple[Rows, jax.Array | None]
+) -> tuple[_Sums, tuple[jax.Array, jax.Array]]:
+    """The gradient, loss and statistics of a micro-batch, and p^Train and delta of its tokens."""
+    params, constants = shared
+    gradient = jax.value_and_grad(functools.partial(_objective, parts), has_aux=True)
+    (loss, (signals, statistics)), grads = gradient(params, constants, *micro)
+    sums = _Sums(Sum(grads), Sum(loss), Sum(signals.dropped_tokens), statistics)
+    return sums, (signals.old_logprobs, signals.discrepancy)
+
+
+def _objective(
+    parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
+) -> tuple[jax.Array, tuple[Signals, dict[str, Statistic]]]:
+    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10)."""
+    settings, mask = parts.settings, rows.completion_mask
+    train_logprobs, entropy = parts.row_logprobs(params, rows)
+    if old_logprobs is None:
+        old_logprobs = train_logprobs
+    elif not parts.always_recompute:
+        old_logprobs = jnp.where(constants.first, train_logprobs, old_logprobs)
+    signals = row_signals(
+        old_logprobs, rows.rollout_logprobs, mask, rows.completion_index,
+        constants.advantages, constants.weights, constants.multiplier,
+        method=settings.method, measure=settings.measure, sided=settings.sided, level=settings.level,
+        tolerance=settings.tolerance, correction=parts.correction,
+    )  # fmt: skip
+    loss, clip = losses.clipped_surrogate(
+        train_logprobs, signals.old_logprobs, signals.advantages, mask, signals.weights,
+        clip_low=settings.clip_low, clip_high=settings.clip_high,
+    )  # fmt: skip
+    total = loss.total
+    if settings.kl_coefficient:
+        reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, rows)[0])
+        kl = losses.reference_kl(train_logprobs, reference, estimator=settings.kl_estimator, completion_mask=mask)
+        total += settings.kl_coefficient * masked.weighted_sum(kl, signals.weights).total
+    statistics = {
+        **{f"policy/{name}": statistic for name, statistic in clip.items()},
+        "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), mask),
+        "discrepancy/mean": signals.mean_discrepancy,
+    }
+    return total, (signals, statistics)
+
+
+def _apply(
+    parts: _Parts, learner: _Learner, gradient: Params, total_weight: jax.Array
+) -> tuple[_Learner, dict[str, Statistic]]:
+    """One optimizer update by gradient / total_weight; none if that is not finite."""
+    scale = jnp.where(total_weight > 0, total_weight, 1.0)
+    grad_norm = _norm(gradient) / scale
+    finite = jnp.isfinite(grad_norm)
+
+    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
+        grads = jax.tree.map(lambda g, p: (g / scale).astype(p.dtype), gradient, params)
+        updates, opt_state = parts.optimizer.update(grads, opt_state, params, grad_norm=grad_norm)
+        return optax.apply_updates(params, updates), opt_state
+
+    unchanged = learner.params, learner.opt_state
+    params, opt_state = lax.cond(finite, update, lambda *unchanged: unchanged, *unchanged)
+    statistics = {
+        "optimizer/grad_norm": masked.masked_sum(grad_norm, finite),
+        "optimizer/skipped_updates": Sum((~finite).astype(jnp.int32)),
+    }
+    return _Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1)), statistics
+
+
+def _state_metrics(
+    parts: _Parts, state: TrainState, learner: _Learner, dual: DualState, mean_discrepancy: jax.Array
+) -> Metrics:
+    """The multiplier as this step used it, what moves it, and the optimizer's counters."""
+    settings = parts.settings
+    gap = mean_discrepancy - settings.tolerance
+    if settings.method not in FIXED_MULTIPLIERS:
         gap = jnp.where(jnp.isfinite(gap), violation(dual, settings.tolerance), gap)
-    metrics |= {f"policy/{name}": value for name, value in losses.clip_metrics(totals.clip).items()}
-    metrics |= {
-        "policy/loss": masked.mean(totals.loss),
-        "policy/entropy": masked.mean(totals.entropy),
-        "optimizer/grad_norm": masked.mean(totals.grad_norm),
-        "optimizer/learning_rate": jnp.asarray(schedule(jnp.maximum(_applied(opt_state) - 1, 0)), jnp.float32),
-        "optimizer/skipped_updates": totals.skipped,
-        "optimizer/skipped_in_row": skipped_in_row,
-        "dual/multiplier": multiplier,
+    rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
+    return {
+        "optimizer/learning_rate": jnp.asarray(rate, jnp.float32),
+        "optimizer/skipped_in_row": learner.skipped_in_row,
+        "dual/multiplier": state.dual.multiplier,
         "dual/tolerance": jnp.float32(settings.tolerance),
         "dual/violation": gap,
     }
-    return TrainState(state.step + 1, params, opt_state, dual, skipped_in_row), metrics
 
 
 def _norm(grads: Params) -> jax.Array:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run between two steps, with everything saved."""
+"""SIGTERM and SIGINT end a run with everything saved, whatever it was doing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end; every finished step is saved."""
+    """A signal asked the run to end; every finished step is saved, and what was begun is repeated by the next run."""
 
     def __init__(self, signal_number: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT, so that the loop ends between two steps. A second SIGINT interrupts at once."""
+    """Notes SIGTERM and SIGINT, for `check` to obey where nothing is half done. A second SIGINT interrupts at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import masked
+from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel.host import MOST_UNDER_WAY, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import on_own_rows, replicated, sum_over_devices
+from dcmdp_jax.parallel.sharding import replicated
+from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.step import RowLogprobs
 from dcmdp_jax.types import Params, Rows
 
@@ -59,7 +61,7 @@ def warm_up(
     shards = 1 if mesh is None else row_shards(mesh)
     size = min(settings.batch_size, len(prompts)) // shards * shards
     if not size:
-        raise ValueError(
+        raise UserError(
             f"config.warmup.batch_size: got {settings.batch_size}, with {len(prompts)} worked solutions; the mesh "
             f"splits rows over {shards} devices, so both must be at least that"
         )
@@ -87,7 +89,7 @@ def warm_up(
             jax.block_until_ready(loss)
         if done % 50 == 0 or done == settings.steps:
             if not np.isfinite(value := float(loss)):
-                raise ValueError(f"warmup: loss is {value} at step {done}; lower warmup.learning_rate")
+                raise UserError(f"warmup: loss is {value} at step {done}; lower warmup.learning_rate")
             on_step(done, value)
     return params
 
@@ -121,14 +123,18 @@ def _step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    def gradients(params: Params, rows: Rows, tokens: jax.Array) -> tuple[jax.Array, Params]:
-        def loss(params: Params) -> jax.Array:
-            return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens
+    def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
+        params, tokens = shared
+        value, grads = jax.value_and_grad(
+            lambda params: -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens
+        )(params)
+        return {"loss": Sum(value), "gradient": Sum(grads)}, ()
 
-        return sum_over_devices(jax.value_and_grad(loss)(params), mesh)
-
-    gradients = on_own_rows(gradients, mesh, in_specs=(P(), P("data"), P()), out_specs=P())
-    value, grads = gradients(params, rows, jnp.sum(rows.completion_mask))
+    shared = params, jnp.sum(rows.completion_mask)
+    stacked = (jax.tree.map(lambda x: x[None], rows),)
+    sums, _ = accumulate(gradient, shared, stacked, jnp.ones(1, jnp.int32), mesh=mesh)
+    value = sums["loss"].value()
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), sums["gradient"].value(), params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked
+from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked, stats
+from dcmdp_jax.algorithm.stats import Mean
 
 CLIP_LOW, CLIP_HIGH, TOLERANCE, MULTIPLIER, RATE, MAX_TOKENS = 0.2, 0.24, 0.05, 0.7, 1.5, 8
 COMPLETIONS = 6
@@ -154,13 +155,13 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
         summed, _ = losses.clipped_surrogate(
             now, laid["old"], shaped, mask, token_weights, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
         )
-        return masked.mean(summed._replace(weight=total)), summed
+        return summed._replace(weight=total).value(), summed
 
     (value, summed), gradient = jax.value_and_grad(loss, has_aux=True)(laid["now"])
     delta_sum = masked.masked_sum(delta, mask)
     state = dual.dual_update(
         dual.dual_init(MULTIPLIER, minimum=0.0, maximum=1.0),
-        masked.mean(delta_sum),
+        delta_sum.value(),
         tolerance=TOLERANCE,
         learning_rate=RATE,
         minimum=0.0,
@@ -214,7 +215,7 @@ def test_every_layout_equals_the_loops(seed, lengths, equal_group, options):
     for laid in (padded(data), packed(data, seed)):
         result = step(data, laid, **options)
         np.testing.assert_allclose(result["loss"], expected["loss"], rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(masked.mean(result["delta_sum"]), expected["mean_delta"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(result["delta_sum"].value(), expected["mean_delta"], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(result["multiplier"], expected["multiplier"], rtol=1e-5)
         for got, wanted in zip(unpack(result["gradient"], laid, data), expected["gradient"], strict=True):
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
@@ -245,11 +246,11 @@ def test_micro_batches_add(mode):
     assert sum(float(p["sum"].total) for p in parts) == pytest.approx(float(whole["sum"].total), rel=1e-6)
     assert sum(float(p["loss"]) for p in parts) == pytest.approx(float(whole["loss"]), rel=1e-6)
     np.testing.assert_allclose(np.concatenate([p["gradient"] for p in parts]), whole["gradient"], rtol=1e-6)
-    added = functools.reduce(masked.add, (p["delta_sum"] for p in parts))
-    assert float(masked.mean(added)) == pytest.approx(float(masked.mean(whole["delta_sum"])), rel=1e-6)
+    added = functools.reduce(Mean.merge, (p["delta_sum"] for p in parts))
+    assert float(added.value()) == pytest.approx(float(whole["delta_sum"].value()), rel=1e-6)
     # The mean of the parts' own means is another number: rows hold different numbers of tokens.
-    mean_of_means = np.mean([float(masked.mean(p["delta_sum"])) for p in parts])
-    assert abs(mean_of_means - float(masked.mean(whole["delta_sum"]))) > 1e-4
+    mean_of_means = np.mean([float(p["delta_sum"].value()) for p in parts])
+    assert abs(mean_of_means - float(whole["delta_sum"].value())) > 1e-4
 
 
 def test_micro_batches_of_a_split_completion_set_share_the_total():
@@ -261,25 +262,20 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
     )
     shaped = masked.gather_to_tokens(advantages.group_advantages(data.rewards, data.groups, data.valid), laid["index"])
 
-    def body(carry, row):
-        summed, statistics = losses.clipped_surrogate(
-            row["now"],
-            row["old"],
-            row["advantages"],
-            row["mask"],
-            masked.gather_to_tokens(weights, row["index"]),
-            clip_low=CLIP_LOW,
-            clip_high=CLIP_HIGH,
-        )
-        return (carry[0] + summed.total, losses.add_clip_statistics(carry[1], statistics)), None
+    def one(row):
+        token_weights = masked.gather_to_tokens(weights, row["index"])
+        return losses.clipped_surrogate(
+            row["now"], row["old"], row["advantages"], row["mask"], token_weights,
+            clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
+        )  # fmt: skip
 
     rows = jax.tree.map(lambda x: jnp.asarray(x)[:, None], laid | {"advantages": shaped})
-    start = (jnp.zeros((), jnp.float32), losses.empty_clip_statistics())
-    (summed, statistics), _ = jax.lax.scan(body, start, rows)
+    start = stats.empty(jax.eval_shape(one, jax.tree.map(lambda x: x[0], rows)))
+    (summed, statistics), _ = jax.lax.scan(lambda carry, row: (stats.merge(carry, one(row)), None), start, rows)
     expected = reference(data, **PAPER | {"method": "grpo"})
-    assert float(summed / total) == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    assert float(summed.total / total) == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     kept = sum(len(x) for x, keep in zip(data.old, data.in_loss, strict=True) if keep)
-    assert float(statistics.ratio.weight) == kept
+    assert float(statistics["ratio_mean"].weight) == kept
 
 
 @pytest.mark.parametrize(("method", "falls"), [("dc_grpo", True), ("dual_grpo", True), ("grpo", False)])

@@ -1,11 +1,12 @@
-"""The snippet of docs/algorithm.md runs and gives the numbers written beside it."""
+"""docs/algorithm.md: its snippet prints the numbers written beside it, and the code it names exists."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithm.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "algorithm.md"
 
 
 def test_snippet_prints_what_the_page_says(capsys):
@@ -17,3 +18,11 @@ def test_snippet_prints_what_the_page_says(capsys):
     shown = [float(x) for x in re.findall(r"-?\d+\.\d+", printed)]
     assert len(numbers) == 8
     assert shown == pytest.approx(numbers, rel=1e-6)
+
+
+def test_readings_name_code_that_exists():
+    readings = re.search(r"## Readings\n(.*?)\n## ", PAGE.read_text(), re.DOTALL).group(1)
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", readings)
+    assert len(named) >= readings.count("\nCode: ") > 10
+    for path, name in named:
+        assert re.search(rf"\bdef {name}\(", (ROOT / path).read_text()), f"{path}: {name}"

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm import losses
-from dcmdp_jax.algorithm.masked import mean
-from dcmdp_jax.types import WeightedSum
+from dcmdp_jax.algorithm import losses, stats
+from dcmdp_jax.algorithm.stats import Mean
 
 surrogate = functools.partial(losses.clipped_surrogate, clip_low=0.2, clip_high=0.24)
 LOG = np.log
@@ -51,6 +50,88 @@ def test_one_token_by_hand(ratio, advantage, loss, slope):
     assert float(gradient[0, 0]) == pytest.approx(slope, rel=1e-6, abs=0)
 
 
+def _loss_of_one_token(train, old, advantage, clip_low, clip_high):
+    loss, _ = losses.clipped_surrogate(
+        *(jnp.float32([[x]]) for x in (train, old, advantage)), np.ones((1, 1), bool), np.ones((1, 1), np.float32),
+        clip_low=clip_low, clip_high=clip_high,
+    )  # fmt: skip
+    return loss.total
+
+
+_slope_of_one_token = jax.grad(_loss_of_one_token)
+
+
+@pytest.mark.parametrize("clip_low", [0.0, 0.2])
+@pytest.mark.parametrize("clip_high", [0.0, 0.2])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_on_policy_gradient_is_the_plain_policy_gradient_for_every_clip(clip_low, clip_high, advantage):
+    # gamma = 1: l = -gamma A, dl / dlog pi = -A. A split tie gives -0.75 A with a clip of 0.
+    assert float(_loss_of_one_token(-1.5, -1.5, advantage, clip_low, clip_high)) == -advantage
+    assert float(_slope_of_one_token(-1.5, -1.5, advantage, clip_low, clip_high)) == -advantage
+
+
+@pytest.mark.parametrize(
+    ("advantage", "clip_low", "clip_high", "below", "above"),
+    [
+        # gamma A for gamma < 1, the bound beyond it: the gradient at the tie is the one from below
+        (2.0, 0.2, 0.0, -2.0, 0.0),
+        (2.0, 0.0, 0.0, -2.0, 0.0),
+        # and the other way round
+        (-2.0, 0.0, 0.2, 0.0, 2.0),
+        (-2.0, 0.0, 0.0, 0.0, 2.0),
+        # no tie at gamma = 1: both sides agree
+        (2.0, 0.0, 0.2, -2.0, -2.0),
+        (-2.0, 0.2, 0.0, 2.0, 2.0),
+    ],
+)
+def test_gradient_at_a_tie_is_the_difference_quotient_of_the_unclipped_side(
+    advantage, clip_low, clip_high, below, above
+):
+    h = 2.0**-7  # a power of two: log-probs and their difference are exact
+    here, left, right = (
+        float(_loss_of_one_token(-1.5 + x, -1.5, advantage, clip_low, clip_high)) for x in (0.0, -h, h)
+    )
+    # e^h - 1 = h (1 + h / 2 + ...), so a quotient of slope s is s (1 +- h / 2) to h^2 / 6 = 1e-5
+    assert (here - left) / h == pytest.approx(below * (1 - h / 2), rel=5e-5, abs=0)
+    assert (right - here) / h == pytest.approx(above * (1 + h / 2), rel=5e-5, abs=0)
+    slope = float(_slope_of_one_token(-1.5, -1.5, advantage, clip_low, clip_high))
+    assert slope == (below if below else above) == -advantage
+
+
+@pytest.mark.parametrize(
+    ("train", "old", "advantage", "slope", "outward"),
+    [
+        # The four corners of sign and limit. "outward" is the slope one step beyond the limit.
+        (-1.0, -21.0, -2.0, 2 * np.exp(20), 0.0),  # gamma = e^20, A < 0: not clipped. Half of it at a split tie
+        (-1.0, -21.0, 2.0, 0.0, 0.0),  # A > 0: clipped at 1 + clip_high long before
+        (-21.0, -1.0, 2.0, -2 * np.exp(-20), 0.0),  # gamma = e^-20, A > 0: not clipped
+        (-21.0, -1.0, -2.0, 0.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_gradient_at_a_log_ratio_of_twenty_is_the_one_from_inside(train, old, advantage, slope, outward, clip):
+    h = 2.0**-7
+    inward = -1.0 if train > old else 1.0
+    at = [float(_loss_of_one_token(train + x * inward, old, advantage, clip, clip)) for x in (-h, 0.0, h)]
+    assert (at[0] - at[1]) / h == outward
+    quotient = (at[2] - at[1]) / h * inward
+    assert quotient == pytest.approx(slope * (1 + inward * h / 2), rel=5e-5, abs=0)
+    assert float(_slope_of_one_token(train, old, advantage, clip, clip)) == pytest.approx(slope, rel=1e-6, abs=0)
+    beyond = float(_slope_of_one_token(train - h * inward, old, advantage, clip, clip))
+    assert beyond == outward
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    # x = log ref / pi = 20, d/dlog pi = -d/dx: -x for k2, -(e^x - 1) for k3
+    [("k2", -20.0), ("k3", 1 - np.exp(20))],
+)
+def test_reference_kl_at_twenty_nats_has_the_gradient_from_inside(estimator, slope):
+    gradient = jax.grad(lambda train: losses.reference_kl(train, jnp.float32(-1.0), estimator=estimator))
+    assert float(gradient(jnp.float32(-21.0))) == pytest.approx(slope, rel=1e-6)
+    assert float(gradient(jnp.float32(-21.5))) == 0.0
+
+
 def test_sum_is_weighted_and_statistics_count_what_bites():
     # l = (-2.2, -2.48, 3.0, 1.6) with weights (0.5, 0.25, 1, 2): -1.1 - 0.62 + 3 + 3.2 = 4.48, weight 3.75.
     ratios = np.array([[1.1, 1.5, 1.5, 0.5]])
@@ -59,7 +140,7 @@ def test_sum_is_weighted_and_statistics_count_what_bites():
     assert float(loss.total) == pytest.approx(4.48, rel=1e-6)
     assert float(loss.weight) == 3.75
     np.testing.assert_allclose(gradient, [[-1.1, 0, 3.0, 0]], rtol=1e-6, atol=0)
-    metrics = losses.clip_metrics(statistics)
+    metrics = stats.values(statistics)
     assert float(metrics["clip_high_fraction"]) == 0.25  # two ratios are above 1.24: counting them all would say 0.5
     assert float(metrics["clip_low_fraction"]) == 0.25
     assert float(metrics["ratio_mean"]) == pytest.approx(1.15, rel=1e-6)  # 4.6 / 4, not weighted
@@ -82,7 +163,7 @@ def test_overflowing_ratio_is_finite_and_without_gradient(train, old, advantage,
     value, statistics, gradient = loss_and_gradient([[train]], [[old]], [[advantage]])
     assert float(value.total) == pytest.approx(loss, rel=1e-5, abs=0)
     assert float(gradient[0, 0]) == 0.0
-    assert all(np.isfinite(float(x)) for x in losses.clip_metrics(statistics).values())
+    assert all(np.isfinite(float(x)) for x in stats.values(statistics).values())
 
 
 def test_large_ratio_inside_the_clamp_keeps_its_gradient():
@@ -101,7 +182,7 @@ def test_nan_outside_the_mask_or_without_weight_does_not_leak(where):
     loss, statistics, gradient = loss_and_gradient(broken, broken, np.array([[2.0, np.nan, 1.0]]), mask, weights)
     assert [float(x) for x in loss] == [-2.0, 1.0]
     np.testing.assert_array_equal(gradient, [[-2.0, 0.0, 0.0]])
-    assert float(statistics.ratio.weight) == float(statistics.ratio.total) == 1.0
+    assert float(statistics["ratio_mean"].weight) == float(statistics["ratio_mean"].total) == 1.0
 
 
 @pytest.mark.parametrize("width", [1, 33])
@@ -118,9 +199,9 @@ def test_empty_mask():
     loss, statistics, gradient = loss_and_gradient(
         [[np.nan, -1.0]], [[-1.0, -1.0]], [[1.0, 1.0]], np.zeros((1, 2), bool)
     )
-    assert float(mean(loss)) == 0.0
+    assert float(loss.value()) == 0.0
     np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
-    assert {float(x) for x in losses.clip_metrics(statistics).values()} == {0.0}
+    assert {float(x) for x in stats.values(statistics).values()} == {0.0}
 
 
 def test_gradient_reaches_train_logprobs_alone():
@@ -136,15 +217,15 @@ def test_gradient_reaches_train_logprobs_alone():
         np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
 
 
-def test_clip_statistics_add():
+def test_clip_statistics_merge():
     rng = np.random.default_rng(2)
     train, old = -rng.exponential(size=(4, 6)), -rng.exponential(size=(4, 6))
     advantages, mask = rng.normal(size=(4, 6)), rng.random((4, 6)) < 0.7
     arguments = (train, old, advantages, mask, np.ones((4, 6)))
     _, whole = surrogate(*arguments)
-    parts = losses.empty_clip_statistics()
+    parts = stats.empty(whole)
     for rows in (slice(0, 1), slice(1, 4)):
-        parts = losses.add_clip_statistics(parts, surrogate(*(x[rows] for x in arguments))[1])
+        parts = stats.merge(parts, surrogate(*(x[rows] for x in arguments))[1])
     ratio = np.exp(train - old)[mask]
     expected = {
         "clip_low_fraction": np.mean((ratio < 0.8) & (advantages[mask] < 0)),
@@ -153,9 +234,9 @@ def test_clip_statistics_add():
         "ratio_max": ratio.max(),
         "ratio_min": ratio.min(),
     }
-    for name, value in losses.clip_metrics(parts).items():
+    for name, value in stats.values(parts).items():
         assert float(value) == pytest.approx(expected[name], rel=1e-5), name
-        assert float(value) == pytest.approx(float(losses.clip_metrics(whole)[name]), rel=1e-6), name
+        assert float(value) == pytest.approx(float(stats.values(whole)[name]), rel=1e-6), name
 
 
 LENGTHS = np.array([4, 1, 0, 5, 2])
@@ -176,7 +257,7 @@ def test_aggregation_weights_by_hand(mode, weights, total):
     assert float(weight) == total
     # l = 1 at the first token of each completion, else 0: sum_i w_i / total
     expected = {"seq_mean_token_mean": 1.75 / 3, "token_mean": 3 / 7, "fixed_length": 1 / 8}[mode]
-    assert float(mean(WeightedSum(per_completion.sum(), weight))) == pytest.approx(expected, rel=1e-6)
+    assert float(Mean(per_completion.sum(), weight).value()) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["seq_mean_token_mean", "token_mean", "fixed_length"])
@@ -184,7 +265,7 @@ def test_nothing_in_the_loss(mode):
     weights, total = losses.aggregation_weights(LENGTHS, np.zeros(5, bool), mode=mode, max_completion_tokens=8)
     np.testing.assert_array_equal(weights, np.zeros(5))
     assert float(total) == 0.0
-    assert float(mean(WeightedSum(weights.sum(), total))) == 0.0
+    assert float(Mean(weights.sum(), total).value()) == 0.0
 
 
 @pytest.mark.parametrize(

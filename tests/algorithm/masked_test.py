@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcmdp_jax.algorithm import masked
-from dcmdp_jax.types import WeightedSum
+from dcmdp_jax.algorithm.stats import Mean
 
 VALUES = np.array([[1.0, 2.0, np.nan], [4.0, np.inf, np.nan]], np.float32)
 MASK = np.array([[True, True, False], [True, False, False]])
@@ -43,7 +43,7 @@ def test_empty_mask_is_zero_with_zero_gradient():
         assert float(reduce(VALUES, nothing)) == 0.0
     gradient = jax.grad(lambda values: masked.masked_mean(values, nothing))(jnp.asarray(VALUES))
     np.testing.assert_array_equal(gradient, np.zeros_like(VALUES))
-    assert float(masked.mean(WeightedSum(jnp.float32(np.nan), jnp.float32(0)))) == 0.0
+    assert float(Mean(jnp.float32(np.nan), jnp.float32(0)).value()) == 0.0
 
 
 def test_arrays_without_elements_are_empty_masks():
@@ -57,7 +57,7 @@ def test_add_then_divide_is_not_a_mean_of_means():
     # (1 + 2 + 4) / 3 = 2.333; the mean of the means 1.5 and 4 would be 2.75.
     first = masked.masked_sum(VALUES[:1], MASK[:1])
     second = masked.masked_sum(VALUES[1:], MASK[1:])
-    assert float(masked.mean(masked.add(first, second))) == pytest.approx(7 / 3, rel=1e-6)
+    assert float(first.merge(second).value()) == pytest.approx(7 / 3, rel=1e-6)
 
 
 def test_sums_of_a_large_batch_keep_float32_precision():

@@ -19,6 +19,9 @@ from dcmdp_jax.algorithm.numerics import clamped_log_ratio, exp_minus_linear
         (-np.inf, -0.5, -20.0, 0.0),
         (-np.inf, -np.inf, 0.0, 0.0),  # NaN if subtracted as they are
         (0.0, -30.0, 20.0, 0.0),
+        (0.0, -20.0, 20.0, 1.0),  # at the limit: the slope from inside; min() and max() would give 0.5
+        (-20.0, 0.0, -20.0, 1.0),
+        (-1e4, -9990.0, -10.0, 1.0),
     ],
 )
 def test_clamped_log_ratio(numerator, denominator, expected, slope):
@@ -26,8 +29,10 @@ def test_clamped_log_ratio(numerator, denominator, expected, slope):
     assert (float(value), float(gradient)) == (expected, slope)
 
 
-def test_nan_stays_nan():
-    assert np.isnan(float(clamped_log_ratio(np.nan, -1.0)))
+def test_nan_stays_nan_in_value_and_gradient():
+    value, gradient = jax.value_and_grad(lambda x: clamped_log_ratio(x, -1.0) ** 2)(jnp.float32(np.nan))
+    assert np.isnan(float(value))
+    assert np.isnan(float(gradient))
 
 
 def test_bfloat16_is_subtracted_in_float32():

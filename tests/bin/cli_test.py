@@ -1,4 +1,4 @@
-"""The guard every command runs under: one line, the right exit code, a traceback only on demand."""
+"""The guard every command runs under: one line, the right exit code, and no traceback lost."""
 
 import errno
 import subprocess
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bin.cli import Parser, run_main
+from bin.cli import Parser, keep_tracebacks_in, run_main
+from dcmdp_jax.errors import UserError
+from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,25 +20,28 @@ def _run(main, argv, capsys, **options):
     return left.value.code, capsys.readouterr().err
 
 
-def _raiser(error):
+def _raiser(error, run_dir=None):
     def main(_):
+        if run_dir is not None:
+            keep_tracebacks_in(run_dir)
         raise error
 
     return main
 
 
+def _of_jax(_):
+    import jax
+    import jax.numpy as jnp
+
+    jax.vmap(jnp.add)(jnp.zeros(2), jnp.zeros(3))
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (ValueError("group size is 1;\n   allowed: 2 or more"), 2, "error: group size is 1; allowed: 2 or more\n"),
+        (UserError("group size is 1;\n   allowed: 2 or more"), 2, "error: group size is 1; allowed: 2 or more\n"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/a/b"), 2, "error: No such file: /a/b\n"),
-        (OSError("run directory can't be written"), 2, "error: run directory can't be written\n"),
-        (ValueError(), 2, "error: ValueError\n"),
-        (
-            KeyError("x"),
-            1,
-            "error: KeyError: 'x' (unexpected; run again with --debug for the traceback)\n",
-        ),
+        (UserError(), 2, "error: UserError\n"),
         (
             RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
             1,
@@ -55,14 +60,64 @@ def test_a_failure_is_one_line_and_its_code(error, code, line, capsys):
     assert _run(_raiser(error), ["p"], capsys) == (code, line)
 
 
-@pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 2), (KeyError("bad"), 1)])
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("x"), "error: KeyError: 'x' (unexpected; traceback above)"),
+        (ValueError("shapes differ"), "error: ValueError: shapes differ (unexpected; traceback above)"),
+        (ConnectionResetError(errno.ECONNRESET, "Reset"), "error: ConnectionResetError: [Errno 104] Reset (unexpected; "
+         "traceback above)"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_users_shows_its_traceback_where_there_is_no_run(error, line, capsys):
+    code, text = _run(_raiser(error), ["p"], capsys)
+    assert code == 1 and text.startswith("Traceback (most recent call last)")
+    assert text.splitlines()[-1] == line
+
+
+def test_an_error_of_jax_is_not_the_users(capsys):
+    code, text = _run(_of_jax, ["p"], capsys)
+    assert code == 1 and text.startswith("Traceback")
+    assert text.splitlines()[-1].startswith("error: ValueError: vmap got inconsistent sizes")
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("x")])
+def test_in_a_run_the_traceback_of_what_is_unexpected_is_in_its_log(error, tmp_path, capsys):
+    log = tmp_path / "error.log"
+    code, text = _run(_raiser(error, tmp_path), ["p"], capsys)
+    kind = type(error).__name__
+    assert (code, text) == (1, f"error: {kind}: {error} (unexpected; traceback: {log})\n")
+    assert log.read_text().count("Traceback (most recent call last)") == 1
+    assert f"{kind}: {error}" in log.read_text() and ": failed\n" in log.read_text()
+    # The next failure is added, not written over it.
+    _run(_raiser(error, tmp_path), ["p"], capsys)
+    assert log.read_text().count("Traceback (most recent call last)") == 2
+
+
+def test_in_a_run_what_is_expected_or_names_a_file_is_logged_too_but_no_users_error(tmp_path, capsys):
+    log = tmp_path / "error.log"
+    assert _run(_raiser(UserError("bad"), tmp_path), ["p"], capsys) == (2, "error: bad\n")
+    assert not log.exists()
+    line = f"error: broke (traceback: {log})\n"
+    assert _run(_raiser(RuntimeError("broke"), tmp_path), ["p"], capsys, expected=(RuntimeError,)) == (2, line)
+    line = f"error: Gone: /a/b (traceback: {log})\n"
+    assert _run(_raiser(FileNotFoundError(errno.ENOENT, "Gone", "/a/b"), tmp_path), ["p"], capsys) == (2, line)
+    assert log.read_text().count("Traceback (most recent call last)") == 2
+
+
+def test_a_run_directory_that_is_not_there_is_not_made_for_a_log(tmp_path, capsys):
+    code, text = _run(_raiser(KeyError("x"), tmp_path / "run"), ["p"], capsys)
+    assert code == 1 and text.startswith("Traceback") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("bad"), 2), (KeyError("bad"), 1)])
 def test_debug_adds_the_traceback_before_the_line(error, code, capsys):
     got, text = _run(_raiser(error), ["p", "--debug"], capsys)
-    assert got == code and text.startswith("Traceback (most recent call last)")
-    assert text.splitlines()[-1].startswith("error: ") and "run again" not in text
+    assert got == code and text.count("Traceback (most recent call last)") == 1
+    assert text.splitlines()[-1].startswith("error: ")
 
 
-def test_further_expected_errors_count_as_the_users(capsys):
+def test_further_expected_errors_are_one_line(capsys):
     assert _run(_raiser(KeyError("flag")), ["p"], capsys, expected=(KeyError,)) == (2, "error: 'flag'\n")
 
 
@@ -119,24 +174,48 @@ def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
     assert _run(lambda arguments: _parser().parse_args(arguments[1:]), ["p", *argv], capsys) == (2, f"error: {line}\n")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [([], "error: bad\n"), (["--debug"], "OSError: the thread's")])
-def test_a_thread_leaves_its_failure_to_the_main_thread(arguments, said):
-    program = """
-import sys, threading
-from bin.cli import run_main
+_THREAD_FAILS = """
+import logging, sys, threading
+from bin.cli import keep_tracebacks_in, run_main
+from dcmdp_jax.errors import UserError
 
-def main(_):
+class Broken:
+    def __del__(self):
+        raise RuntimeError("at its end")
+
+def main(arguments):
+    if len(arguments) > 1:
+        keep_tracebacks_in(arguments[1])
     def fail():
         raise OSError("the thread's")
-    thread = threading.Thread(target=fail)
+    thread = threading.Thread(target=fail, name="save")
     thread.start()
     thread.join()
-    raise ValueError("bad")
+    Broken()
+    logging.getLogger("absl").error("could not write")
+    raise UserError("bad")
 
 run_main(main)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=60
-    )
+
+
+def _thread_fails(*arguments):
+    command = [sys.executable, "-c", _THREAD_FAILS, *map(str, arguments)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 2
-    assert done.stderr == said if not arguments else said in done.stderr
+    return done.stderr
+
+
+def test_in_a_run_what_fails_outside_the_main_thread_is_in_its_log_and_not_on_the_terminal(tmp_path):
+    assert _thread_fails(tmp_path) == "error: bad\n"
+    text = (tmp_path / "error.log").read_text()
+    assert "thread save failed\nTraceback (most recent call last)" in text and "OSError: the thread's" in text
+    assert "RuntimeError: at its end" in text
+    assert "logged by absl\ncould not write" in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--debug"]])
+def test_without_a_run_what_fails_outside_the_main_thread_is_shown(arguments):
+    said = _thread_fails(*arguments)
+    assert "OSError: the thread's" in said and "RuntimeError: at its end" in said
+    assert said.splitlines()[-1] == "error: bad"

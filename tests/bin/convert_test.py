@@ -16,11 +16,12 @@ from safetensors.numpy import load_file, save_file
 
 from bin.convert import main
 from dcmdp_jax.algorithm.dual import dual_init
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
+from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.state import new_state
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ModelConfig("qwen3", 11, 8, 12, 2, 4, 2, 4)
@@ -32,7 +33,7 @@ def source(tmp_path: Path) -> Path:
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "generation_config.json").write_text('{"eos_token_id": 3}')
-    params = decoder.init_params(CONFIG, jax.random.key(0))
+    params = init_params(CONFIG, jax.random.key(0))
     save_params(params, CONFIG, tmp_path / "source", dtype="float32", tokenizer_dir=tokenizer)
     return tmp_path / "source"
 
@@ -40,19 +41,19 @@ def source(tmp_path: Path) -> Path:
 def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bin.convert", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
 
 
 def test_hf_check(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["convert", "hf-check", str(source)])
     out = capsys.readouterr().out
     # 2 * (q, o 2*8*16 + k, v 2*8*8 + norms 2*8 + 2*4 + MLP 3*8*12) + 2*11*8 + 8 = 2 * 696 + 184
-    assert CONFIG.num_params == 1576
+    assert num_params(CONFIG) == 1576
     assert "qwen3, 1,576 parameters, 2 layers, hidden 8, MLP 12, heads 4/2 of 4, vocabulary 11, untied" in out
     assert "tensors      25 F32; " in out  # 2 * 11 + embedding, norm and output
     assert "in 1 file(s)" in out
     assert "tokenizer    present" in out
-    assert out.endswith(f"{source}: fits its config.json\n")
+    assert out.endswith(f"{source}: fits its config.json, all values are finite\n")
 
 
 def test_copy(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +97,16 @@ def test_failures_are_one_line_and_a_code(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_hf_check_reads_the_values(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = np.full(8, np.inf, np.float32)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight has 8 value\(s\) of 8 that are not finite, the first, inf, at"
+    ):
+        main(["convert", "hf-check", str(source)])
+
+
 def test_export_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint there"):
         main(["convert", "export", str(tmp_path), str(tmp_path / "out")])
@@ -112,10 +123,10 @@ def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     states = {}
     checkpoints = checkpoint.Checkpoints(run_dir, keep_last=2, keep_best=0)
     for step in (1, 2):
-        params = decoder.init_params(CONFIG, jax.random.key(step))
+        params = init_params(CONFIG, jax.random.key(step))
         states[step] = dict(iterate_hf_tensors(params, CONFIG, "float32"))
         dual = dual_init(0.0, minimum=0.0, maximum=1.0)
-        checkpoints.save(step, new_state(params, optax.adamw(1e-3), dual), model=CONFIG, score=None)
+        checkpoints.save(step, new_state(params, optax.adamw(1e-3), dual), model=CONFIG)
     checkpoints.close()
     tokenizer = checkpoint.load_params_only(run_dir)[3]
     tokenizer.mkdir(exist_ok=True)

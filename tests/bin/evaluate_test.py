@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import bin.evaluate
 from bin.cli import run_main
@@ -18,13 +20,15 @@ from bin.evaluate import main
 from configs.base import get_config
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.config import from_config_dict, to_dict
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.training import memory_plan
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
+from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _BENCHMARKS = _ROOT.parent / "shared" / "data" / "benchmarks"
@@ -42,7 +46,7 @@ def _params(model, *digits):
     Attention and MLP write nothing, embeddings are unit vectors: the normed hidden state of token i is sqrt(V) e_i and
     its logits are sqrt(V) times row i of the output layer. sqrt(104) * 8 = 82 leaves e^-82 for any other token.
     """
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), decoder.param_shapes(model))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), param_shapes(model))
     params["norm"]["scale"][:] = 1
     params["embedding"][:] = np.eye(_VOCABULARY)
     ids = {text: _TOKENIZER.convert_tokens_to_ids(text) for text in ["\n", r"\boxed{", "}", *digits]}
@@ -90,7 +94,7 @@ def run_dir(tmp_path_factory):
     for step, digit in ((1, "4"), (2, "7")):
         dual = dual_init(0.1, minimum=0.0, maximum=1.0)
         state = new_state(_params(_model(64), digit), optax.sgd(0.1), dual)
-        checkpoints.save(step, state, model=_model(64), score=None)
+        checkpoints.save(step, state, model=_model(64))
     checkpoints.close()
     return path
 
@@ -205,6 +209,41 @@ def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not _BENCHMARKS.is_dir(), reason="the benchmark files are not beside this checkout")
+def test_every_row_of_the_six_benchmarks_is_answered_and_graded(tmp_path, monkeypatch, record_property):
+    """A tiny policy that always says 4, once for each problem: right where the file's answer is 4, or 4 degrees."""
+    monkeypatch.setattr(bin.evaluate, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    model = _model(8192)
+    save_params(_params(model, "4"), model, tmp_path / "m", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
+    names = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
+    files = {name: _BENCHMARKS / f"{name}.jsonl" for name in names}
+    record = _evaluate(
+        tmp_path / "out.json", tmp_path / "m", "--tasks", ",".join(map(str, files.values())), "--samples", 1,
+        "--max_completion_tokens", 4, "--max_rows", 16,
+    )  # fmt: skip
+    for name, path in files.items():
+        answers = [_raw_answer(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        scores = record["tasks"][name]
+        assert (scores["problems"], scores["samples"], scores["dropped_prompts"]) == (len(answers), 1, 0)
+        assert scores["problem_averages"] == [float(answer in ("4", r"4^{\circ}")) for answer in answers]
+        assert (scores["verifier_timeouts"], scores["verifier_errors"]) == (0, 0)
+        record_property(name, f"{len(answers)} rows, {answers.count('4')} right")
+
+
+def _raw_answer(row):
+    """A published row's answer as text, without a dollar sign, a unit or a decimal point that is nothing."""
+    if "final_answer" in row:
+        text = ",".join(row["final_answer"])
+    elif "answer" in row:
+        text = str(row["answer"])
+    else:
+        # Minerva: what is in the last box of the solution.
+        text = row["solution"].rpartition(r"\boxed{")[2].partition("}")[0]
+    return text.strip("$ ").removesuffix(".0")
+
+
 def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
     arithmetic = "arithmetic:difficulty=1,count=3,split=heldout"
     record = _evaluate(
@@ -220,9 +259,28 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
         (("--samples", "many"), "argument --samples: got 'many', must be a whole number"),
         (("--samples", "0"), "argument --samples: got 0, must be at least 1"),
         (("--seed", "-1"), "argument --seed: got -1, must be in [0, 4294967295]"),
-        (("--temperature", "warm"), "argument --temperature: invalid float value: 'warm'"),
-        (("--temperature", "-1"), "temperature: got -1.0, must be 0 (greedy) or above"),
-        (("--top_p", "0"), "top_p: got 0.0, must be in (0, 1]"),
+        (("--samples", "1_000"), "argument --samples: got '1_000', must be a whole number"),
+        (("--samples", "４"), "argument --samples: got '４', must be a whole number"),
+        (("--samples", "٤"), "argument --samples: got '٤', must be a whole number"),
+        (("--samples", "9" * 5000), f"argument --samples: got '{'9' * 80}'... (5,000 characters), must be a whole"),
+        (("--samples", "9999999999"), "argument --samples: got 9999999999, must be in [1, 2147483647]"),
+        (
+            ("--samples", "1000000000"),
+            "--samples: got 1000000000; three has 3 problems x 1,000,000,000 samples = 3,000,000,000 completions, the "
+            "most are 10,000,000; lower --samples or --max_problems",
+        ),
+        (("--max_rows", "1000000000"), "argument --max_rows: got 1000000000, must be in [1, 65536]"),
+        (("--step", "-1"), "argument --step: got -1, must be at least 0"),
+        (("--temperature", "warm"), "argument --temperature: got 'warm', must be a number"),
+        (("--temperature", "０.７"), "argument --temperature: got '０.７', must be a number"),
+        (("--temperature", "inf"), "argument --temperature: got inf, must be 0 (greedy) or in [0.01, 100]"),
+        (("--temperature", "nan"), "argument --temperature: got nan, must be"),
+        (("--temperature", "1e-30"), "argument --temperature: got 1e-30, must be 0 (greedy) or in [0.01, 100]"),
+        (("--temperature", "1e30"), "argument --temperature: got 1e+30, must be 0 (greedy) or in [0.01, 100]"),
+        (("--temperature", "-1"), "argument --temperature: got -1, must be 0 (greedy) or in [0.01, 100]"),
+        (("--top_p", "0"), "argument --top_p: got 0, must be in (0, 1]"),
+        (("--top_p", "nan"), "argument --top_p: got nan, must be in (0, 1]"),
+        (("--top_p", "inf"), "argument --top_p: got inf, must be in (0, 1]"),
         (("--precision", "fp9"), "--precision: got 'fp9', allowed with --engine local are exact, float32, bfloat16,"),
         (("--engine", "vllm", "--precision", "fp8"), "--precision: got 'fp8', allowed with --engine vllm are float32,"),
         (("--engine", "remote"), "--server: goes with --engine remote, which needs it"),
@@ -277,7 +335,26 @@ def test_a_directory_without_a_tensor_or_a_chat_template_is_refused(hf_dir, task
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     got = _fails(capsys, broken, "--tasks", tasks)
-    assert f"{broken}/model.safetensors: tensor model.layers.1." in got and "is missing" in got
+    assert got.startswith(f"{broken}/config.json: num_hidden_layers is 2, the safetensors files hold 1 layers")
+
+
+def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(hf_dir, tasks, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(hf_dir, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    got = _fails(capsys, broken, "--tasks", tasks, "--max_completion_tokens", 4)
+    assert got.startswith(f"{broken}/model.safetensors: tensor model.norm.weight has 1 value(s) of {_VOCABULARY} that")
+
+
+def test_an_engine_that_cannot_fit_is_refused_before_any_weight_is_read(hf_dir, tasks, capsys, monkeypatch):
+    monkeypatch.setattr(bin.evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
+    got = _fails(capsys, hf_dir, "--tasks", tasks, "--max_completion_tokens", 4)
+    assert got.startswith("memory: this machine has 0.0 GiB and the phase 'sample' takes at least 0.0, of which key-")
+    assert got.endswith("smaller with --max_rows or --max_completion_tokens")
 
 
 def test_a_checkpoint_that_is_not_there_is_named(run_dir, tmp_path, capsys):
@@ -296,7 +373,7 @@ def test_the_command_itself(hf_dir, tasks, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"wrote {tmp_path}/evaluation-coin.json"

@@ -40,7 +40,7 @@ def test_several_go_to_report_or_where_out_says(tmp_path, monkeypatch):
     [
         (None, "error: {run} is no run directory: it does not exist\n"),
         ({}, "error: {run} is no run directory: it holds no metrics.jsonl\n"),
-        ({"metrics.jsonl": ""}, "error: {run}/metrics.jsonl holds no metrics yet; wait for the run's second step\n"),
+        ({"metrics.jsonl": ""}, "error: {run}/metrics.jsonl holds no metrics yet; wait for the run's first step\n"),
         (
             {"metrics.jsonl": "x\n{}\n"},
             "error: {run}/metrics.jsonl line 1 is not a JSON object; delete that line\n",

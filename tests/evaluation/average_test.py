@@ -46,7 +46,7 @@ class _Script:
 @pytest.fixture
 def judged():
     """Runs `evaluate` on scripted texts."""
-    with Verifier(num_workers=1, timeout_s=5.0) as verifier:
+    with Verifier(num_workers=1, timeout_s=600.0) as verifier:
 
         def run(texts, answers, **settings):
             engine = _Script(texts)
@@ -79,7 +79,7 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     lengths = [4, 4, 10, 2, 4, 4, 3, 1, 4, 4, 4, 4]
     assert result.length_mean == pytest.approx(sum(lengths) / 12, abs=1e-12)
     assert result.truncated_fraction == pytest.approx(2 / 12, abs=1e-12)
-    assert (result.verifier_timeouts, result.verifier_errors) == (0, 0)
+    assert (result.verifier_timeouts, result.verifier_errors, result.verifier_over_budget) == (0, 0, 0)
 
 
 def test_a_single_problem_has_no_standard_error(judged):

@@ -22,6 +22,7 @@ def _result(task, average, *, samples=4, scores=None, standard_error=0.0125):
         truncated_fraction=0.0625,
         verifier_timeouts=1,
         verifier_errors=2,
+        verifier_over_budget=3,
     )
 
 
@@ -83,6 +84,7 @@ def test_what_the_numbers_rest_on_stands_beneath():
         "mean length": ["1234.6", "1234.6"],
         "verifier timeouts": ["1", "1"],
         "verifier errors": ["2", "2"],
+        "over budget": ["3", "3"],
     }
     assert _cells(lines[2]) == ["m", "50.0", "100.0", "75.0"]
 
@@ -93,7 +95,7 @@ def test_no_result_is_an_error():
 
 
 def test_k_is_the_papers_on_its_benchmarks_and_8_elsewhere():
-    # Section 4.1: avg@32 for AIME24, AIME25 and AMC23, avg@4 for the other three.
+    # Section 6.1: avg@32 for AIME24, AIME25 and AMC23, avg@4 for the other three.
     given = {task: paper_samples(task) for task in [*_PAPER, "AIME24", "gsm8k", "math5000"]}
     assert given == {
         "aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4,
@@ -115,5 +117,6 @@ def test_a_record_is_strict_json_with_every_problems_mean():
         "length_mean": 1234.56,
         "verifier_timeouts": 1,
         "verifier_errors": 2,
+        "verifier_over_budget": 3,
         "problem_averages": [0.75, 0.25],
     }

@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prompt_attention, visible_of_shared
+from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import shard_map_over_data
+
+both = pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 
 
 def _inputs(rows: int, length: int, heads: int, kv_heads: int, size: int) -> tuple[jax.Array, ...]:
@@ -37,21 +42,24 @@ def _reference(query: np.ndarray, key: np.ndarray, value: np.ndarray, segment_id
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]], np.int32)
 
 
-def test_packed_rows_against_a_loop() -> None:
+@both
+def test_packed_rows_against_a_loop(ops: Ops) -> None:
     query, key, value = _inputs(2, 10, 6, 2, 8)
-    ours = row_attention(query, key, value, jnp.asarray(SEGMENTS), kernel="xla", one_segment=False)
+    ours = row_attention(query, key, value, jnp.asarray(SEGMENTS), kernel="xla", one_segment=False, ops=ops)
     np.testing.assert_allclose(ours, _reference(query, key, value, SEGMENTS), atol=2e-6)
 
 
-def test_one_segment_is_causal_and_right_on_real_tokens() -> None:
+@both
+def test_one_segment_is_causal_and_right_on_real_tokens(ops: Ops) -> None:
     query, key, value = _inputs(2, 10, 6, 2, 8)
     segments = np.array([[1] * 7 + [0] * 3, [1] * 10], np.int32)
-    ours = row_attention(query, key, value, jnp.asarray(segments), kernel="xla", one_segment=True)
+    ours = row_attention(query, key, value, jnp.asarray(segments), kernel="xla", one_segment=True, ops=ops)
     real = segments > 0
     np.testing.assert_allclose(np.asarray(ours)[real], _reference(query, key, value, segments)[real], atol=2e-6)
 
 
-def test_shared_prompts_are_rows_with_their_prompt_before_them() -> None:
+@both
+def test_shared_prompts_are_rows_with_their_prompt_before_them(ops: Ops) -> None:
     """Two prompts of 3 and 1 tokens, two rows of 4 for each: values and gradients against rows of whole sequences."""
     shape, lengths = (2, 3, 4, 4), np.array([3, 1])
     prompts, slots, rows, length = shape
@@ -63,7 +71,7 @@ def test_shared_prompts_are_rows_with_their_prompt_before_them() -> None:
     @jax.jit
     def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         visible = visible_of_shared(jnp.asarray(lengths), shape)
-        return shared_prompt_attention(query, key, value, visible, shape)
+        return shared_prompt_attention(query, key, value, visible, shape, ops=ops)
 
     @jax.jit
     def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[int, jax.Array]:
@@ -72,7 +80,9 @@ def test_shared_prompts_are_rows_with_their_prompt_before_them() -> None:
             prompt = in_prompts[row // 2, : lengths[row // 2]]
             sequence = np.concatenate([prompt, in_rows[row]])
             taken = (x[:, sequence] for x in (query, key, value))
-            out = row_attention(*taken, jnp.ones((1, len(sequence)), jnp.int32), kernel="xla", one_segment=True)
+            out = row_attention(
+                *taken, jnp.ones((1, len(sequence)), jnp.int32), kernel="xla", one_segment=True, ops=ops
+            )
             # A prompt's own tokens are the same in each of its rows.
             found |= dict(zip(sequence.tolist(), out[0], strict=True))
         return found
@@ -90,14 +100,18 @@ def test_shared_prompts_are_rows_with_their_prompt_before_them() -> None:
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
-def test_what_is_not_a_number_stays_so() -> None:
+@both
+def test_nan_stays_nan(ops: Ops) -> None:
     query, key, value = _inputs(1, 4, 2, 1, 8)
-    out = row_attention(query.at[0, 2, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 4)), kernel="xla", one_segment=True)
+    out = row_attention(
+        query.at[0, 2, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 4)), kernel="xla", one_segment=True, ops=ops
+    )
     bad = np.isnan(np.asarray(out)).all(axis=-1)[0]
     np.testing.assert_array_equal(bad, [[False, False], [False, False], [False, True], [False, False]])
 
 
-def test_gradients_of_packed_rows() -> None:
+@both
+def test_gradients_of_packed_rows(ops: Ops) -> None:
     """Against autodiff of the library's attention, whose weights are divided by their sum before the product."""
     inputs = _inputs(2, 10, 6, 2, 8)
     weights = jax.random.normal(jax.random.key(1), inputs[0].shape)
@@ -105,7 +119,7 @@ def test_gradients_of_packed_rows() -> None:
     visible = jnp.tril(jnp.ones((10, 10), bool)) & (segments[:, :, None] == segments[:, None, :])
 
     def ours(inputs: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.sum(weights * row_attention(*inputs, segments, kernel="xla", one_segment=False))
+        return jnp.sum(weights * row_attention(*inputs, segments, kernel="xla", one_segment=False, ops=ops))
 
     def library(inputs: tuple[jax.Array, ...]) -> jax.Array:
         return jnp.sum(weights * jax.nn.dot_product_attention(*inputs, mask=visible[:, None], implementation="xla"))
@@ -114,9 +128,10 @@ def test_gradients_of_packed_rows() -> None:
         np.testing.assert_allclose(mine, theirs, atol=3e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
-    """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four devices."""
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
+def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]) -> None:
+    """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four devices; rows split
+    by a shard_map around it."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
@@ -124,13 +139,15 @@ def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, devices: int) -> Non
     query, key, value = _inputs(2, 128, 4, 2, 128)
     segment_ids = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 0]], [40, 1, 60, 27], axis=1), jnp.int32)
     weights = jnp.where(segment_ids > 0, 1.0, 0.0)[..., None, None] * jnp.arange(128)
-    mesh = make_mesh(1, 2, 4, devices=jax.devices()[:8]) if devices == 8 else None
+    mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
 
     def loss(kernel: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        attended = row_attention(query, key, value, segment_ids, kernel=kernel, one_segment=False, mesh=mesh)
+        attend = functools.partial(row_attention, kernel=kernel, one_segment=False, ops=CPU, mesh=mesh)
+        attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
+        attended = attend(query, key, value, segment_ids)
         return jnp.sum(attended**2 * weights) / 1e4
 
-    want, want_grads = jax.value_and_grad(functools.partial(loss, "xla"), argnums=(0, 1, 2))(query, key, value)
+    want, want_grads = jax.jit(jax.value_and_grad(functools.partial(loss, "xla"), argnums=(0, 1, 2)))(query, key, value)
     step = jax.jit(jax.value_and_grad(functools.partial(loss, "splash"), argnums=(0, 1, 2)))
     have, have_grads = step(query, key, value)
     assert have == pytest.approx(float(want), rel=1e-6)
@@ -141,10 +158,12 @@ def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, devices: int) -> Non
 
 def test_splash_says_what_it_cannot_split() -> None:
     with pytest.raises(ValueError, match="row length: got 100, splash attention needs a multiple of 128"):
-        row_attention(*_inputs(1, 100, 2, 2, 8), jnp.ones((1, 100), int), kernel="splash", one_segment=False)
+        row_attention(*_inputs(1, 100, 2, 2, 8), jnp.ones((1, 100), int), kernel="splash", one_segment=False, ops=CPU)
     mesh = make_mesh(1, 1, 8, devices=jax.devices()[:8])
     with pytest.raises(ValueError, match="mesh tensor: got 8, splash attention needs a divisor of the 6 heads"):
-        row_attention(*_inputs(1, 128, 6, 2, 8), jnp.ones((1, 128), int), kernel="splash", one_segment=False, mesh=mesh)
+        row_attention(
+            *_inputs(1, 128, 6, 2, 8), jnp.ones((1, 128), int), kernel="splash", one_segment=False, ops=CPU, mesh=mesh
+        )
 
 
 def test_choose_kernel() -> None:

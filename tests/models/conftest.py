@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import init_params
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -105,7 +105,7 @@ def hf_directory(hf_model: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 def tiny_model() -> tuple[ModelConfig, dict[str, Any]]:
     """A Qwen3 without transformers: config and parameters large enough that every part shows in the output."""
     config = ModelConfig("qwen3", 97, 32, 64, 3, 4, 2, 16, rope_theta=1e4, initializer_range=0.2)
-    params = decoder.init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]

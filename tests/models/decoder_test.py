@@ -15,9 +15,11 @@ import pytest
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_config
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.hf_weights import hf_names, load_params
+from dcmdp_jax.models.hf_weights import hf_tensors, load_params
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.ops import CPU
+from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
 
 TEMPERATURE = 0.7
 Directory = Callable[..., tuple[Any, Path]]
@@ -32,7 +34,7 @@ def _forward(
         params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], compute
     )
     kernel = decoder.output_kernel(params)
-    options = {"temperature": TEMPERATURE, "chunk": compute.logprob_chunk, "compact": True}
+    options = {"temperature": TEMPERATURE, "chunk": compute.logprob_chunk, "compact": True, "ops": CPU}
     return hidden, token_logprobs(hidden, kernel, rows["input_ids"], rows["mask"], **options)[0]
 
 
@@ -104,7 +106,7 @@ def test_gradients_equal_torch(hf_directory: Directory, pack: Pack, family: str,
     rows = pack([[ids[0]], [ids[1]]], 32)
     (_, _), grads = _value_and_grad(params, config, rows, Compute(logprob_chunk=16), jnp.asarray(weights))
     theirs = dict(model.named_parameters())
-    for name, place in hf_names(config).items():
+    for name, place in hf_tensors(config).items():
         mine: Any = grads
         for key in place.path:
             mine = mine[key]
@@ -232,7 +234,8 @@ def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack
     layers = decoder.unstack_layers(params, config)
     assert len(layers) == 3
     for layer in layers:
-        x, key = decoder.apply_block(layer, config, x, rotary, attend)
+        x, key, aux = decoder.apply_block(layer, config, x, rotary, attend, CPU)
+        assert aux == {}
         assert key.shape == (1, 20, 2, 16)
     hidden, _ = _jit_forward(params, config, rows, Compute())
     np.testing.assert_allclose(decoder.final_norm(params, config, x), hidden, atol=5e-6)
@@ -251,9 +254,9 @@ def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, An
         return jax.nn.dot_product_attention(query, key, value, is_causal=True), None
 
     def loss(layer: Any, x: jax.Array, merged: bool) -> jax.Array:
-        used = decoder.merge_projections(layer, mlp=mlp) if merged else layer
+        used = decoder.fuse_projections(layer, mlp=mlp) if merged else layer
         assert ("qkv" in used["attention"], "gate_up" in used["mlp"]) == (merged, merged and mlp)
-        return jnp.sum(jnp.sin(decoder.apply_block(used, config, x, rotary, attend)[0]))
+        return jnp.sum(jnp.sin(decoder.apply_block(used, config, x, rotary, attend, CPU)[0]))
 
     value, grads = jax.value_and_grad(loss, argnums=(0, 1))(layer, x, False)
     merged, merged_grads = jax.value_and_grad(loss, argnums=(0, 1))(layer, x, True)
@@ -274,7 +277,7 @@ def test_bfloat16_compute_stays_near_float32(tiny_model: tuple[ModelConfig, Any]
 
 def test_init_params_is_seeded_and_scaled() -> None:
     config = ModelConfig("qwen2", 500, 64, 128, 2, 4, 2, 16, attention_bias=True, initializer_range=0.05)
-    params = decoder.init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     assert float(params["embedding"].std()) == pytest.approx(0.05, rel=0.02)  # 32,000 draws: 0.4% expected
     for name in ("gate", "up", "down"):
         assert float(params["layers"]["mlp"][name]["kernel"].std()) == pytest.approx(0.05, rel=0.03)
@@ -282,11 +285,23 @@ def test_init_params_is_seeded_and_scaled() -> None:
     assert np.all(params["norm"]["scale"] == 1) and np.all(params["layers"]["mlp_norm"]["scale"] == 1)
     first, second = params["layers"]["mlp"]["up"]["kernel"]
     assert np.any(first != second)
-    again, other = (decoder.init_params(config, jax.random.key(seed)) for seed in (0, 1))
+    again, other = (init_params(config, jax.random.key(seed)) for seed in (0, 1))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), params, again)))
     assert np.any(other["embedding"] != params["embedding"])
-    half = decoder.init_params(config, jax.random.key(0), "bfloat16")
+    half = init_params(config, jax.random.key(0), "bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
+
+
+def test_a_parameter_that_is_added_moves_no_others_initial_value() -> None:
+    """Biases and an untied output matrix are added; everything else keeps its bits."""
+    shape = (50, 24, 32, 2, 2, 1, 12)
+    small = init_params(ModelConfig("qwen3", *shape, tie_word_embeddings=True), jax.random.key(7))
+    large = init_params(ModelConfig("qwen3", *shape, attention_bias=True), jax.random.key(7))
+    before = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(small)}
+    after = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(large)}
+    assert len(after) == len(before) + 5  # q, k, v, o biases and the output matrix
+    for name, leaf in before.items():
+        np.testing.assert_array_equal(after[name], leaf, err_msg=name)
 
 
 PUBLISHED = {
@@ -318,8 +333,8 @@ PUBLISHED = {
 def test_published_models_by_shape(name: str) -> None:
     fields, count = PUBLISHED[name]
     config = from_hf(fields)
-    shapes = decoder.param_shapes(config, "bfloat16")
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params == count
+    shapes = param_shapes(config, "bfloat16")
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == num_params(config) == count
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("bfloat16")}
 
 
@@ -328,15 +343,24 @@ def test_logical_axes_name_every_dimension() -> None:
         ModelConfig("qwen2", 97, 48, 80, 3, 6, 2, 16, attention_bias=True),
         ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, attention_bias=True, tie_word_embeddings=True),
     ):
-        sizes = {"vocab": 97, "embed": 48, "mlp": 80, "layers": 3, "heads": 96, "kv_heads": 32}
+        sizes = {
+            "vocab": 97,
+            "embed": 48,
+            "mlp": 80,
+            "layers": 3,
+            "heads": 96,
+            "kv_heads": 32,
+            "norm": 48,
+            "head_dim": 16,
+        }
 
         def check(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], sizes: dict[str, int] = sizes) -> None:
             assert len(axes) == leaf.ndim
             for size, name in zip(leaf.shape, axes, strict=True):
-                assert name is None or sizes[name] == size
+                assert sizes[name] == size
 
-        jax.tree.map(check, decoder.param_shapes(config), decoder.logical_axes(config))
-    axes = decoder.logical_axes(config)["layers"]["attention"]
+        jax.tree.map(check, param_shapes(config), logical_axes(config))
+    axes = logical_axes(config)["layers"]["attention"]
     assert axes["o"] == {"kernel": ("layers", "heads", "embed"), "bias": ("layers", "embed")}
     assert axes["k"] == {"kernel": ("layers", "embed", "kv_heads"), "bias": ("layers", "kv_heads")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
-from dcmdp_jax.models import decoder, hf_weights
+from dcmdp_jax.models import hf_manifest, hf_weights
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
-from dcmdp_jax.models.hf_names import hf_names
-from dcmdp_jax.models.hf_weights import check_manifest, iterate_hf_tensors, load_params, save_params
+from dcmdp_jax.models.hf_manifest import check_manifest, check_values
+from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
+from dcmdp_jax.models.params import hf_tensors, init_params, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 
 CONFIG = ModelConfig("qwen3", 11, 8, 12, 2, 4, 2, 4)
@@ -28,7 +30,7 @@ TIED = ModelConfig("qwen2", 11, 8, 12, 2, 2, 1, 4, tie_word_embeddings=True, att
 
 def _tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=place.shape).astype(dtype) for name, place in hf_names(config).items()}
+    return {name: rng.normal(size=place.shape).astype(dtype) for name, place in hf_tensors(config).items()}
 
 
 def _write(directory: Path, config: ModelConfig, tensors: dict[str, np.ndarray], *, shards: int = 1) -> Path:
@@ -60,15 +62,15 @@ def test_names_and_shapes_are_those_of_transformers(hf_model: Callable[..., Any]
     model = hf_model(family, tied=tied, bias=True)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     config = from_hf(model.config.to_dict())
-    assert {name: place.shape for name, place in hf_names(config).items()} == expected
-    places = {(place.path, place.layer) for place in hf_names(config).values()}
+    assert {name: place.shape for name, place in hf_tensors(config).items()} == expected
+    places = {(place.path, place.layer) for place in hf_tensors(config).values()}
     assert len(places) == len(expected)
 
 
 def test_layers_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
     tensors = _tensors(CONFIG)
     params = load_params(_write(tmp_path / "m", CONFIG, tensors), CONFIG, dtype="float32")
-    assert jax.tree.structure(params) == jax.tree.structure(decoder.param_shapes(CONFIG))
+    assert jax.tree.structure(params) == jax.tree.structure(param_shapes(CONFIG))
     for layer in range(2):
         prefix = f"model.layers.{layer}"
         mine = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
@@ -148,22 +150,22 @@ def test_sharded_directories_of_transformers(hf_directory: Callable[..., tuple[A
     assert len(list(source.glob("*.safetensors"))) > 3
     config = read_config(source)
     manifest = check_manifest(source, config)
-    assert manifest.dtypes == {"F32": len(hf_names(config))}
-    assert manifest.num_bytes == 4 * config.num_params
+    assert manifest.dtypes == {"F32": len(hf_tensors(config))}
+    assert manifest.num_bytes == 4 * num_params(config)
     exported = dict(iterate_hf_tensors(load_params(source, config, dtype="float32"), config, "float32"))
     _assert_same_bytes(exported, {name: value.detach().numpy() for name, value in model.named_parameters()})
 
 
 def test_shard_files_and_index(tmp_path: Path) -> None:
-    params = decoder.init_params(CONFIG, jax.random.key(0))
+    params = init_params(CONFIG, jax.random.key(0))
     save_params(params, CONFIG, tmp_path / "out", dtype="float32", max_shard_bytes=1000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 4 * CONFIG.num_params
+    assert index["metadata"]["total_size"] == 4 * num_params(CONFIG)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == sorted(set(index["weight_map"].values()))
     assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
     sizes = [sum(value.nbytes for value in load_file(tmp_path / "out" / file).values()) for file in files]
-    assert sum(sizes) == 4 * CONFIG.num_params
+    assert sum(sizes) == 4 * num_params(CONFIG)
     assert max(sizes) <= 1000
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
@@ -172,7 +174,7 @@ def test_load_onto_a_mesh(tmp_path: Path) -> None:
     tensors = _tensors(CONFIG)
     source = _write(tmp_path / "m", CONFIG, tensors)
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
-    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), decoder.param_shapes(CONFIG))
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), param_shapes(CONFIG))
     shardings["layers"]["mlp"]["up"]["kernel"] = NamedSharding(mesh, P(None, "fsdp", "tensor"))
     shardings["layers"]["mlp"]["down"]["kernel"] = NamedSharding(mesh, P("data", "tensor", "fsdp"))
     shardings["output"] = NamedSharding(mesh, P(("data", "fsdp", "tensor"), None))
@@ -184,7 +186,7 @@ def test_load_onto_a_mesh(tmp_path: Path) -> None:
 
 
 def test_numpy_parameters_export_too() -> None:
-    params = decoder.init_params(TIED, jax.random.key(0))
+    params = init_params(TIED, jax.random.key(0))
     on_host = jax.tree.map(np.asarray, params)
     for dtype in ("float32", "bfloat16"):
         _assert_same_bytes(
@@ -233,17 +235,111 @@ def test_wrong_shape(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 8), np.float32)
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
-        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], expected [8, 8]"
+        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], expected [8, 8] = "
+        "[num_key_value_heads x head_dim, hidden_size] of config.json"
     )
 
 
 def test_unknown_tensor(tmp_path: Path) -> None:
-    tensors = _tensors(CONFIG) | {"model.layers.2.input_layernorm.weight": np.zeros(8, np.float32)}
+    tensors = _tensors(CONFIG) | {"model.layers.1.self_attn.q_proj.bias": np.zeros(8, np.float32)}
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
-        f"{source}/model.safetensors: tensor model.layers.2.input_layernorm.weight is unknown to qwen3 with this "
-        "config.json"
+        f"{source}/model.safetensors: tensor model.layers.1.self_attn.q_proj.bias is unknown to qwen3 with this "
+        "config.json; attention_bias or model_type in config.json says that it is not there"
     )
+
+
+@pytest.mark.parametrize("layers", [1, 3, 10_000])
+def test_another_number_of_layers(tmp_path: Path, layers: int) -> None:
+    source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG))
+    message = _refused(source, dataclasses.replace(CONFIG, num_layers=layers))
+    assert message.startswith(
+        f"{source}/config.json: num_hidden_layers is {layers}, the safetensors files hold 2 layers (model.layers.1."
+    )
+
+
+def test_names_of_another_family(tmp_path: Path) -> None:
+    tensors = {name.removeprefix("model."): value for name, value in _tensors(CONFIG).items()}
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    assert "holds no tensor model.layers.0..., names must be those of" in _refused(source, CONFIG)
+
+
+# Values.
+
+
+@pytest.mark.parametrize(("value", "said"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf")])
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_values_that_are_not_finite_are_counted_and_placed(
+    tmp_path: Path, stored: Any, value: float, said: str
+) -> None:
+    tensors = _tensors(CONFIG, stored)
+    # Of [16, 8] = 128 values two; the first in reading order is at [3, 5].
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 5] = value
+    tensors["model.layers.1.self_attn.q_proj.weight"][7, 0] = np.nan
+    source = _write(tmp_path / "m", CONFIG, tensors, shards=2)
+    file = next(
+        path for path in source.glob("*.safetensors") if "model.layers.1.self_attn.q_proj.weight" in load_file(path)
+    )
+    expected = (
+        f"{file}: tensor model.layers.1.self_attn.q_proj.weight has 2 value(s) of 128 that are not finite, the first, "
+        f"{said}, at [3, 5]; the weights are damaged, fetch or export them again"
+    )
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError) as caught:
+            load_params(source, CONFIG, dtype=dtype)
+        assert str(caught.value) == expected
+    with pytest.raises(ValueError) as caught:
+        check_values(check_manifest(source, CONFIG))
+    assert str(caught.value) == expected
+
+
+def test_a_value_that_narrowing_makes_infinite_is_refused(tmp_path: Path) -> None:
+    # The largest bfloat16 is (2 - 2^-7) 2^127 = 3.39e38; 3.4e38 is nearer to 2^128, and a finite float32.
+    tensors = _tensors(CONFIG)
+    tensors["model.norm.weight"][2] = 3.4e38
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    load_params(source, CONFIG, dtype="float32")
+    with pytest.raises(
+        ValueError, match=r"norm.weight has 1 value\(s\) of 8 that are too large for bfloat16, the first"
+    ):
+        load_params(source, CONFIG, dtype="bfloat16")
+
+
+def test_a_large_tensor_is_checked_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_manifest, "_BLOCK", 5)
+    monkeypatch.setattr(hf_manifest, "_READ", 17)  # two rows of 8
+    tensors = _tensors(CONFIG)
+    tensors["lm_head.weight"][10, 7] = np.nan  # the last value of all
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    with pytest.raises(ValueError, match=r"lm_head.weight has 1 value\(s\) of 88 .* at \[10, 7\]"):
+        load_params(source, CONFIG, dtype="float32")
+
+
+def test_a_shard_of_a_mesh_finds_what_is_not_finite_in_the_whole_tensor(tmp_path: Path) -> None:
+    tensors = _tensors(CONFIG)
+    tensors["lm_head.weight"][10, 7] = np.nan
+    source = _write(tmp_path / "m", CONFIG, tensors)
+    mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), param_shapes(CONFIG))
+    shardings["output"] = NamedSharding(mesh, P("fsdp", None))
+    with pytest.raises(ValueError, match=r"lm_head.weight has 1 value\(s\) of 88 .* at \[10, 7\]"):
+        load_params(source, CONFIG, dtype="float32", shardings=shardings)
+
+
+def test_parameters_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    params = init_params(TIED, jax.random.key(0))
+    params["norm"]["scale"] = params["norm"]["scale"].at[3].set(jnp.nan)
+    with pytest.raises(
+        ValueError, match=r"^params: tensor model.norm.weight has 1 value\(s\) of 8 that are not finite"
+    ):
+        save_params(params, TIED, tmp_path / "out", dtype="bfloat16")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG))
+    (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "a Git LFS pointer, `git lfs pull` fetches the file" in _refused(source, CONFIG)
 
 
 def test_unreadable_dtype(tmp_path: Path) -> None:
@@ -284,7 +380,7 @@ def test_index_against_files(tmp_path: Path) -> None:
     for text, reason in (
         ("{", "not valid JSON"),
         ("{}", "has no weight_map"),
-        ("[]", "has no weight_map"),
+        ("[]", "holds a list, must hold a JSON object"),
         ('{"weight_map": {"a": 1}}', "weight_map must map tensor names to file names"),
     ):
         index.write_text(text)
@@ -311,7 +407,7 @@ def test_redundant_head_of_a_tied_model(tmp_path: Path) -> None:
 
 
 def test_dtype_is_checked(tmp_path: Path) -> None:
-    params = decoder.init_params(TIED, jax.random.key(0))
+    params = init_params(TIED, jax.random.key(0))
     for call in (
         lambda: load_params(tmp_path, TIED, dtype="float16"),
         lambda: next(iterate_hf_tensors(params, TIED, "float16")),
@@ -322,7 +418,7 @@ def test_dtype_is_checked(tmp_path: Path) -> None:
 
 
 def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
-    params = decoder.init_params(TIED, jax.random.key(0))
+    params = init_params(TIED, jax.random.key(0))
     with pytest.raises(ValueError, match="^params: tree is"):
         save_params(params, CONFIG, tmp_path / "out", dtype="float32")
     wrong = params | {"embedding": params["embedding"][:-1]}
@@ -335,11 +431,11 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
-    params = decoder.init_params(TIED, jax.random.key(0))
+    params = init_params(TIED, jax.random.key(0))
     out = tmp_path / "deep" / "out"
     save_params(params, TIED, out, dtype="float32")
     before = load_file(out / "model.safetensors")
-    other = decoder.init_params(TIED, jax.random.key(1))
+    other = init_params(TIED, jax.random.key(1))
     with pytest.raises(FileExistsError, match="is not empty, choose another directory or ask to overwrite"):
         save_params(other, TIED, out, dtype="float32")
     _assert_same_bytes(load_file(out / "model.safetensors"), before)
@@ -357,7 +453,7 @@ def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = decoder.init_params(TIED, jax.random.key(0))
+    params = init_params(TIED, jax.random.key(0))
     out = tmp_path / "out"
     save_params(params, TIED, out, dtype="float32")
     before = load_file(out / "model.safetensors")
@@ -367,13 +463,13 @@ def test_a_failure_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(hf_weights, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        save_params(decoder.init_params(TIED, jax.random.key(1)), TIED, out, dtype="float32", overwrite=True)
+        save_params(init_params(TIED, jax.random.key(1)), TIED, out, dtype="float32", overwrite=True)
     _assert_same_bytes(load_file(out / "model.safetensors"), before)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_tokenizer_files_come_along(tmp_path: Path) -> None:
-    params = decoder.init_params(TIED, jax.random.key(0))
+    params = init_params(TIED, jax.random.key(0))
     source = tmp_path / "source"
     source.mkdir()
     with pytest.raises(FileNotFoundError, match="has no tokenizer"):

@@ -11,72 +11,71 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig, from_hf
-from dcmdp_jax.models.layers import (
-    MLP,
-    Linear,
-    RMSNorm,
-    apply_rotary,
-    norm_and_rotate,
-    rotary_frequencies,
-    rotary_tables,
-    swiglu,
-)
+from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_frequencies, rotary_tables
+from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
+
+both = pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 
 CONFIG = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, rope_theta=1e4)
 
 
 def test_linear_by_hand() -> None:
-    layer = Linear(2, 3, bias=True, dtype=jnp.float32)
-    layer.kernel[...] = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    layer.bias[...] = jnp.array([10.0, 20.0, 30.0])
+    layer = Linear((2, 3), ("embed", "mlp"), std=0.02, hf_name=None, bias=True)
+    layer.kernel.set_value(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    layer.bias.set_value(jnp.array([10.0, 20.0, 30.0]))
     # [1, -1] W + b = [1-4, 2-5, 3-6] + b
     np.testing.assert_array_equal(layer(jnp.array([1.0, -1.0])), [7.0, 17.0, 27.0])
 
 
 def test_rms_norm_by_hand() -> None:
-    norm = RMSNorm(2, 0.5, dtype=jnp.float32)
-    norm.scale[...] = jnp.array([2.0, -1.0])
+    norm = RMSNorm(2, 0.5, axis="norm", hf_name="norm")
+    norm.scale.set_value(jnp.array([2.0, -1.0]))
     # mean square of [3, 4] = 12.5; + 0.5 = 13; no mean is subtracted
     np.testing.assert_allclose(norm(jnp.array([3.0, 4.0])), np.array([6.0, -4.0]) / np.sqrt(13.0), rtol=1e-6)
 
 
 def test_rms_norm_takes_the_mean_in_float32() -> None:
-    norm = RMSNorm(4096, 1e-6, dtype=jnp.float32)
+    norm = RMSNorm(4096, 1e-6, axis="norm", hf_name="norm")
+    norm.scale.set_value(jnp.ones(4096))
     x = jnp.full((4096,), 3.0, jnp.bfloat16)
     # The mean square summed in bfloat16 would stop growing at 9 * 256 / 4096; each normed value is 1.
     np.testing.assert_array_equal(norm(x).astype(np.float32), np.ones(4096))
     assert norm(x).dtype == jnp.bfloat16
 
 
-def test_mlp_is_silu_gated() -> None:
-    mlp = MLP(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4), dtype=jnp.float32)
+@both
+def test_mlp_is_silu_gated(ops: Ops) -> None:
+    mlp = MLP(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4), hf_name="mlp")
     for seed, layer in enumerate((mlp.gate, mlp.up, mlp.down)):
-        layer.kernel[...] = jax.random.normal(jax.random.key(seed), layer.kernel[...].shape)
+        layer.kernel.set_value(jax.random.normal(jax.random.key(seed), layer.kernel.get_value().shape))
     x = np.linspace(-1, 1, 4)
-    gate, up, down = (np.asarray(layer.kernel[...], np.float64) for layer in (mlp.gate, mlp.up, mlp.down))
+    gate, up, down = (np.asarray(layer.kernel.get_value(), np.float64) for layer in (mlp.gate, mlp.up, mlp.down))
     hidden = x @ gate
     expected = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
-    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5)
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), ops), expected, rtol=1e-5)
 
 
-def test_rotary_by_hand() -> None:
+@both
+def test_rotary_by_hand(ops: Ops) -> None:
     # head_dim 4, theta 1e4: frequencies 1 and 0.01; pairs are (x0, x2) and (x1, x3), not neighbours
     config = ModelConfig("qwen3", 8, 4, 4, 1, 1, 1, 4, rope_theta=1e4)
     np.testing.assert_allclose(rotary_frequencies(config)[0], [1.0, 0.01], rtol=1e-7)
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    turned = apply_rotary(x, rotary_tables(config, jnp.array([[2]])))[0, 0, 0]
+    turned = ops.rotate(x, rotary_tables(config, jnp.array([[2]])))[0, 0, 0]
     c0, s0, c1, s1 = np.cos(2.0), np.sin(2.0), np.cos(0.02), np.sin(0.02)
     np.testing.assert_allclose(turned, [1 * c0 - 3 * s0, 2 * c1 - 4 * s1, 3 * c0 + 1 * s0, 4 * c1 + 2 * s1], rtol=1e-6)
 
 
-def test_swiglu_gradient_by_hand() -> None:
+@both
+def test_swiglu_gradient_by_hand(ops: Ops) -> None:
     # sigmoid(1) = s; d/dgate = up (s + gate s (1 - s)), d/dup = gate s; the cotangent 3 multiplies both
     s = 1 / (1 + np.exp(-1.0))
-    gate_bar, up_bar = jax.vjp(swiglu, jnp.float32(1), jnp.float32(2))[1](jnp.float32(3))
+    gate_bar, up_bar = jax.vjp(ops.swiglu, jnp.float32(1), jnp.float32(2))[1](jnp.float32(3))
     np.testing.assert_allclose([gate_bar, up_bar], [6 * (s + s * (1 - s)), 3 * s], rtol=1e-6)
 
 
-def test_norm_and_rotation_as_complex_numbers() -> None:
+@both
+def test_norm_and_rotation_as_complex_numbers(ops: Ops) -> None:
     """Value and gradients of the one function for both, against autodiff of the norm and a product with e^(i angle)."""
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
     scale = jax.random.normal(jax.random.key(1), (3, 16))
@@ -90,7 +89,7 @@ def test_norm_and_rotation_as_complex_numbers() -> None:
         return jnp.sum(weights * jnp.concatenate([turned.real, turned.imag], axis=-1))
 
     def ours(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return jnp.sum(weights * norm_and_rotate(x, scale, rotary_tables(CONFIG, positions), 0.1))
+        return jnp.sum(weights * ops.norm_and_rotate(x, scale, rotary_tables(CONFIG, positions), 0.1))
 
     value, grads = jax.value_and_grad(ours, argnums=(0, 1))(x, scale)
     expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(x, scale)
@@ -99,12 +98,13 @@ def test_norm_and_rotation_as_complex_numbers() -> None:
         np.testing.assert_allclose(mine, theirs, atol=5e-6)
 
 
-def test_rotary_products_depend_on_distance_only() -> None:
+@both
+def test_rotary_products_depend_on_distance_only(ops: Ops) -> None:
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 2, 1, 16))
 
     def product(first: int, second: int) -> jax.Array:
         tables = rotary_tables(CONFIG, jnp.array([[first, second]]))
-        return jnp.sum(apply_rotary(query, tables)[:, 0] * apply_rotary(key, tables)[:, 1])
+        return jnp.sum(ops.rotate(query, tables)[:, 0] * ops.rotate(key, tables)[:, 1])
 
     np.testing.assert_allclose(product(3, 8), product(90, 95), rtol=2e-5)
     assert abs(product(3, 8) - product(3, 9)) > 1e-2

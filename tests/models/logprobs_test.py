@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 10, 8, 31
 # Logits up to 20 carry 1e-6 each in float32, and gradients up to 10 are sums of 31 of them.
@@ -51,11 +52,13 @@ def _reference(x: dict[str, np.ndarray], temperature: float) -> tuple[np.ndarray
     return logprobs, entropy, hidden_bar, kernel_bar
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "compact"))
-def _ours(x: dict[str, jax.Array], temperature: float, chunk: int, compact: bool) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "compact", "ops"))
+def _ours(
+    x: dict[str, jax.Array], temperature: float, chunk: int, compact: bool, ops: Ops = CPU
+) -> tuple[jax.Array, ...]:
     def objective(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
         logprobs, entropy = token_logprobs(
-            hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, compact=compact
+            hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, compact=compact, ops=ops
         )
         return jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy), (logprobs, entropy)
 
@@ -74,9 +77,10 @@ def _ours(x: dict[str, jax.Array], temperature: float, chunk: int, compact: bool
         (1.0, 1, False),  # fewer tokens than rows: one column at a time
     ],
 )
-def test_against_float64(temperature: float, chunk: int, compact: bool) -> None:
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_against_float64(temperature: float, chunk: int, compact: bool, ops: Ops) -> None:
     x = _inputs()
-    for mine, want in zip(_ours(x, temperature, chunk, compact), _reference(x, temperature), strict=True):
+    for mine, want in zip(_ours(x, temperature, chunk, compact, ops), _reference(x, temperature), strict=True):
         np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
@@ -114,7 +118,7 @@ def test_the_shift_is_by_one() -> None:
     """Token t is scored by the state before it: a state that votes for token v, then v."""
     hidden = jnp.zeros((1, 4, 5)).at[0, 1, 3].set(1.0)
     ids, mask = jnp.array([[0, 0, 3, 0]]), jnp.array([[False, True, True, True]])
-    logprobs, _ = token_logprobs(hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, compact=True)
+    logprobs, _ = token_logprobs(hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, compact=True, ops=CPU)
     # e^2 against four times e^0; elsewhere uniform over 5. Scored by its own state token 2 would be uniform too.
     np.testing.assert_allclose(logprobs[0], [0.0, -np.log(5), 2 - np.log(np.exp(2) + 4), -np.log(5)], rtol=1e-6)
 
@@ -140,7 +144,7 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
     ids, mask = jnp.asarray(rng.integers(0, 32, (1, 1025)), jnp.int32), jnp.arange(1025)[None] > 0
 
     def total(kernel: jax.Array, hidden: jax.Array, chunk: int) -> jax.Array:
-        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, compact=True)[0].sum()
+        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, compact=True, ops=CPU)[0].sum()
 
     exact = jax.grad(total)(kernel.astype(jnp.float32), hidden.astype(jnp.float32), 2048)
     rounded = jax.grad(total)(kernel, hidden, 16)
@@ -150,7 +154,8 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
 
 
 @pytest.mark.parametrize("compact", [True, False])
-def test_memory_at_the_full_vocabulary(compact: bool) -> None:
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_memory_at_the_full_vocabulary(compact: bool, ops: Ops) -> None:
     """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing is run."""
     rows, length, width, vocab = 2, 512, 64, 151_936
     naive = rows * length * vocab * 4
@@ -162,7 +167,9 @@ def test_memory_at_the_full_vocabulary(compact: bool) -> None:
     )
 
     def forward(hidden: jax.Array, kernel: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        logprobs, entropy = token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=64, compact=compact)
+        logprobs, entropy = token_logprobs(
+            hidden, kernel, ids, mask, temperature=1.0, chunk=64, compact=compact, ops=ops
+        )
         return jnp.sum(logprobs + 0.1 * entropy)
 
     def temporary(function: Any) -> int:
@@ -178,12 +185,12 @@ def test_temperature_is_positive(temperature: float) -> None:
     x = _inputs()
     arguments = (x["hidden"], x["kernel"], x["input_ids"], x["mask"])
     with pytest.raises(ValueError, match=f"temperature: got {temperature}, must be above 0"):
-        token_logprobs(*arguments, temperature=temperature, chunk=8, compact=True)
+        token_logprobs(*arguments, temperature=temperature, chunk=8, compact=True, ops=CPU)
 
 
 def test_shapes_must_agree() -> None:
     x = _inputs()
     with pytest.raises(ValueError, match="rows must agree"):
         token_logprobs(
-            x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, compact=True
+            x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, compact=True, ops=CPU
         )

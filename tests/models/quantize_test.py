@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import init_params
-from dcmdp_jax.models.quantize import QuantizedKernel, quantize, quantize_kernel, quantized_matmul, widen
+from dcmdp_jax.models.params import init_params, quantized_leaves
+from dcmdp_jax.models.quantize import (
+    QuantizedKernel,
+    quantize_kernel,
+    quantize_output,
+    quantize_tree,
+    quantized_matmul,
+    widen,
+)
 
 CONFIG = ModelConfig(
     model_type="qwen2",
@@ -115,7 +122,8 @@ def test_tree_has_every_matrix_quantised_per_layer_and_nothing_else(precision, t
     # Layer 1 is ten times layer 0: a scale shared by the layers would be ten times too coarse for layer 0.
     params["layers"] = jax.tree.map(lambda x: x * jnp.array([1.0, 10.0]).reshape(2, *[1] * (x.ndim - 1)),
                                     params["layers"])  # fmt: skip
-    tree = quantize(params, precision)
+    tree = quantize_output(params, precision)
+    tree["layers"] = quantize_tree(params["layers"], quantized_leaves(config)["layers"], precision)
     np.testing.assert_array_equal(tree["embedding"], params["embedding"])
     np.testing.assert_array_equal(tree["norm"]["scale"], params["norm"]["scale"])
     layers, original = tree["layers"], params["layers"]

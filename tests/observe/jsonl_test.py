@@ -15,7 +15,7 @@ def _refuse(constant):
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_values_that_are_not_finite_are_strict_json():
+def test_non_finite_values_are_written_as_strict_json():
     line = jsonl.encode({"a": math.nan, "b": math.inf, "c": -math.inf, "d": [np.float32(0.5), None, True]})
     assert line == '{"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": [0.5, null, true]}\n'
     json.loads(line, parse_constant=_refuse)
@@ -33,12 +33,12 @@ def test_text_stays_on_one_line(text):
     assert line.count("\n") == 1 and json.loads(line) == {"x": text}
 
 
-def test_a_value_json_has_no_form_for_is_named():
+def test_encode_names_a_value_json_cannot_represent():
     with pytest.raises(ValueError, match=r"of type object; allowed"):
         jsonl.encode({"x": object()})
 
 
-def test_read_leaves_out_a_torn_last_line_and_an_absent_file_is_empty(tmp_path):
+def test_read_skips_a_torn_last_line_and_a_missing_file_is_empty(tmp_path):
     path = tmp_path / "m.jsonl"
     assert jsonl.read(path) == []
     path.write_bytes(b'{"step": 1}\n{"step": 2, "reward/mean": 0.')
@@ -46,7 +46,7 @@ def test_read_leaves_out_a_torn_last_line_and_an_absent_file_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize("middle", [b"\x00\x00\x00", b'{"step": 2', b"[1, 2]", b"\xff\xfe"])
-def test_read_names_a_damaged_line_that_is_not_the_torn_tail(tmp_path, middle):
+def test_read_names_a_damaged_line_before_the_last(tmp_path, middle):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n' + middle + b'\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"m\.jsonl line 2 is not a JSON object"):
@@ -66,7 +66,7 @@ def test_truncate_after_a_kill_at_any_byte(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_truncate_leaves_a_good_file_alone(tmp_path):
+def test_truncate_does_not_touch_a_good_file(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
     before = path.stat()

@@ -99,7 +99,7 @@ def test_runs_of_other_lengths_share_a_tolerance():
     assert len(dashed) == 1
 
 
-def test_a_run_without_any_discrepancy_keeps_the_scale_of_its_budget():
+def test_zero_discrepancy_is_drawn_at_the_scale_of_the_budget():
     runs = {"exact": {"discrepancy/mean": _series([0.0] * 5), "dual/tolerance": _series([0.0037] * 5)}}
     low, high = draw_discrepancy(runs).axes[0].get_ylim()
     assert low == 0.0 and 0.0037 < high < 0.005
@@ -107,7 +107,7 @@ def test_a_run_without_any_discrepancy_keeps_the_scale_of_its_budget():
     assert draw_discrepancy(runs).axes[0].get_ylim() == (0.0, 0.001)
 
 
-def test_a_constant_multiplier_is_not_blown_up():
+def test_constant_multiplier_is_not_magnified():
     low, high = draw_multiplier({"r": {"dual/multiplier": _series([0.1] * 4)}}).axes[0].get_ylim()
     assert (low, high) == (pytest.approx(0.05), pytest.approx(0.15))
 
@@ -148,8 +148,23 @@ def test_curves_of_one_run_differ_in_colour_and_of_several_in_colour_by_run():
     assert two["a: clip low fraction"].get_linestyle() != two["a: clip high fraction"].get_linestyle()
 
 
+def test_importance_ratio_panel_shows_min_mean_and_max():
+    run = {
+        "policy/ratio_min": _series([0.5, 0.75]),
+        "policy/ratio_mean": _series([1.0, 1.0]),
+        "policy/ratio_max": _series([1.5, 2.0]),
+    }
+    (axes,) = draw_optimization({"a": run}).axes
+    assert axes.get_title(loc="left") == "importance ratio"
+    assert _curves(axes) == {
+        "ratio min": ([1, 2], [0.5, 0.75]),
+        "ratio mean": ([1, 2], [1.0, 1.0]),
+        "ratio max": ([1, 2], [1.5, 2.0]),
+    }
+
+
 @pytest.mark.parametrize("values", [[math.nan] * 3, [math.inf, 0.5, -math.inf], [-1e-9] * 50])
-def test_every_figure_stands_odd_values(values):
+def test_every_figure_draws_non_finite_and_constant_values(values):
     names = [
         *("reward/mean", "discrepancy/mean", "dual/tolerance", "dual/multiplier", "dual/violation", "mismatch/k3"),
         *("completion/length_mean", "completion/truncated_fraction", "policy/entropy", "time/step", "eval/a/avg@8"),

@@ -32,7 +32,7 @@ _FULL = {
 }
 
 
-def test_a_plain_line_says_it_all():
+def test_plain_line_shows_all_quantities():
     stream, clock = io.StringIO(), _Clock()
     progress = Progress(100, stream=stream, clock=clock)
     clock.now += 30
@@ -51,7 +51,7 @@ def test_missing_none_and_nan_show_as_dashes():
     assert stream.getvalue() == "step 1/2  reward -  discrepancy -  lambda -  - tokens/s  left -\n"
 
 
-def test_values_of_a_step_do_not_linger_in_the_next():
+def test_values_of_a_step_are_cleared_at_the_next():
     stream, clock = io.StringIO(), _Clock()
     progress = Progress(2, stream=stream, clock=clock)
     progress.update(1, _FULL)
@@ -64,7 +64,7 @@ def test_values_of_a_step_do_not_linger_in_the_next():
     ("seconds", "shown"),
     [(2.5, list(range(1, 13))), (0.5, [1, 5, 9, 12]), (0.0, [1, 12])],
 )
-def test_plain_lines_come_at_a_sensible_rate(seconds, shown):
+def test_plain_lines_are_at_most_one_every_two_seconds(seconds, shown):
     stream, clock = io.StringIO(), _Clock()
     progress = Progress(12, stream=stream, clock=clock)
     for step in range(1, 13):

@@ -77,7 +77,7 @@ def two(folder):
     return _Page((folder / "two" / "report.html").read_text())
 
 
-def test_the_page_embeds_the_very_plots_it_wrote_and_nothing_else(folder, one):
+def test_page_embeds_the_written_plots_and_nothing_else(folder, one):
     written = {path.name: path.read_bytes() for path in (folder / "one" / "plots").iterdir()}
     assert set(written) == {"reward.png", "multiplier.png", "evaluation.png"}
     assert all(data.startswith(b"\x89PNG") for data in written.values())
@@ -118,7 +118,7 @@ def test_configuration_is_flat_and_shows_empty_values(one):
     assert ["algorithm.tolerance", "0.0037"] in one.rows and ["tags", "[]"] in one.rows
 
 
-def test_several_runs_are_told_apart_and_compared(two):
+def test_several_runs_have_unique_labels_and_are_compared(two):
     assert ["", "a/run", "b/run"] in two.rows
     assert ["training steps", "3", "2"] in two.rows
     assert ["reward, last steps", "0.75", "0.125"] in two.rows
@@ -143,7 +143,7 @@ def test_a_run_killed_while_writing_can_be_read(folder, tmp_path):
     assert run.series["eval/math/avg@8"][0].tolist() == [0] and len(run.samples) == 20
 
 
-def test_what_cannot_be_a_report_is_said(folder, tmp_path):
+def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
     with pytest.raises(ValueError, match="no run directory given"):
         write_report([], tmp_path)
     run = folder / "a" / "run"

@@ -82,6 +82,7 @@ def test_a_healthy_run_has_no_warnings():
         ("completion/truncated_fraction", [0.0] * 9 + [0.75], "75% of the last completions were cut"),
         ("reward/verifier_timeouts", [0, 2, 1], "ran out of time on 3 answers"),
         ("reward/verifier_errors", [0, 2], "failed on 2 answers"),
+        ("reward/verifier_over_budget", [0, 4, 1], "budget for a batch ran out on 5 answers"),
         ("optimizer/skipped_updates", [1, 0, 1], "2 optimizer updates were skipped"),
         ("reward/all_equal_groups", [0.2] * 9 + [0.95], "In 95% of the last prompts all completions got one reward"),
         ("mismatch/noise_floor", [0.005], "c = 0.0037 is below the noise floor 0.005"),

@@ -17,14 +17,18 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.ops import CPU
+from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import (
     ACTIVATION_AXES,
     PARAM_AXES,
     constrain,
+    data_axis,
     param_shardings,
     partition_spec,
     replicated,
+    shard_map_over_data,
     shard_rows,
     state_shardings,
 )
@@ -62,8 +66,8 @@ def test_an_unknown_name_is_an_error() -> None:
 
 
 def test_param_shardings() -> None:
-    shapes = decoder.param_shapes(CONFIG)
-    specs = _specs(param_shardings(decoder.logical_axes(CONFIG), shapes, _mesh(2, 2, 2)))
+    shapes = param_shapes(CONFIG)
+    specs = _specs(param_shardings(logical_axes(CONFIG), shapes, _mesh(2, 2, 2)))
     assert specs["embedding"] == P("tensor", "fsdp")
     assert specs["output"] == P("fsdp", "tensor")
     assert specs["norm"]["scale"] == P(None)
@@ -99,10 +103,10 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFix
     config = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128)
     with caplog.at_level(logging.WARNING):
         for sizes in ((1, 8, 1), (2, 2, 2), (1, 1, 8)):
-            shardings = param_shardings(decoder.logical_axes(config), decoder.param_shapes(config), _mesh(*sizes))
+            shardings = param_shardings(logical_axes(config), param_shapes(config), _mesh(*sizes))
             held = jax.tree.map(
                 lambda leaf, sharding: int(np.prod(sharding.shard_shape(leaf.shape))),
-                decoder.param_shapes(config),
+                param_shapes(config),
                 shardings,
             )
             # All but the norms, 308,224 parameters, are split over fsdp * tensor.
@@ -125,7 +129,7 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFix
     ids=["adamw", "chain", "masked", "multi_transform"],
 )
 def test_moments_lie_where_their_parameters_lie(optimizer: optax.GradientTransformation) -> None:
-    mesh, shapes, axes = _mesh(2, 2, 2), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     state = jax.eval_shape(optimizer.init, shapes)
     shardings = state_shardings({"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh)
     assert shardings["params"] == param_shardings(axes, shapes, mesh)
@@ -142,14 +146,14 @@ def test_moments_lie_where_their_parameters_lie(optimizer: optax.GradientTransfo
 
 
 def test_every_moment_of_adamw() -> None:
-    mesh, shapes, axes = _mesh(2, 2, 2), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     shardings = state_shardings(jax.eval_shape(optax.adamw(1e-3).init, shapes), shapes, axes, mesh)
     assert shardings[0].mu == shardings[0].nu == param_shardings(axes, shapes, mesh)
 
 
 def test_a_leaf_of_another_shape_is_replicated() -> None:
     """Factored moments keep a parameter's path and not its shape."""
-    mesh, shapes, axes = _mesh(1, 8, 1), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    mesh, shapes, axes = _mesh(1, 8, 1), param_shapes(CONFIG), logical_axes(CONFIG)
     rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[:-1], leaf.dtype), shapes)
     shardings = state_shardings(rows, shapes, axes, mesh)
     assert set(jax.tree.leaves(_specs(shardings), is_leaf=lambda x: isinstance(x, P))) == {P()}
@@ -157,10 +161,10 @@ def test_a_leaf_of_another_shape_is_replicated() -> None:
 
 def test_state_made_under_jit_has_its_shardings() -> None:
     """jit(optimizer.init) alone puts the moments on one device; with these out_shardings they are split."""
-    mesh, shapes, axes = _mesh(1, 4, 2), decoder.param_shapes(CONFIG), decoder.logical_axes(CONFIG)
+    mesh, shapes, axes = _mesh(1, 4, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     optimizer = optax.adam(1e-3)
     shardings = state_shardings(jax.eval_shape(optimizer.init, shapes), shapes, axes, mesh)
-    params = jax.device_put(decoder.init_params(CONFIG, jax.random.key(0)), param_shardings(axes, shapes, mesh))
+    params = jax.device_put(init_params(CONFIG, jax.random.key(0)), param_shardings(axes, shapes, mesh))
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     moment = state[0].mu["layers"]["mlp"]["up"]["kernel"]
     assert moment.addressable_shards[0].data.shape == (2, 32 // 4, 64 // 2)
@@ -181,6 +185,40 @@ def test_constrain() -> None:
     assert pinned.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "fsdp"))), 3)
     with pytest.raises(ValueError, match=r"^rows: got 6, must be a multiple of data \* fsdp = 4 of the mesh"):
         jax.jit(lambda x: constrain(mesh)(x, ("rows", "length", "hidden")))(jnp.zeros((6, 3, 5)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2)])
+def test_shard_map_over_data_leaves_the_other_axes_to_the_compiler(sizes: tuple[int, int, int]) -> None:
+    mesh = _mesh(*sizes)
+    shapes = []
+
+    def local(x: jax.Array) -> jax.Array:
+        shapes.append(x.shape)
+        pinned = constrain(mesh)(x, ("rows", "length", "hidden"))
+        total = jnp.sum(pinned)
+        return pinned * (jax.lax.psum(total, axis) if (axis := data_axis(mesh)) else total)
+
+    x = np.arange(8 * 3 * 5, dtype=np.float32).reshape(8, 3, 5)
+    mapped = jax.jit(shard_map_over_data(local, mesh, in_specs=(P("data"),), out_specs=P("data")))
+    np.testing.assert_allclose(mapped(x), x * x.sum(), rtol=1e-6)
+    # A row of its own for each index of data; how they lie on fsdp and tensor does not show in shapes.
+    assert set(shapes) == {(8 // sizes[0], 3, 5)}
+
+
+def test_shard_map_over_data_without_several_devices_is_the_function() -> None:
+    function = jnp.sum
+    for mesh in (None, make_mesh(1, 1, 1, devices=jax.devices()[:1]), _mesh(1, 8, 1)):
+        assert shard_map_over_data(function, mesh, in_specs=(P(),), out_specs=P()) is function
+        assert data_axis(mesh) is None
+
+
+def test_constrain_within_shard_map_names_the_axes_that_are_left() -> None:
+    mesh = _mesh(2, 4, 1)
+    mapped = shard_map_over_data(
+        lambda x: constrain(mesh)(x, ("rows",)), mesh, in_specs=(P("data"),), out_specs=P("data")
+    )
+    with pytest.raises(ValueError, match=r"^rows: got 3, must be a multiple of fsdp = 4 of the mesh"):
+        jax.jit(mapped)(jnp.zeros(6))
 
 
 def _rows() -> dict[str, np.ndarray]:
@@ -210,13 +248,14 @@ def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tu
         temperature=0.7,
         chunk=32,
         compact=mesh is None,
+        ops=CPU,
     )
     return jnp.sum(rows["weights"] * logprobs) + jnp.sum(entropy), logprobs
 
 
 @pytest.fixture(scope="module")
 def one_device() -> tuple[Any, Any, Any]:
-    params = decoder.init_params(CONFIG, jax.random.key(0))
+    params = init_params(CONFIG, jax.random.key(0))
     value = jax.jit(jax.value_and_grad(lambda p, r: _objective(p, r, None), has_aux=True))(params, _rows())
     return params, *jax.device_get(value)
 
@@ -226,7 +265,7 @@ def test_eight_devices_equal_one(one_device: tuple[Any, Any, Any], sizes: tuple[
     """Forward and gradients. Devices add partial sums in another order: a few units in the last place."""
     params, (value, logprobs), grads = one_device
     mesh = _mesh(*sizes)
-    shardings = param_shardings(decoder.logical_axes(CONFIG), decoder.param_shapes(CONFIG), mesh)
+    shardings = param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh)
     placed = jax.device_put(params, shardings)
     rows = jax.device_put(_rows(), NamedSharding(mesh, P(("data", "fsdp"))))
     step = jax.jit(

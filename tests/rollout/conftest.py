@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.rollout.vllm_tools import (
     trainer_probe,
     vllm_settings,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +34,7 @@ def nothing_left() -> Iterator[None]:
     processes, files, descriptors = sidecars(), left_behind(), memory_files()
     yield
     # Tests of other modules run beside these; what is theirs goes with them.
-    deadline = time.monotonic() + 60
-    while (sidecars() - processes or left_behind() - files) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert sidecars() - processes == set()
-    assert left_behind() - files == set()
+    wait_until(lambda: not (sidecars() - processes or left_behind() - files), "sidecars, or files of theirs, to go")
     assert memory_files() - descriptors == set()
 
 

@@ -16,8 +16,6 @@ os.environ |= {
     "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
 }  # fmt: skip
-for name in ("torchvision", "torchaudio", "torchcodec"):
-    sys.modules[name] = None
 
 import torch  # noqa: E402
 

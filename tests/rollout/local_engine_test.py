@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from scipy import stats
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, init_params, output_kernel
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams

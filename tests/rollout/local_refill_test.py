@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import init_params
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.rollout.engine import OnFinished, SamplingParams
 from dcmdp_jax.rollout.local import cache as cache_module
 from dcmdp_jax.rollout.local import decode, schedule

@@ -14,9 +14,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors
+from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.rollout.vllm import segments
@@ -37,7 +37,7 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def _params(config, seed=0):
     """Norms, biases and matrices all different, so that nothing can stand for anything else."""
-    leaves, tree = jax.tree.flatten(decoder.param_shapes(config))
+    leaves, tree = jax.tree.flatten(param_shapes(config))
     rng = np.random.default_rng(seed)
     return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves])
 
@@ -90,7 +90,7 @@ def test_a_segment_holds_hugging_faces_tensors(name, dtype, segment):
     # 11 tensors a layer with two head norms or 12 with three biases, embedding and last norm, perhaps a head.
     assert len(names) == {"qwen3_tied": 35, "qwen3_untied": 36, "qwen2": 39}[name]
     # Nothing but tensors, padded between leaves: 15 at most, to 64 bytes each.
-    taken = config.num_params * jnp.dtype(dtype).itemsize
+    taken = num_params(config) * jnp.dtype(dtype).itemsize
     assert taken <= bridge.num_bytes < taken + 15 * 64
 
 
@@ -169,7 +169,7 @@ def test_sharded_parameters_give_the_same_bytes(precision, sizes, segment):
     bridge = WeightBridge(config, dtype=dtype, int8=precision == "int8")
     whole, sharded = segment(bridge), segment(bridge)
     mesh = make_mesh(*sizes, devices=jax.devices()[:8])
-    placed = jax.device_put(params, param_shardings(decoder.logical_axes(config), decoder.param_shapes(config), mesh))
+    placed = jax.device_put(params, param_shardings(logical_axes(config), param_shapes(config), mesh))
     assert len(placed["embedding"].addressable_shards) == 8
     first = bridge.publish(params, whole, 3)
     second = bridge.publish(placed, sharded, 3)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +13,20 @@ import pytest
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from tests.rollout.vllm_tools import ROWS, STOP, TOTAL, prompts, random_params, small_model
+from tests.rollout.vllm_tools import (
+    STOP,
+    TOTAL,
+    assert_same_bits,
+    fresh_answers,
+    prompts,
+    random_params,
+    small_model,
+)
 
 FAULTY = Path(__file__).with_name("faulty_sidecar.py")
 PUSHES = 20
-HELD_AGAINST = (0, 19)
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
+SEEDED = SamplingParams(1, 24, stop_token_ids=(STOP,))
 GREEDY = SamplingParams(group_size=1, max_completion_tokens=24, temperature=0.0, stop_token_ids=(STOP,))
 
 
@@ -54,15 +56,27 @@ def _same(first, second):
         np.testing.assert_array_equal(a, b)
 
 
+_EACH = tuple(range(PUSHES))
+
+
 @pytest.mark.parametrize(
-    ("family", "tied", "precision"),
-    [("qwen3", True, "bfloat16"), ("qwen3", False, "bfloat16"), ("qwen2", True, "float32")],
+    ("family", "tied", "precision", "compared"),
+    [
+        ("qwen3", True, "bfloat16", (0, 19)),
+        ("qwen3", False, "bfloat16", (0, 19)),
+        ("qwen2", True, "float32", (0, 19)),
+        pytest.param("qwen3", True, "bfloat16", _EACH, marks=pytest.mark.long),
+        pytest.param("qwen2", True, "bfloat16", _EACH, marks=pytest.mark.long),
+    ],
+    ids=lambda value: f"{len(value)}_fresh_engines" if isinstance(value, tuple) else None,
 )
-def test_a_live_engine_is_a_fresh_one_after_each_push(start, tmp_path, family, tied, precision):
+def test_a_live_engine_is_a_fresh_one_after_each_push(
+    start, tmp_path, record_property, family, tied, precision, compared
+):
     """Tokens and log-probs, greedy and seeded, bit for bit: stale, swapped or half-loaded weights would show.
 
-    Twenty pushes of twenty policies, and all of them again in another order with the same results; some of them held
-    against stock vLLM that loaded an exported checkpoint itself (each of those takes seconds).
+    Twenty pushes of twenty policies, and all of them again in another order with the same results; some of them, or
+    each, compared with stock vLLM that loaded an exported checkpoint itself (each of those takes seconds).
     """
     config = small_model(family, tied=tied)
     live = start(config, precision=precision)
@@ -71,8 +85,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(start, tmp_path, family, t
 
     def answers(version):
         live.push_weights(policies[version], version)
-        greedy = live.generate(asked, GREEDY, seed=5, step=0)
-        return greedy, live.generate(asked, SamplingParams(1, 24, stop_token_ids=(STOP,)), seed=5, step=0)
+        return [live.generate(asked, sampling, seed=5, step=0) for sampling in (GREEDY, SEEDED)]
 
     ours = [answers(version) for version in range(PUSHES)]
     for version in np.random.default_rng(0).permutation(PUSHES):
@@ -81,42 +94,16 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(start, tmp_path, family, t
     # The weights matter: no two neighbours agree on the greedy completions.
     for (first, _), (second, _) in zip(ours[:-1], ours[1:], strict=True):
         assert not all(map(np.array_equal, first.completion_ids, second.completion_ids))
-    for version, fresh in zip(HELD_AGAINST, _fresh(tmp_path, config, policies, asked, precision), strict=True):
-        for kind, outputs, rollout in zip(("greedy", "seeded"), fresh, ours[version], strict=True):
-            for index, (tokens, logprobs) in enumerate(outputs):
-                where = f"push {version}, {kind}, prompt {index}"
-                assert tokens == rollout.completion_ids[index].tolist(), where
-                assert [float.fromhex(x) for x in logprobs] == rollout.rollout_logprobs[index].tolist(), where
-
-
-def _fresh(tmp_path, config, policies, asked, precision):
-    """Greedy and seeded answers of fresh engines, one for each policy held against."""
-    directories = [tmp_path / str(version) for version in HELD_AGAINST]
-    for version, directory in zip(HELD_AGAINST, directories, strict=True):
+    directories = []
+    for version in compared:
+        directories.append(tmp_path / str(version))
         # The sidecar leaves room for the token that scoring samples; so must the checkpoint's config.json.
         wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)
-        save_params(policies[version], wide, directory, dtype=precision)
-    plain = {"max_tokens": 24, "stop_token_ids": [STOP], "ignore_eos": True, "detokenize": False}
-    request = {
-        "directories": [str(directory) for directory in directories],
-        "llm": {
-            "dtype": precision, "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": TOTAL + 1,
-            "max_num_seqs": ROWS, "kv_cache_memory_bytes": 1 << 26, "block_size": 32, "enable_chunked_prefill": False,
-            "max_num_batched_tokens": 8192, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
-        },
-        "prompts": [ids.tolist() for ids in asked],
-        "samplings": [
-            {**plain, "temperature": 0.0},
-            {**plain, "temperature": 1.0, "seeds": request_seeds(5, 0, np.arange(len(asked))).tolist()},
-        ],
-    }  # fmt: skip
-    given, answer = tmp_path / "request.json", tmp_path / "answer.json"
-    given.write_text(json.dumps(request))
-    script = Path(__file__).with_name("fresh_vllm.py")
-    command = [sys.executable, str(script), str(given), str(answer)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(answer.read_text())
+        save_params(policies[version], wide, directories[-1], dtype=precision)
+    fresh = fresh_answers(tmp_path, directories, asked, (GREEDY, SEEDED), seed=5, llm={"dtype": precision})
+    assert_same_bits([ours[version] for version in compared], fresh)
+    record_property("pushes", PUSHES)
+    record_property("fresh_engines", len(fresh))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
@@ -170,15 +157,15 @@ def test_sampling_is_a_function_of_seed_step_and_row(engine):
 
 
 def test_more_rows_than_fit_wait_their_turn(engine):
-    """300 requests through 64 places: none is lost, none is changed, and some are told of before the others end."""
-    asked, told = prompts(150, engine.config), {}
+    """1,000 requests through 64 places: none is lost or changed, and some are told of before the others end."""
+    asked, told = prompts(500, engine.config), {}
     rollout = engine.generate(
         asked, SAMPLED, seed=1, step=1, on_finished=lambda rows, ids: told.update(zip(rows, ids, strict=True))
     )
-    assert 0 < len(told) < 300
+    assert 0 < len(told) < 1000
     for row, tokens in told.items():
         np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
-    assert len(rollout.completion_ids) == 300
+    assert len(rollout.completion_ids) == 1000
     few = engine.generate(asked[:3], SAMPLED, seed=1, step=1)
     for a, b in zip(few.completion_ids, rollout.completion_ids, strict=False):
         np.testing.assert_array_equal(a, b)
@@ -221,27 +208,29 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_publishing_disturbs_no_call_in_progress(engine, killed):
-    """The other half of the double buffer is written while a call runs; that call ends with its own weights.
+    """The other half of the double buffer is written in the middle of a call, which ends with its own weights.
 
     With its sidecar killed it gets them again: out of a single buffer they would be the new ones, or a mixture.
     """
     config = engine.config
-    asked = prompts(100, config)
+    asked = prompts(500, config)
     engine.push_weights(random_params(config, 7), 7)
     before = engine.generate(asked, SAMPLED, seed=1, step=1)
-    params, results = random_params(config, 8), []
-    call = threading.Thread(target=lambda: results.append(engine.generate(asked, SAMPLED, seed=1, step=1)))
-    call.start()
-    while call.is_alive() and not engine._supervisor._lock.locked():
-        time.sleep(0.001)
-    time.sleep(0.05)
-    engine.publish_weights(params, 8)
-    if killed:
-        assert call.is_alive()
-        os.kill(engine._supervisor._sidecar.pid, signal.SIGKILL)
-    call.join()
-    _same(before, results[0])
-    assert results[0].policy_version == 7
+    params, sidecar, published = random_params(config, 8), engine._supervisor._sidecar.pid, []
+
+    def publish(rows, ids):
+        """At the first sign of progress, with the sidecar in the middle of the call."""
+        if not published:
+            published.append(len(rows))
+            engine.publish_weights(params, 8)
+            if killed:
+                os.kill(sidecar, signal.SIGKILL)
+
+    during = engine.generate(asked, SAMPLED, seed=1, step=1, on_finished=publish)
+    assert 0 < published[0] < 1000
+    assert (engine._supervisor._sidecar.pid != sidecar) == killed
+    _same(before, during)
+    assert during.policy_version == 7
     after = engine.generate(asked, SAMPLED, seed=1, step=1)
     assert after.policy_version == 8
     embedded = LocalEngine(config, max_total_tokens=TOTAL)

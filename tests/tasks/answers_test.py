@@ -13,10 +13,9 @@ from dcmdp_jax.tasks.answers import (
     answer_defect,
     compare_literals,
     extract_answer,
-    normalize_answer,
-    split_elements,
     split_tolerance,
 )
+from dcmdp_jax.tasks.notation import normalize_answer, split_elements
 from dcmdp_jax.tasks.numbers import parse_number
 
 
@@ -137,6 +136,18 @@ def test_digit_groups_and_leading_zeros_are_the_integer(value: int) -> None:
         ("B", r"\text{(B)}", True),
         ("C", r"\text{(B)}", False),
         ("204", "204_5", True),
+        ("204_6", "204_5", False),
+        ("204_5", "204", False),
+        ("2.5 million", "2500000", True),
+        ("42 million", "42", False),
+        (r"5\text{ km}", r"5\text{ m}", False),
+        (r"5\text{ km}", r"5000\text{ m}", True),
+        ("42 squared", "42", None),
+        ("16", r"16\text{ daps}", True),
+        ("(A), (B)", "A", None),
+        ("x-y", "xy", None),
+        (r"0.\overline{3}", r"\frac{1}{3}", True),
+        ("４２", "42", None),  # full-width digits are no number
         ("4.29", r"4.2\tolerance{1e-1}", True),
         ("4.31", r"4.2\tolerance{1e-1}", False),
         ("4", r"5\tolerance{1}", True),

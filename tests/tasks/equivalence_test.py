@@ -23,6 +23,14 @@ _JUDGED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "veri
         ("2^{100}", "1267650600228229401496703205376"),
         (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
         ("2, 1", r"\{1,2\}"),
+        ("(3,4), (4,3), (3,4)", "(4,3), (3,4)"),  # a solution stated twice is one
+        ("p=5, q=2", "(p,q)=(5,2)"),
+        ("p=5, q=2", "(5,2)"),
+        (r"k_{\mathrm{B}} T", "k_B T"),
+        (r"\sin 90^\circ", "1"),
+        (r"\sqrt{x}\sqrt{y}", r"\sqrt{xy}"),
+        (r"|5-x|", "|x-5|"),
+        (r"12.5\%", r"\frac{1}{8}"),
         (r"90^{\circ}, 60^{\circ}", r"$60^{\circ}$,$90^{\circ}$"),
         (r"1 \pm \sqrt{5}", r"1-\sqrt{5}, 1+\sqrt{5}"),
         (r"x = 2 \text{ or } x = 3", "2, 3"),
@@ -67,6 +75,14 @@ def test_equivalent(prediction: str, gold: str) -> None:
         ("[1,2]", "(1,2)"),
         ("1,2,2", "1,1,2"),  # equal as sets
         ("1,2", "1,2,3"),
+        ("5-x", "|x-5|"),
+        ("x+3", "|x+3|"),
+        (r"\lfloor x^2/10\rfloor", "0"),
+        (r"\lfloor x/10^{60}\rfloor", "0"),
+        (r"\sqrt{(x-10^{50})^2}", "10^{50}-x"),
+        ("x^2=42", "42"),
+        ("p=2, q=5", "(5,2)"),
+        (r"e^{\pi\sqrt{163}}", "262537412640768744"),  # equal to 30 digits
         (r"\pi R^2", r"\pi r^2"),  # the parser folds case
         (r"\pi(r^2-R^2)", r"\pi(R^2-r^2)"),  # folded, both are 0
         ("y = 2x + 4", "2x+3"),
@@ -89,8 +105,8 @@ def test_judge_takes_the_answer_from_the_completion() -> None:
     assert not judge("it is x+1", "x+1")
 
 
-@pytest.mark.parametrize(("name", "rows", "share"), [("cases", 347, 0.97), ("model_outputs", 349, 0.99)])
-def test_judged_sets_of_other_projects(name: str, rows: int, share: float) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("cases", 347), ("model_outputs", 349)])
+def test_judged_sets_of_other_projects(name: str, rows: int) -> None:
     path = _JUDGED / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip(f"the judged answers {path} are not here")
@@ -101,5 +117,4 @@ def test_judged_sets_of_other_projects(name: str, rows: int, share: float) -> No
         if judge(completion, row["gold"]) != row["expected"]:
             wrong.append((row["id"], row["gold"], row["pred"][-80:], row["expected"]))
     assert len(judged) == rows
-    assert 1 - len(wrong) / rows >= share, wrong
-    assert [case for case in wrong if not case[3]] == []  # no wrong answer is rewarded
+    assert wrong == []

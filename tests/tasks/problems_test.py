@@ -89,7 +89,6 @@ def test_messages_before_the_prompt_are_kept() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("\n", "the row is empty"),
         ("{not json}\n", "not valid JSON"),
         ("[1, 2]\n", "a JSON list, not an object"),
         (json.dumps({"answer": "2"}) + "\n", "no prompt in any of the fields"),

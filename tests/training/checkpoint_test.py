@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcmdp_jax.algorithm.dual import dual_init, dual_update
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.checkpoint import (
@@ -49,7 +49,7 @@ def _after_an_update(step, params):
 def _state(step=3, dtype="float32"):
     """A state no leaf of which is at its initial value; different for every step."""
     random = np.random.default_rng(step)
-    shapes = decoder.param_shapes(_MODEL, dtype)
+    shapes = param_shapes(_MODEL, dtype)
     params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), shapes)
     return _after_an_update(jnp.int32(step), params)
 
@@ -85,9 +85,17 @@ def opened(tmp_path):
 def _saved(opened, *steps, **options):
     checkpoints = opened(**options)
     for step in steps:
-        checkpoints.save(step, _state(step), model=_MODEL, score=None)
+        checkpoints.save(step, _state(step), model=_MODEL)
     checkpoints.wait()
     return checkpoints
+
+
+def _scored(checkpoints, step, score, name="eval"):
+    """Saves a step as an evaluated one is: the state, then its score if it has one."""
+    checkpoints.save(step, _state(step), model=_MODEL)
+    if score is not None:
+        checkpoints.add_score(step, Score(name, score))
+    checkpoints.wait()
 
 
 def _on_disk(tmp_path):
@@ -98,8 +106,8 @@ def _on_disk(tmp_path):
 def test_a_state_comes_back_bit_for_bit(opened, dtype):
     state = _state(dtype=dtype)
     checkpoints = opened()
-    checkpoints.save(3, state, model=_MODEL, score=Score("eval", 0.5))
-    checkpoints.wait()
+    checkpoints.save(3, state, model=_MODEL)
+    checkpoints.add_score(3, Score("eval", 0.5))
     restored = opened().restore(_abstract(state), _MODEL)
     _same_bits(state, restored)
     # What a careless checkpoint forgets: moments, their count, the multiplier and its window.
@@ -111,7 +119,7 @@ def test_what_is_saved_is_the_state_at_the_call_even_if_its_buffers_are_donated(
     kept = jax.tree.map(np.array, _state())
     state = jax.tree.map(jnp.array, kept)
     checkpoints = opened()
-    checkpoints.save(3, state, model=_MODEL, score=None)
+    checkpoints.save(3, state, model=_MODEL)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), tree), donate_argnums=0)
     jax.block_until_ready(overwrite(state))
     checkpoints.wait()
@@ -127,7 +135,7 @@ def test_a_sharded_state_restores_onto_other_devices_with_the_same_bits(opened):
     sharded = jax.device_put(state, shardings)
     assert digests(sharded.params) == digests(state.params)
     checkpoints = opened()
-    checkpoints.save(3, sharded, model=_MODEL, score=None)
+    checkpoints.save(3, sharded, model=_MODEL)
     checkpoints.wait()
     _same_bits(state, opened().restore(_abstract(state), _MODEL))
 
@@ -146,8 +154,7 @@ def test_the_best_are_kept_beside_the_last(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=2)
     # Step 3 has no score: no candidate, whatever the others have.
     for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, 0.1), (6, 0.3)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=None if score is None else Score("eval", score))
-        checkpoints.wait()
+        _scored(checkpoints, step, score)
     checkpoints.close()
     assert _on_disk(tmp_path) == [2, 4, 6]
 
@@ -155,8 +162,7 @@ def test_the_best_are_kept_beside_the_last(opened, tmp_path):
 def test_of_equal_scores_the_newer_is_the_best(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.5), (2, 0.5), (3, 0.1)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=None if score is None else Score("eval", score))
-        checkpoints.wait()
+        _scored(checkpoints, step, score)
     checkpoints.close()
     assert _on_disk(tmp_path) == [2, 3]
 
@@ -164,18 +170,38 @@ def test_of_equal_scores_the_newer_is_the_best(opened, tmp_path):
 def test_the_best_are_still_known_after_a_restart(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.2)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=None if score is None else Score("eval", score))
-    checkpoints.wait()
+        _scored(checkpoints, step, score)
     checkpoints = opened(keep_last=1, keep_best=1)
-    checkpoints.save(3, _state(3), model=_MODEL, score=Score("eval", 0.5))
-    checkpoints.wait()
+    _scored(checkpoints, 3, 0.5)
     checkpoints.close()
     assert _on_disk(tmp_path) == [1, 3]
 
 
+def test_a_score_that_comes_after_a_restart_counts(opened, tmp_path):
+    """The policy was saved by a run that ended before its evaluation; the next run scores it."""
+    checkpoints = opened(keep_last=1, keep_best=1)
+    _scored(checkpoints, 1, None)
+    checkpoints = opened(keep_last=1, keep_best=1)
+    checkpoints.add_score(1, Score("eval", 0.9))
+    for step, score in ((2, 0.2), (3, 0.5)):
+        _scored(checkpoints, step, score)
+    assert _on_disk(tmp_path) == [1, 3]
+    record = tmp_path / "checkpoints" / "1" / "metrics" / "metrics"
+    assert json.loads(record.read_text()) == {"name": "eval", "score": 0.9}
+
+
+def test_a_later_score_replaces_an_earlier_one(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, score in ((1, 0.9), (2, 0.5)):
+        _scored(checkpoints, step, score)
+    checkpoints.add_score(1, Score("eval", 0.1))
+    _scored(checkpoints, 3, 0.2)
+    assert _on_disk(tmp_path) == [2, 3]
+
+
 def test_a_step_is_saved_once(opened):
     checkpoints = _saved(opened, 3)
-    checkpoints.save(3, _state(5), model=_MODEL, score=None)
+    checkpoints.save(3, _state(5), model=_MODEL)
     checkpoints.wait()
     _same_bits(_state(3), opened().restore(_abstract(_state()), _MODEL))
 
@@ -186,7 +212,7 @@ def template(tmp_path_factory):
     base = tmp_path_factory.mktemp("template")
     checkpoints = Checkpoints(base, keep_last=2, keep_best=0)
     for step in (1, 2):
-        checkpoints.save(step, _state(step), model=_MODEL, score=None)
+        checkpoints.save(step, _state(step), model=_MODEL)
     checkpoints.close()
     return base
 
@@ -243,7 +269,7 @@ def test_a_run_goes_on_after_damage_and_saves_the_damaged_step_again(opened, two
     _flip(two / "2" / "params")
     checkpoints = opened()
     assert int(checkpoints.restore(_abstract(_state()), _MODEL).step) == 1
-    checkpoints.save(2, _state(2), model=_MODEL, score=None)
+    checkpoints.save(2, _state(2), model=_MODEL)
     checkpoints.wait()
     _same_bits(_state(2), opened().restore(_abstract(_state()), _MODEL))
     _flip(two / "2" / "params")
@@ -293,15 +319,13 @@ def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
 def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.2)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=Score("eval", score))
-    checkpoints.wait()
+        _scored(checkpoints, step, score)
     path = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
     path.write_bytes(b"")
     checkpoints = opened(keep_last=1, keep_best=1)
     assert caplog.messages == [f"{path} is damaged: that checkpoint is no longer a candidate for the best"]
     _same_bits(_state(2), checkpoints.restore(_abstract(_state()), _MODEL))
-    checkpoints.save(3, _state(3), model=_MODEL, score=Score("eval", 0.5))
-    checkpoints.wait()
+    _scored(checkpoints, 3, 0.5)
     checkpoints.close()
     assert _on_disk(tmp_path) == [1, 3]
 
@@ -309,8 +333,7 @@ def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
 def test_scores_of_another_evaluation_do_not_compete(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, name, score in ((1, "easy", 0.9), (2, "hard", 0.2), (3, "hard", 0.1)):
-        checkpoints.save(step, _state(step), model=_MODEL, score=Score(name, score))
-        checkpoints.wait()
+        _scored(checkpoints, step, score, name)
     checkpoints.close()
     assert _on_disk(tmp_path) == [2, 3]
 
@@ -351,7 +374,7 @@ def test_parameters_can_be_had_alone_by_any_path_to_them(two, tmp_path, caplog):
 def test_bfloat16_parameters_come_back_as_bfloat16(opened, tmp_path):
     state = _state(dtype="bfloat16")
     checkpoints = opened()
-    checkpoints.save(3, state, model=_MODEL, score=None)
+    checkpoints.save(3, state, model=_MODEL)
     checkpoints.close()
     _same_bits(state.params, load_params_only(tmp_path)[0])
 

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dcmdp_jax.training.loop import prompt_order
+from tests.run_invariants import contradictions
+from tests.waiting import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -29,15 +30,46 @@ def environment(tmp_path_factory):
     }
 
 
-def _start(environment, run_dir, *overrides, config="configs/demo.py:debug", module="bin.train"):
-    command = [sys.executable, "-m", module, f"--config={config}", f"--config.run_dir={run_dir}", *overrides]
+# bin.train; prints each push and its version, and, where the first argument says so, gets SIGTERM in the middle of
+# sampling: "step 2" of training, or the third "evaluation".
+_PROGRAM = """
+import os, signal, sys
+from bin import cli, train
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.tasks.grading import Grading
+
+*where, number = sys.argv.pop(1).split()
+calls = []
+push, generate, begin = LocalEngine.push_weights, LocalEngine.generate, Grading.begin
+
+def noted_push(self, params, policy_version):
+    print("pushed", policy_version, flush=True)
+    return push(self, params, policy_version)
+
+def noted_generate(self, *arguments, seed, step, **options):
+    calls.append(["evaluation"] if seed else ["step", step])
+    return generate(self, *arguments, seed=seed, step=step, **options)
+
+def interrupted_begin(self, rows, completion_ids):
+    now = ["step", int(number)] if where == ["step"] else ["evaluation"]
+    if where and calls[-1] == now and (where == ["step"] or calls.count(now) == int(number)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    begin(self, rows, completion_ids)
+
+LocalEngine.push_weights, LocalEngine.generate, Grading.begin = noted_push, noted_generate, interrupted_begin
+cli.run_main(train.main)
+"""
+
+
+def _start(environment, run_dir, *overrides, config="configs/demo.py:debug", program=("-m", "bin.train")):
+    command = [sys.executable, *program, f"--config={config}", f"--config.run_dir={run_dir}", *overrides]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 def _finish(process, code=0):
-    output, _ = process.communicate(timeout=500)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == code, output
     return output
 
@@ -58,25 +90,100 @@ def _records(run_dir):
 
 
 def _wait_for_checkpoint(run_dir, step, process):
-    deadline = time.monotonic() + 400
-    while not (Path(run_dir) / "checkpoints" / str(step)).is_dir():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no checkpoint in time"
-        time.sleep(0.02)
+    checkpoint = Path(run_dir) / "checkpoints" / str(step)
+    wait_until(lambda: checkpoint.is_dir() or process.poll() is not None, f"checkpoint {step}")
+    assert checkpoint.is_dir(), process.communicate()[0]
 
 
 def _digests(run_dir, step):
     return json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())["digests"]
 
 
-def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment, tmp_path):
-    # Evaluations are due at every step, so wherever the signal comes the resumed run has one to make up for.
-    settings = (
-        "--config.training.steps=6", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=1",
-        "--config.checkpoint.keep_last=9",
-    )  # fmt: skip
-    _finish(_start(environment, tmp_path / "whole", *settings))
+def _scores(run_dir):
+    """Steps of the checkpoints, each with its score or None."""
+    found = {}
+    for path in (Path(run_dir) / "checkpoints").iterdir():
+        if path.name.isdigit():
+            found[int(path.name)] = json.loads((path / "metrics" / "metrics").read_text()).get("score")
+    return found
 
+
+# Evaluations are due at every step, so wherever a signal comes the resumed run has one to make up for.
+_EVALUATED = (
+    "--config.training.steps=6", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=1",
+    "--config.checkpoint.keep_last=9",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(environment, tmp_path_factory):
+    """An undisturbed run, and the versions that its engine got."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    output = _finish(_start(environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
+    return run_dir, [int(line.split()[1]) for line in output.splitlines() if line.startswith("pushed ")]
+
+
+def test_weights_are_pushed_once_a_step(whole):
+    """Evaluated or not: the policy of step k is judged and sampled from with the same push."""
+    assert whole[1] == list(range(7))
+
+
+def test_a_whole_run_records_nothing_that_contradicts_itself(whole):
+    assert contradictions(whole[0]) == []
+
+
+def test_every_evaluated_policy_has_its_score_beside_it(whole):
+    records = _records(whole[0])
+    assert _scores(whole[0]) == {step: records[step]["eval/arithmetic/avg@2"] for step in range(7)}
+
+
+def test_a_signal_while_sampling_saves_and_leaves_at_once(environment, tmp_path, whole):
+    """The state is final since the last update: nothing of what is sampled is waited for, judged or recorded."""
+    run_dir = tmp_path / "run"
+    # In training; then in the resumed run's first evaluation, which comes after step 3.
+    for where, step in (("step 2", 2), ("evaluation 1", 3)):
+        output = _finish(_start(environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143)
+        assert f"stopped by SIGTERM after step {step}, saved; the same command resumes" in output
+        records = _records(run_dir)
+        assert sorted(records) == list(range(step + 1))
+        assert ("eval/arithmetic/avg@2" in records[step]) == where.startswith("step")
+        assert (_scores(run_dir)[step] is not None) == where.startswith("step")
+    _finish(_start(environment, run_dir, *_EVALUATED))
+    assert _records(run_dir) == _records(whole[0])
+    assert _digests(run_dir, 6) == _digests(whole[0], 6)
+    assert _scores(run_dir) == _scores(whole[0])
+
+
+# Two problems learnt by heart before training; a step so large that the policy knows nothing afterwards.
+_SPOILT = (
+    "--config.warmup.task=arithmetic:difficulty=1,count=2", "--config.warmup.steps=300",
+    "--config.evaluation.task=arithmetic:difficulty=1,count=2", "--config.evaluation.every_steps=1",
+    "--config.training.prompts_per_mini_batch=4", "--config.optimizer.learning_rate=1",
+    "--config.optimizer.weight_decay=1", "--config.rollout.precision=float32", "--config.training.steps=3",
+    "--config.checkpoint.keep_last=1", "--config.checkpoint.keep_best=1",
+    "--config.rollout.max_completion_tokens=32", "--config.training.row_lengths=(96,)",
+)  # fmt: skip
+
+
+def test_the_initial_policy_can_be_the_best(environment, tmp_path):
+    _finish(_start(environment, tmp_path / "run", *_SPOILT))
+    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(_records(tmp_path / "run").items())]
+    assert scores[0] > 0.5 > max(scores[1:])
+    assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
+
+
+def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(environment, tmp_path):
+    program = ("-c", _PROGRAM, "evaluation 1")
+    _finish(_start(environment, tmp_path / "run", *_SPOILT, program=program), code=143)
+    assert _scores(tmp_path / "run") == {0: None}
+    _finish(_start(environment, tmp_path / "run", *_SPOILT))
+    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(_records(tmp_path / "run").items())]
+    assert scores[0] > 0.5 > max(scores[1:])
+    assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
+
+
+def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment, tmp_path, whole):
+    settings = _EVALUATED
     broken = tmp_path / "broken"
     process = _start(environment, broken, *settings)
     _wait_for_checkpoint(broken, 2, process)
@@ -84,21 +191,20 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment
     process.communicate()
     # Then a polite stop, which saves whatever step it is at.
     process = _start(environment, broken, *settings)
-    time.sleep(0.5)
     _wait_for_checkpoint(broken, 4, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode in (0, 143), output  # 0: the last step was quicker than the signal
     assert "resuming" in output
     _finish(_start(environment, broken, *settings))
 
-    assert _digests(broken, 6) == _digests(tmp_path / "whole", 6)
-    whole, resumed = _records(tmp_path / "whole"), _records(broken)
-    assert sorted(whole) == list(range(7))
-    assert all("eval/arithmetic/avg@2" in record for record in whole.values())
+    assert _digests(broken, 6) == _digests(whole[0], 6)
+    undisturbed, resumed = _records(whole[0]), _records(broken)
+    assert sorted(undisturbed) == list(range(7))
+    assert all("eval/arithmetic/avg@2" in record for record in undisturbed.values())
     # Every evaluated policy is kept until the newer ones push it out, whatever checkpoint.every_steps is.
-    assert sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()) == list("0123456")
-    assert resumed == whole
+    assert _scores(broken) == _scores(whole[0]) and sorted(_scores(broken)) == list(range(7))
+    assert resumed == undisturbed and contradictions(broken) == []
     assert (broken / "report.html").is_file()
 
 
@@ -108,10 +214,8 @@ def test_sigterm_saves_and_says_so(environment, tmp_path):
         environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0",
         "--config.rollout.temperature=0.5", "--config.checkpoint.keep_last=9",
     )  # fmt: skip
-    deadline = time.monotonic() + 400
-    while len(_records(tmp_path / "run")) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps")
+    assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGTERM)
     output = _finish(process, code=143)
     assert "stopped by SIGTERM" in output and "Traceback" not in output
@@ -133,6 +237,15 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(environment, tmp_path):
         assert 0 < records[step]["mismatch/sampler"] < 1e-5
     # Measured once, on the first step: a float32 engine against itself differs by rounding only.
     assert 0 < records[1]["mismatch/noise_floor"] < 1e-5 and "mismatch/noise_floor" not in records[2]
+
+
+def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(environment, tmp_path):
+    broken = "import jax\nfrom dcmdp_jax.training import loop\nloop.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
+    program = ("-c", f"{broken}from bin import cli, train\ncli.run_main(train.main)")
+    output = _finish(_start(environment, tmp_path / "run", program=program), code=1)
+    log = tmp_path / "run" / "error.log"
+    assert output.splitlines()[-1].endswith(f"(unexpected; traceback: {log})") and "Traceback" not in output
+    assert log.read_text().count("Traceback (most recent call last)") == 1 and "in _pack" in log.read_text()
 
 
 def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
@@ -201,7 +314,7 @@ def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
 
     out = tmp_path / "export"
     command = [sys.executable, "-m", "bin.convert", "export", str(run_dir), str(out), "--dtype", "float32"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=HANGS_S)
     params, model, step, _ = load_params_only(run_dir)
     assert step == 10
     ids = np.arange(2, 50, dtype=np.int32)[None]

@@ -1,6 +1,7 @@
 """One run, one directory: who may write there and with which config."""
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config import from_config_dict, to_dict
-from dcmdp_jax.training.run_directory import check_run_directory, claimed, record_config
+from dcmdp_jax.config import VERSION, from_config_dict, to_dict
+from dcmdp_jax.training.run_directory import check_run_directory, claimed, read_config, record_config
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +60,8 @@ def test_the_record_is_the_config(tmp_path):
         record_config(config)
         assert path == tmp_path / "a" / "run"
         saved = json.loads((path / "config.json").read_text())
-    assert saved == to_dict(config) and from_config_dict(saved) == config
+    assert saved == {"config_version": VERSION, **to_dict(config)}
+    assert read_config(tmp_path / "a" / "run") == config
     assert sorted(file.name for file in path.iterdir()) == [".lock", "config.json"]
 
 
@@ -83,13 +85,12 @@ def test_a_file_in_its_place_is_refused(tmp_path):
 
 def test_a_second_process_is_refused_and_may_come_when_the_first_has_left(run_dir):
     program = (
-        "import json, sys; from dcmdp_jax.config import from_config_dict; "
-        "from dcmdp_jax.training.run_directory import claimed; "
-        "context = claimed(from_config_dict(json.load(open(sys.argv[1])))); context.__enter__(); "
+        "import sys; from pathlib import Path; from dcmdp_jax.training.run_directory import claimed, read_config; "
+        "context = claimed(read_config(Path(sys.argv[1]))); context.__enter__(); "
         "print('claimed', flush=True); sys.stdin.readline()"
     )
     other = subprocess.Popen(
-        [sys.executable, "-c", program, str(run_dir / "config.json")],
+        [sys.executable, "-c", program, str(run_dir)],
         cwd=_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -148,6 +149,7 @@ def test_what_does_not_change_what_is_learnt_may_change(run_dir):
     check_run_directory(
         _config(
             run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
+            task__verifier_budget=9.0,
             training__steps=99, evaluation__samples=3, rollout__max_rows=2, rollout__on_non_finite="drop",
             training__micro_batch_tokens=160,
         )
@@ -178,9 +180,79 @@ def test_a_config_that_can_not_be_read_is_named(run_dir, content):
     assert str(raised.value).endswith("; choose another config.run_dir")
 
 
-def test_a_setting_that_an_older_run_did_not_have_is_named(run_dir):
+def _save(run_dir, change):
+    """Change the saved config of a run, as another version would have written it."""
     saved = json.loads((run_dir / "config.json").read_text())
-    del saved["algorithm"]["sided"]
+    change(saved)
     (run_dir / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match=r"holds a run with algorithm\.sided=None, this config has 'two'"):
+
+
+def test_a_run_that_lacks_a_setting_has_its_default(run_dir):
+    _save(run_dir, lambda saved: saved["algorithm"].pop("sided"))
+    check_run_directory(_config(run_dir))
+    with pytest.raises(ValueError, match=r"holds a run with algorithm\.sided='two', this config has 'one'"):
+        check_run_directory(_config(run_dir, algorithm__sided="one"))
+
+
+def test_a_run_that_lacks_a_whole_section_has_its_defaults(run_dir):
+    _save(run_dir, lambda saved: saved.pop("optimizer"))
+    check_run_directory(_config(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [(("rollout",), "top_p", 1.0), (("rollout", "vllm"), "expert_parallel", False)],
+)
+def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir, section, name, value):
+    def older(saved):
+        del saved["config_version"]
+        functools.reduce(lambda values, key: values[key], section, saved)[name] = value
+
+    _save(run_dir, older)
+    check_run_directory(_config(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "line"),
+    [
+        (("rollout",), "top_p", 0.9, "config.rollout.top_p: got 0.9, no setting any more; training samples from the"),
+        (
+            ("rollout", "vllm"), "expert_parallel", True,
+            "config.rollout.vllm.expert_parallel: got True, no setting any more; no supported model has experts",
+        ),
+    ],
+)  # fmt: skip
+def test_a_removed_setting_with_a_meaning_is_named(run_dir, section, name, value, line):
+    def older(saved):
+        del saved["config_version"]
+        functools.reduce(lambda values, key: values[key], section, saved)[name] = value
+
+    _save(run_dir, older)
+    with pytest.raises(ValueError, match=re.escape(f"{run_dir}/config.json: can't be read ({line}")):
         check_run_directory(_config(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "config_version",
+            VERSION + 1,
+            f"config_version: got {VERSION + 1}, this program knows versions up to {VERSION}",
+        ),
+        ("config_version", "new", "config_version: got 'new', this program knows"),
+        ("multplier", 1, "config.multplier: no such setting; did you mean 'algorithm.multiplier'?"),
+        ("rollout", {"engine": "sglang"}, "config.rollout.engine: got 'sglang', allowed are local, vllm"),
+        ("algorithm", 3, "config.algorithm: got 3, must be a section with named settings"),
+        ("rollout", {"top_p": 1.0}, "config.rollout.top_p: no setting any more"),  # of this version, it has no such one
+    ],
+)
+def test_what_this_version_does_not_know_is_named(run_dir, name, value, line):
+    _save(run_dir, lambda saved: saved.update({name: value}))
+    with pytest.raises(ValueError, match=re.escape(f"{run_dir}/config.json: can't be read ({line}")):
+        check_run_directory(_config(run_dir))
+
+
+def test_a_run_whose_values_are_refused_today_is_read(run_dir):
+    _save(run_dir, lambda saved: saved["algorithm"].update(kl_estimator="k1"))
+    assert read_config(run_dir).algorithm.kl_estimator == "k1"

@@ -15,6 +15,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -30,6 +31,7 @@ ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4)
 UPDATES = 100
 TEMPERATURE = 0.8
 GROUP, PROMPTS, LIMIT = 4, 4, 9
+MAX_APART = 2.0  # nats
 
 
 def _rollout(seed=0):
@@ -46,11 +48,11 @@ def _rollout(seed=0):
 
 
 def _params(seed=1):
-    return jax.jit(lambda key: decoder.init_params(MODEL, key))(jax.random.key(seed))
+    return jax.jit(lambda key: init_params(MODEL, key))(jax.random.key(seed))
 
 
 @functools.cache
-def _programs(settings, mini_batches, mesh, compute, exact):
+def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
     """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
@@ -60,7 +62,7 @@ def _programs(settings, mini_batches, mesh, compute, exact):
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
     step = make_train_step(
         row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
-        schedule=schedule, mesh=mesh, always_recompute=exact, shardings=shardings,
+        schedule=schedule, mesh=mesh, correction=correction, always_recompute=exact, shardings=shardings,
     )  # fmt: skip
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
     return create, step, make_rescore(row_logprobs, mesh=mesh)
@@ -68,7 +70,7 @@ def _programs(settings, mini_batches, mesh, compute, exact):
 
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None, shared=False,
+    exact=False, rollout=None, dropped=None, ref_params=None, shared=False, correction=None,
 ):  # fmt: skip
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
 
@@ -79,7 +81,7 @@ def _run(
     )  # fmt: skip
     # Another chunk for other shapes, so that their step is not found in the cache of these.
     compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
-    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
+    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact, correction)
     state = create(jax.tree.map(jnp.copy, _params()))
     history = []
     for _ in range(steps):
@@ -131,8 +133,10 @@ def _pull_back(params, ids, slopes):
     return jax.vjp(lambda p: _naive_logprobs(p, ids), params)[1](slopes)[0]
 
 
-def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None):
-    """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out."""
+def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None, corrected=False):
+    """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out.
+
+    With `corrected` tokens weigh as in `_correction`, and the loss is divided by what is left."""
     n = len(rewards)
     ids, spans = _padded(rollout)
     table = np.asarray(_naive_logprobs(params, ids), np.float64)
@@ -174,12 +178,17 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
                 x = reference[i, a:b] - now[i, a:b]
                 token_losses += settings.kl_coefficient * (np.exp(x) - 1 - x)
                 slope += settings.kl_coefficient * (1 - np.exp(x))
+            keep, factor = np.ones(b - a, bool), 1.0
+            if corrected:
+                apart = old[i] - rollout.rollout_logprobs[i].astype(np.float64)
+                keep, factor = np.abs(apart) < MAX_APART, np.minimum(np.exp(apart), 2.0)
             scale, unit = {
-                "seq_mean_token_mean": (1 / (b - a), 1),
-                "token_mean": (1, b - a),
+                "seq_mean_token_mean": (1 / (b - a), keep.mean()),
+                "token_mean": (1, keep.sum()),
                 "fixed_length": (1 / LIMIT, 1),
             }[settings.aggregation]
-            total, weight = total + scale * token_losses.sum(), weight + unit
+            scale = scale * keep * factor
+            total, weight = total + (scale * token_losses).sum(), weight + unit
             slopes[i, a:b] = scale * slope
         return total / weight, slopes / weight
 
@@ -202,6 +211,13 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
     bounded = np.clip(raised, settings.multiplier_min, settings.multiplier_max)
     return jax.tree.unflatten(tree, leaves), np.mean(losses), np.mean(norms), mean_delta, bounded
+
+
+def _correction(old, rollout, mask, index, completions):
+    """A user's correction: drop tokens that the engines see far apart, weigh the others by min(p / q, 2)."""
+    del mask, index, completions
+    apart = old - rollout
+    return jnp.minimum(jnp.exp(apart), 2.0), jnp.abs(apart) < MAX_APART
 
 
 def _close(a, b, tolerance=2e-5):
@@ -240,6 +256,31 @@ def test_step_is_algorithm_one(mini_batches, changes):
         assert state.dual.multiplier == pytest.approx(multiplier, rel=1e-5)
 
 
+@pytest.mark.parametrize("mesh", [None, (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("mini_batches", "aggregation"), [(1, "seq_mean_token_mean"), (2, "token_mean"), (2, "fixed_length")]
+)
+def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batches, aggregation, mesh):
+    settings = dataclasses.replace(ALGORITHM, aggregation=aggregation)
+    rollout, rewards = _rollout()
+    old = np.asarray(_naive_logprobs(_params(), _padded(rollout)[0]))
+    apart = np.concatenate([
+        old[i, a:b] - rollout.rollout_logprobs[i] for i, (a, b) in enumerate(_padded(rollout)[1])
+    ])  # fmt: skip
+    assert 0.2 < np.mean(np.abs(apart) >= MAX_APART) < 0.8
+    assert np.abs(np.abs(apart) - MAX_APART).min() > 1e-4  # no token is dropped by rounding
+    expected, loss, norm, mean_delta, _ = _algorithm_one(
+        settings, mini_batches, _params(), rollout, rewards, settings.multiplier, corrected=True
+    )
+    mesh = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)]) if mesh else None
+    state, history, _ = _run(settings=settings, mini_batches=mini_batches, correction=_correction, mesh=mesh)
+    _close(state.params, expected)
+    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
+    # The constraint counts every token.
+    assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
+
+
 @pytest.mark.parametrize(("mini_batches", "tokens"), [(1, 64), (2, 1000), (4, 1)])
 def test_step_with_shared_prompts_is_algorithm_one(mini_batches, tokens):
     # 1, 2 and again 1 group in a micro-batch. One prompt is a single token: the row begins with all that there is.
@@ -271,10 +312,26 @@ def test_layouts_and_micro_batches_agree():
         )
 
 
+# Metrics made from rewards, counts and settings alone: the same numbers on every mesh.
+_EXACT = ("reward/", "optimizer/learning_rate", "optimizer/skipped", "dual/tolerance", "policy/clip_")
+
+
+def _same_metrics(metrics, expected):
+    """Every metric of a step on a mesh against one device. All others than the exact ones come from log-probs, sums of
+    a few dozen float32 products that a mesh adds in another order: 1e-4 of the value, or 2e-6 where terms cancel."""
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        rtol, atol = (1e-6, 0) if name.startswith(_EXACT) else (1e-4, 2e-6)
+        np.testing.assert_allclose(metrics[name], value, rtol=rtol, atol=atol, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("shape", "mini_batches", "shared"),
-    [((8, 1, 1), 1, False), ((2, 1, 1), 2, True), ((4, 1, 1), 1, True), ((2, 2, 2), 1, False), ((1, 4, 2), 1, False)],
-)
+    [
+        ((8, 1, 1), 1, False), ((2, 1, 1), 2, False), ((2, 1, 1), 2, True), ((4, 1, 1), 1, True), ((2, 2, 2), 1, False),
+        ((1, 4, 2), 1, False), ((1, 8, 1), 1, False), ((1, 1, 8), 1, False),
+    ],
+)  # fmt: skip
 def test_several_devices_equal_one(shape, mini_batches, shared):
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
     settings = dataclasses.replace(ALGORITHM, dual_window=2)
@@ -285,8 +342,10 @@ def test_several_devices_equal_one(shape, mini_batches, shared):
         mini_batches=mini_batches, steps=2, settings=settings, mesh=mesh, shared=shared, tokens=tokens
     )
     _close(state.params, expected.params, 1e-5)
-    for name in ("discrepancy/mean", "optimizer/grad_norm", "policy/loss", "dual/multiplier"):
-        assert eight[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-6), name
+    # The second step's policy has moved within it and since: its ratios, clips and dual state are no longer 1 and 0.4.
+    for metrics, wanted in zip(eight, one, strict=True):
+        _same_metrics(metrics, wanted)
+        assert metrics["policy/ratio_min"] <= metrics["policy/ratio_mean"] <= metrics["policy/ratio_max"]
     assert step._cache_size() == 1
     # What lambda moved by: the mean of both steps' discrepancies, less the tolerance.
     first, second = (metrics["discrepancy/mean"] for metrics in one)
@@ -305,9 +364,9 @@ def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
 
 
 def _exchanges(program, loops=0):
-    """How many loops stand around each sum over devices."""
+    """How many loops stand around each exchange between devices."""
     for equation in program.eqns:
-        if equation.primitive.name == "psum":
+        if equation.primitive.name in ("psum", "pmax", "pmin", "all_gather"):
             yield loops
         inside = loops + (equation.primitive.name in ("while", "scan"))
         for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
@@ -369,6 +428,32 @@ def test_update_that_is_not_finite_is_skipped_and_counted():
     state, history, _ = _run(rollout=(rollout, rewards), steps=2)
     assert state.skipped_in_row == 4
     jax.tree.map(np.testing.assert_array_equal, state.params, _params())
+
+
+def test_mini_batch_without_completions_still_moves_parameters_by_momentum():
+    # The second of two mini-batches is all truncated and left out of the loss: gradient 0. Adam then has
+    # mu = 0.9 m1, nu = 0.95 n1 and count 2, so the update is -lr (0.9 m1 / (1 - 0.9^2)) / (sqrt(...) + 1), not 0.
+    rollout, rewards = _rollout()
+    finish = ["stop"] * len(rewards)
+    finish[len(rewards) // 2 :] = ["length"] * (len(rewards) // 2)
+    settings = dataclasses.replace(ALGORITHM, mask_truncated=True)
+    batch = (dataclasses.replace(rollout, finish_reasons=finish), rewards)
+    state, history, _ = _run(settings=settings, rollout=batch)
+    assert history[0]["optimizer/skipped_updates"] == 0 and state.opt_state[0].count == 2
+
+    b1, b2, eps = OPTIMIZER.beta1, OPTIMIZER.beta2, OPTIMIZER.epsilon
+    adam = state.opt_state[0]
+    # Undo the second update's decay of the moments: m1 = mu / b1 = (1 - b1) g, n1 = nu / b2 = (1 - b2) g^2.
+    expected = jax.tree.map(
+        lambda p, mu, nu: p
+        - 0.3 * (mu / b1 / (1 - b1)) / (np.sqrt(nu / b2 / (1 - b2)) + eps)
+        - 0.3 * (1 - 1 / UPDATES) * (mu / (1 - b1**2)) / (np.sqrt(nu / (1 - b2**2)) + eps),
+        _params(), adam.mu, adam.nu,
+    )  # fmt: skip
+    _close(state.params, expected)
+    # The truncated half still enters the mean discrepancy: the value is that of the whole batch.
+    _, whole, _ = _run(rollout=(rollout, rewards))
+    assert history[0]["discrepancy/mean"] == pytest.approx(whole[0]["discrepancy/mean"], rel=1e-6)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANGS_S, wait_until
+
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, KILLS = 10, 4
 SETTINGS = (
-    f"--config.training.steps={STEPS}", "--config.evaluation.every_steps=5", "--config.warmup.steps=10",
+    "--config.evaluation.every_steps=5", "--config.warmup.steps=10",
     "--config.rollout.max_completion_tokens=36", "--config.training.row_lengths=(100,)",
 )  # fmt: skip
 
@@ -36,10 +37,10 @@ def environment(tmp_path_factory):
     }
 
 
-def _start(environment, run_dir):
+def _start(environment, run_dir, steps):
     command = [
         sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py:debug", f"--config.run_dir={run_dir}",
-        *SETTINGS,
+        f"--config.training.steps={steps}", *SETTINGS,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -75,46 +76,43 @@ def _steps(run_dir):
     return sum(b"reward/mean" in line for line in path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def _wait(condition):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def _samples(run_dir):
     return (Path(run_dir) / "samples.jsonl").read_text()
 
 
-def test_killing_the_sidecar_changes_nothing(environment, tmp_path):
+@pytest.mark.parametrize(("kills", "steps"), [(4, 10), pytest.param(20, 40, marks=pytest.mark.long)])
+def test_killing_the_sidecar_changes_nothing(environment, tmp_path, record_property, kills, steps):
     """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and multiplier."""
-    whole = _start(environment, tmp_path / "whole")
-    output, _ = whole.communicate(timeout=600)
+    whole = _start(environment, tmp_path / "whole", steps)
+    output, _ = whole.communicate(timeout=HANGS_S)
     assert whole.returncode == 0, output
-    killed = _start(environment, tmp_path / "killed")
+    killed = _start(environment, tmp_path / "killed", steps)
     chance = random.Random(0)
-    for number in range(KILLS):
+    for number in range(kills):
         if number % 3 == 0:
             # Sampling, loading or idle, some time after another step was recorded.
             seen = _steps(tmp_path / "killed")
-            _wait(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None)
+            wait_until(
+                lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None, "another step"
+            )
             time.sleep(0.5 * chance.random())
         else:
             # Starting, or loading, or sampling again.
             time.sleep(6.0 * chance.random())
-        _wait(lambda: _sidecar_of(killed.pid) is not None or killed.poll() is not None)
+        wait_until(lambda: _sidecar_of(killed.pid) is not None or killed.poll() is not None, "a sidecar")
         sidecar = _sidecar_of(killed.pid)
         assert sidecar is not None, f"the run ended after {number} kills"
         os.kill(sidecar, signal.SIGKILL)
-        _wait(lambda sidecar=sidecar: _sidecar_of(killed.pid) != sidecar)
-    output, _ = killed.communicate(timeout=600)
+        wait_until(lambda sidecar=sidecar: _sidecar_of(killed.pid) != sidecar, "the end of the killed sidecar")
+    output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
+    record_property("kills", kills)
     expected = _records(tmp_path / "whole")
-    assert set(expected) == set(range(STEPS + 1))
+    assert set(expected) == set(range(steps + 1))
     assert _records(tmp_path / "killed") == expected
     assert _samples(tmp_path / "killed") == _samples(tmp_path / "whole")
-    assert {"eval/arithmetic/avg@2", "mismatch/probe", "dual/multiplier"} <= set(expected[STEPS])
-    assert expected[STEPS]["discrepancy/mean"] > 0
+    assert {"eval/arithmetic/avg@2", "mismatch/probe", "dual/multiplier"} <= set(expected[steps])
+    assert expected[steps]["discrepancy/mean"] > 0
     # Nothing of the sidecars stays but what was said and how it was started.
     assert sorted(p.name for p in (tmp_path / "killed" / "vllm").iterdir()) == ["config.json", "sidecar.log"]
     assert _sidecar_of(killed.pid) is None

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.config import WarmupSettings
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.step import make_row_logprobs
 from dcmdp_jax.training.warmup import warm_up
+from tests.waiting import HANGS_S
 
 _PROMPTS = [np.array([1, 2], np.int32), np.array([1, 3], np.int32), np.array([4], np.int32)]
 _SOLUTIONS = [np.array([5, 7], np.int32), np.array([6, 6, 7], np.int32), np.array([7], np.int32)]
@@ -135,7 +136,7 @@ def test_the_callback_may_stop_it():
 
 def test_a_decoder_learns_by_the_training_stacks_own_forward():
     model = ModelConfig("qwen3", 8, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.1)
-    params = decoder.init_params(model, jax.random.key(0))
+    params = init_params(model, jax.random.key(0))
     seen = []
     warm_up(
         params,
@@ -158,6 +159,7 @@ from dcmdp_jax.config import WarmupSettings
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.warmup import warm_up
+from dcmdp_jax.models.params import init_params
 
 def logprobs(params, rows):
     x = jnp.eye(256)
@@ -179,7 +181,7 @@ def test_steps_that_are_begun_faster_than_they_end_do_not_stand_still():
     done = subprocess.run(
         [sys.executable, "-c", _MANY],
         env={**os.environ, "NPROC": "2", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=HANGS_S,
     )  # fmt: skip
     assert done.stdout.endswith("done\n"), done.stderr[-2000:]
 

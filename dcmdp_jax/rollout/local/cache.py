@@ -1,8 +1,7 @@
-"""The key-value cache of a batch: its layout, its dtypes, and how rows move from one to another.
+"""The key-value cache of a batch: layout, dtypes, and moving rows between caches.
 
-Keys are stored transposed, [R, K, h, S], values [R, K, S, h]: the one pair of layouts in which both products of the
-attention stream through memory on XLA's CPU backend (keys stored like values cost 2 to 7 times as much). Which slot
-holds what: see `decode.decode`.
+Keys are stored transposed, [R, K, h, S]; values are [R, K, S, h]. With these layouts both products of attention read
+memory sequentially on XLA:CPU (keys stored like values cost 2 to 7 times as much). `decode.decode` describes the slots.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def slots_of(cache: Cache) -> int:
-    """Tokens that a row has room for."""
+    """Return the number of token slots per row."""
     return cache[0][1].shape[2]
 
 
 def store(x: jax.Array, cache_dtype: str) -> jax.Array:
-    """Casts to the cache's dtype; float8 saturates where a cast would give NaN (scale 1, as vLLM's default).
+    """Cast to the cache's dtype; float8 saturates where a plain cast gives NaN (scale 1, vLLM's default).
 
-    float8 is kept as its bits: XLA's CPU backend has no float8 copy and would convert the whole cache to write one
-    slot, at ten times the time of a decode step.
+    float8 is stored as uint8 bits: XLA:CPU has no float8 copy and would convert the whole cache to write one slot,
+    which takes ten times as long as a decode step.
     """
     if cache_dtype != FLOAT8:
         return x.astype(cache_dtype)
@@ -39,7 +38,7 @@ def store(x: jax.Array, cache_dtype: str) -> jax.Array:
 
 
 def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `store` kept, in `dtype`."""
+    """Convert stored values back to `dtype`."""
     if stored.dtype == jnp.uint8:
         stored = jax.lax.bitcast_convert_type(stored, FLOAT8)
     return stored.astype(dtype)
@@ -54,16 +53,17 @@ def take(
     local: bool = False,
     release: bool = False,
 ) -> Cache:
-    """A new cache of the rows `rows` [R'] int32, in that order, with `extra` more slots; None is all rows as they are.
+    """Make a new cache from the rows `rows` [R'] int32, in that order, with `extra` more slots; None takes all rows.
 
-    Over several devices rows that are named travel, all of them: five times the time of keeping them where they are.
-    With `local` none does: each device takes rows of its own, which `rows` counts from its first.
+    On several devices all selected rows are exchanged, which takes five times as long as keeping them in place. With
+    `local`, nothing is exchanged: each device takes its own rows, and `rows` are indices local to it.
 
-    With `release` the old cache is used up, each layer before the next is taken: both are never there whole.
+    With `release`, each layer of the old cache is freed before the next layer is copied, so that memory never holds
+    both caches whole.
     """
     taken = []
     for layer in cache:
-        # Waited for, each: see `parallel.host.MOST_UNDER_WAY`.
+        # Wait for each layer: see `parallel.host.MOST_UNDER_WAY`.
         taken.append(jax.block_until_ready(_take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)))
         if release:
             for old in layer:
@@ -90,14 +90,14 @@ def _take_of_layer(
 
 @functools.partial(jax.jit, static_argnames=("sharding",), donate_argnames=("cache",))
 def insert(cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, sharding: NamedSharding) -> Cache:
-    """Copies rows of another cache, which may have fewer slots, over rows of this one.
+    """Copy rows of another cache, which may have fewer slots, into rows of this one.
 
     Args:
-        cache: where they go; donated.
-        source: where they are.
+        cache: destination; donated.
+        source: the other cache.
         rows: [U] int32, rows of `source`.
-        places: [U] int32, rows of `cache`; one that is out of range is left out.
-        sharding: of both.
+        places: [U] int32, rows of `cache`; entries out of range are skipped.
+        sharding: of both caches.
     """
     held = slots_of(source)
 

@@ -1,4 +1,4 @@
-"""The compiled programs of the embedded engine that run the model: prefill, first_tokens, decode and score."""
+"""Compiled programs of the embedded engine: prefill, first_tokens, decode and score."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.attention import HIDDEN, choose_kernel, row_attention
+from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
-from dcmdp_jax.models.layers import rotary_tables, row_maximum
+from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.ops import Ops, choose_ops
+from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.models.quantize import QuantizedKernel, widen
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
@@ -27,13 +29,13 @@ _STEPS_ALONE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the compiled programs are specialised to.
+    """Static arguments of the compiled programs.
 
     Attributes:
         config: the model.
         compute_dtype: "float32" or "bfloat16", of activations and products.
-        cache_dtype: the dtype in which keys and values are kept and from which they are read, also within a prompt.
-        mesh: one axis, "rows": rows are split over its devices, weights are whole on each.
+        cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
+        mesh: one axis, "rows": rows are data-parallel, weights are replicated.
     """
 
     config: ModelConfig
@@ -43,19 +45,29 @@ class Program:
 
     @property
     def rows(self) -> NamedSharding:
-        """How arrays are placed whose leading axis is the row."""
+        """Sharding of arrays whose leading axis is the row."""
         return NamedSharding(self.mesh, P("rows"))
+
+    @property
+    def platform(self) -> str:
+        """The devices' platform: "cpu", "gpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def ops(self) -> Ops:
+        """The model's operations on this platform."""
+        return choose_ops(self.platform)
 
 
 class Rows(NamedTuple):
-    """What `decode` has to know of each row of a batch; the leading axis of every array is the row.
+    """State of each row of a batch for `decode`; the leading axis of every array is the row.
 
     Attributes:
         keys: [R, 2] uint32, see `sampler.row_keys`.
         prompt_lengths: [R] int32.
-        last: [R] int32, the token sampled last; its key and value are not in the cache yet.
+        last: [R] int32, last sampled token; its key and value are not in the cache yet.
         sampled: [R] int32, tokens of the completion so far, at least 1.
-        done: [R] bool, a stop token was sampled or there is no row in this place.
+        done: [R] bool, a stop token was sampled, or the slot is empty.
     """
 
     keys: jax.Array
@@ -66,14 +78,14 @@ class Rows(NamedTuple):
 
 
 def _embedded(weights: Params, tokens: jax.Array) -> jax.Array:
-    """[..., D] for `tokens` [...]."""
+    """Look up embeddings: [..., D] for `tokens` [...]."""
     if "embedding" in weights:
         return weights["embedding"][tokens]
     return jnp.moveaxis(weights["output"][:, tokens], 0, -1)
 
 
 def _logits(weights: Params, hidden: jax.Array) -> jax.Array:
-    """[..., V] float32."""
+    """Compute logits, [..., V] float32."""
     kernel = output_kernel(weights)
     values = kernel.values if isinstance(kernel, QuantizedKernel) else kernel
     logits = jnp.matmul(hidden, values.astype(hidden.dtype), preferred_element_type=jnp.float32)
@@ -83,11 +95,11 @@ def _logits(weights: Params, hidden: jax.Array) -> jax.Array:
 def _forward_rows(
     weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Right-padded rows [R, L] without a cache: hidden states [R, L, D], and each layer's keys and values as stored."""
+    """Run padded rows [R, L] without a cache; return hidden states [R, L, D] and each layer's stored keys, values."""
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
-    kernel = choose_kernel("auto", dtype, program.mesh.devices.flat[0].platform)
-    # Splash wants blocks of 128, and can't be split over devices by the compiler.
+    kernel = choose_kernel("auto", dtype, program.platform)
+    # Splash needs blocks of 128, and the compiler cannot partition it over devices.
     if kernel == "splash" and (length % 128 or program.mesh.size > 1):
         kernel = "xla"
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
@@ -97,12 +109,12 @@ def _forward_rows(
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
         read = (load(x, dtype) for x in stored)
-        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True), stored
+        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True, ops=program.ops), stored
 
     x = _embedded(weights, tokens).astype(dtype)
     stored = []
     for layer in weights["layers"]:
-        x, kept = apply_block(layer, config, x, rotary, attend)
+        x, kept, _ = apply_block(layer, config, x, rotary, attend, program.ops)
         stored.append(kept)
     return final_norm(weights, config, x), stored
 
@@ -111,17 +123,17 @@ def _forward_rows(
 def prefill(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array]:
-    """Runs each prompt once.
+    """Run each prompt once.
 
     Args:
         weights: the engine's tree, see `weights.convert`.
         prompts: [P, prompt_slots] int32, right-padded.
         lengths: [P] int32.
-        program: the specialisation.
-        groups: the prompts are run in this many parts, one after another; divides P. Bounds the memory of attention.
+        program: static arguments.
+        groups: run the prompts in this many parts, one after another; divides P. Bounds the memory of attention.
 
     Returns:
-        The cache of the prompts, and [P, D], the normed hidden states that the first tokens are drawn from.
+        The cache of the prompts, and [P, D], the normed hidden states that predict the first tokens.
     """
     local = functools.partial(_prefill_local, program=program, groups=groups)
     split = P("rows")
@@ -133,7 +145,7 @@ def prefill(
 def _prefill_local(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array]:
-    """`prefill` on one device, with its share of the prompts."""
+    """Run `prefill` on one device, with its share of the prompts."""
     weights = widen(weights, jnp.dtype(program.compute_dtype))
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
@@ -161,15 +173,15 @@ def first_tokens(
     program: Program,
     mode: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """The first token of each row, drawn from the hidden state of its prompt.
+    """Sample the first token of each row from the hidden state of its prompt.
 
     Args:
         weights: the engine's tree.
-        hidden: [P, D], of `prefill`.
+        hidden: [P, D], from `prefill`.
         row_prompts: [R] int32, index into `hidden`.
         keys: [R, 2] uint32, see `sampler.row_keys`.
         inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
-        program: the specialisation.
+        program: static arguments.
 
     Returns:
         [R] int32 tokens and [R] float32 log-probs.
@@ -181,13 +193,13 @@ def first_tokens(
 
 
 class Decoded(NamedTuple):
-    """What a call of `decode` sampled.
+    """Result of `decode`.
 
     Attributes:
-        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, `sampled` as it was before the call.
-            Entries after a row's stop token or the last step mean nothing.
+        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, with `sampled` from before the call.
+            Entries after a row's stop token or the last step are undefined.
         logprobs: as `tokens`, float32 nats.
-        steps: [] int32, how many were taken.
+        steps: [] int32, steps taken.
         sampled, done: [R], see `Rows`.
     """
 
@@ -199,7 +211,7 @@ class Decoded(NamedTuple):
 
 
 _State = tuple[Cache, jax.Array, Decoded]
-"""Between two steps: the cache, the tokens sampled last and all before them."""
+"""State between two steps: the cache, the last sampled tokens, and the result so far."""
 
 
 @functools.partial(
@@ -221,29 +233,29 @@ def decode(
     prefix_slots: int,
     mode: str,
 ) -> tuple[Cache, Decoded]:
-    """Samples tokens for all rows until `steps` are taken or `live_floor` rows, or fewer, are not done.
+    """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are unfinished.
 
-    Several devices count the rows that are not done every `_STEPS_ALONE` steps, between which none waits for another:
-    they may take that many steps more, unless all rows are done.
+    Several devices synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may take that many
+    extra steps, unless all rows are done.
 
     The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
-    window of W slots in a circle: in a step every row writes to slot `clock % W` of it, one slice and no scatter. A row
-    that entered when the clock stood at c has its tokens in the slots written since, whichever those are: attention
-    does not mind the order of slots, and positions were rotated into the keys. W tokens after it entered a row would
-    overwrite its own; `steps` must not go so far.
+    circular window of W slots. In each step every row writes to slot `clock % W` of the window: one slice, no scatter.
+    A row that entered at clock c has its tokens in the slots written since then. Their order does not matter: attention
+    is invariant to it, and positions are already rotated into the keys. W steps after it entered, a row would overwrite
+    its own tokens; `steps` must not reach that.
 
     Args:
         weights: the engine's tree.
         cache: of the rows, `prefix_slots + W` slots; donated.
-        rows: what goes with them.
-        clock: [] int32, steps taken in this window by earlier calls.
+        rows: their state.
+        clock: [] int32, steps that earlier calls took in this window.
         steps: [] int32, at most W.
         live_floor: [] int32.
         inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
         stop_ids: [E] int32.
-        program: the specialisation.
+        program: static arguments.
         prompt_slots: cache slots of the prompt.
-        prefix_slots: those and the slots of tokens that every row sampled before it entered the window.
+        prefix_slots: cache slots of the prompt and of the tokens that every row sampled before it entered the window.
     """
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
     local = functools.partial(
@@ -251,7 +263,7 @@ def decode(
     )
     split, whole = P("rows"), P()
     decoded = Decoded(P(None, "rows"), P(None, "rows"), whole, split, split)
-    # Each device has its rows to itself: no product, nor the order of a sum, is left to the compiler to divide.
+    # Each device computes its own rows: the compiler partitions no product and no sum.
     return jax.shard_map(
         local,
         mesh=program.mesh,
@@ -277,12 +289,12 @@ def _decode_local(
     prefix_slots: int,
     mode: str,
 ) -> tuple[Cache, Decoded]:
-    """`decode` on one device, with its share of the rows."""
+    """Run `decode` on one device, with its share of the rows."""
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
     weights = widen(weights, dtype)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
-    # A slot is seen by rows that have sampled at least this many tokens in the window, not counting the last.
+    # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
     ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
 
     def forward(cache: Cache, last: jax.Array, sampled: jax.Array, now: jax.Array) -> tuple[Cache, jax.Array]:
@@ -295,8 +307,10 @@ def _decode_local(
         x = _embedded(weights, last)[:, None]
         kept = []
         for layer, held in zip(weights["layers"], cache, strict=True):
-            attend = functools.partial(_attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype)
-            x, held = apply_block(layer, config, x, rotary, attend)
+            attend = functools.partial(
+                _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
+            )
+            x, held, _ = apply_block(layer, config, x, rotary, attend, program.ops)
             kept.append(held)
         return tuple(kept), final_norm(weights, config, x)[:, 0]
 
@@ -331,7 +345,7 @@ def _decode_local(
         cache, _, decoded = until(state, steps, live_floor)
         return cache, decoded
 
-    # Rows that none of the stop tokens can end are not counted on the way.
+    # Without stop tokens no row finishes early: no need to synchronize the count.
     period = _STEPS_ALONE if stop_ids.size else window
 
     def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
@@ -344,7 +358,7 @@ def _decode_local(
         alone,
         (state, jnp.int32(0), jax.lax.psum(live(state), "rows")),
     )
-    # A device whose rows are all done has taken fewer steps; what its cache holds is of no row.
+    # A device whose rows are all done has taken fewer steps; its cache is no longer used.
     return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, "rows"))
 
 
@@ -357,8 +371,9 @@ def _attend_cached(
     slot: jax.Array,
     bias: jax.Array,
     dtype: str,
+    ops: Ops,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One query token per row, [R, 1, H, h], against the cache after `key` and `value` are written to `slot`."""
+    """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
     rows, _, heads, width = query.shape
     kv_heads = key.shape[2]
     keys, values = cache
@@ -367,7 +382,7 @@ def _attend_cached(
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, load(keys, query.dtype), preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
-    exponentials = jnp.exp(scores - row_maximum(scores))
+    exponentials = jnp.exp(scores - ops.softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     attended = jnp.einsum("rkgs,rksh->rkgh", exponentials.astype(query.dtype), load(values, query.dtype))
     attended = attended * inverse.astype(query.dtype)
@@ -378,17 +393,17 @@ def _attend_cached(
 def score(
     weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
 ) -> jax.Array:
-    """Teacher-forced log-probs of rows under the engine's weights, cache rounding included.
+    """Compute teacher-forced log-probs of rows under the engine's weights, including cache rounding.
 
     Args:
         weights: the engine's tree.
         tokens: [R, L] int32, right-padded.
         lengths: [R] int32.
         inverse_temperature: [] float32.
-        program: the specialisation.
+        program: static arguments.
 
     Returns:
-        [R, L - 1] float32 nats, entry t of token t + 1; logits exist for about 1,024 tokens at a time.
+        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
     """
     weights = widen(weights, jnp.dtype(program.compute_dtype))
     hidden, _ = _forward_rows(weights, tokens, lengths, program)

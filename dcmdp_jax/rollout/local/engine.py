@@ -1,4 +1,4 @@
-"""The embedded inference engine: samples completions in JAX, in the trainer's own process."""
+"""The embedded inference engine: samples completions in JAX, in the trainer's process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import check_params
+from dcmdp_jax.models.params import check_params
 from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
 from dcmdp_jax.rollout.local import decode
@@ -27,16 +28,16 @@ _SMALLEST_BUCKET = 16
 
 
 class LocalEngine:
-    """Keeps the `Engine` protocol with compiled JAX programs.
+    """Implements the `Engine` protocol with compiled JAX programs.
 
     Sampling is a function of (seed, step, row): the random words of token t of a row come from
-    fold_in(fold_in(fold_in(key(seed), step), row), t) whatever batch, bucket or chunk the row is computed in. Only the
+    fold_in(fold_in(fold_in(key(seed), step), row), t), whichever batch, bucket or chunk computes the row. Only the
     rounding of products depends on the batch, about 1e-6 in a float32 log-prob.
 
-    Each prompt is run once; its cache is copied to the rows that answer it. A batch is filled up with rows that wait as
-    others are done; when none wait the last ones move to batches of half the size. Rows that outgrow their cache go on
-    together in one of twice the length (see `schedule.Scheduler`), so that a long completion costs little while it is
-    short, and others nothing. Each new shape compiles once: prompt bucket x row count x cache length.
+    Each prompt runs once, and its cache is copied to its rows. Queued rows refill a batch as others finish; when the
+    queue is empty, the remaining rows move to batches of half the size. Rows that outgrow their cache continue together
+    in one of twice the length (see `schedule.Scheduler`), so a long completion has a short cache while it is short, and
+    does not lengthen the cache of others. Each new shape compiles once: prompt bucket x row count x cache length.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LocalEngine:
         cache_block: int | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """Checks the settings; nothing is allocated before the first push.
+        """Check the settings; nothing is allocated before the first push.
 
         Args:
             config: the model.
@@ -63,14 +64,14 @@ class LocalEngine:
             max_total_tokens: longest prompt with its completion.
             prompt_buckets: lengths that prompts are padded to; empty: powers of two from 16. The longest is the longest
                 prompt allowed.
-            max_rows: completions in one batch; bounds the memory of caches: with more rows to sample than these, up to
-                three times what a batch of the longest takes.
-            min_rows: a batch is not made smaller than this when rows finish.
-            cache_block: completion slots of the cache at first; rows that fill them go on in twice as many. Where twice
-                as many hold the longest completion there are enough for it from the beginning. None is 32 on CPU, where
-                a step takes as long as its cache is, and 128 elsewhere: each length is a program.
+            max_rows: completions in one batch. Bounds the memory of caches: with more rows than this to sample, up to
+                three times that of a batch of the longest rows.
+            min_rows: batches do not shrink below this when rows finish.
+            cache_block: initial completion slots of the cache, doubled as rows fill them. If the first doubling would
+                hold the longest completion, the cache has that length from the start. None: 32 on CPU, where a step's
+                time is proportional to the cache, and 128 elsewhere; each length is a program.
             mesh: devices to split rows over, whatever its axes; None is the first local device. Weights are
-                whole on each device.
+                replicated.
 
         Raises:
             ValueError: for a setting out of range, naming it.
@@ -84,14 +85,14 @@ class LocalEngine:
         sizes = {"max_rows": max_rows, "min_rows": min_rows, "cache_block": cache_block}
         for name, value in sizes.items():
             if value < 1:
-                raise ValueError(f"{name}: got {value}, must be at least 1")
+                raise UserError(f"{name}: got {value}, must be at least 1")
         if not 2 <= max_total_tokens <= config.max_position_embeddings:
-            raise ValueError(
+            raise UserError(
                 f"max_total_tokens: got {max_total_tokens}, must be between 2 and the model's "
                 f"max_position_embeddings={config.max_position_embeddings}"
             )
         if list(prompt_buckets) != sorted(set(prompt_buckets)) or any(bucket < 1 for bucket in prompt_buckets):
-            raise ValueError(f"prompt_buckets: got {tuple(prompt_buckets)}, must be positive and ascending")
+            raise UserError(f"prompt_buckets: got {tuple(prompt_buckets)}, must be positive and ascending")
         self.config = config
         self.precision = precision
         self.max_total_tokens = max_total_tokens
@@ -106,7 +107,7 @@ class LocalEngine:
 
     @property
     def policy_version(self) -> int | None:
-        """The version of the last push; None before it and after `close`."""
+        """Version of the last push; None before it and after `close`."""
         return self._policy_version
 
     @property
@@ -115,23 +116,23 @@ class LocalEngine:
         return self._fingerprint
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Copies the trainer's parameters in the engine's precision and proves the copy by its checksums.
+        """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.
 
-        Quantised precisions quantise again at every push. The trainer may donate or delete `params` afterwards.
+        Quantized precisions quantize again at every push. The trainer may donate or delete `params` afterwards.
 
         Returns:
-            Nothing measured: an empty dict.
+            An empty dict: no metrics.
 
         Raises:
-            ValueError: for parameters that are not those of the model.
+            ValueError: if the parameters do not match the model.
             EngineError: if the checksums of the engine's weights differ from the trainer's.
         """
         check_params(params, self.config)
         placed = jax.device_put(params, self._mesh.devices.flat[0])
-        # The old weights go first: two copies need not fit.
+        # Free the old weights first: two copies may not fit.
         self.close()
         weights = convert(placed, self.config, self.precision)
-        expected, consumed = source_fingerprint(placed, self.precision), fingerprint(weights)
+        expected, consumed = source_fingerprint(placed, self.config, self.precision), fingerprint(weights)
         if not np.array_equal(expected, consumed):
             wrong = np.flatnonzero(expected != consumed)
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
@@ -149,16 +150,16 @@ class LocalEngine:
         step: int,
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """Samples `group_size` completions for each prompt.
+        """Sample `group_size` completions for each prompt.
 
         Args:
             prompts: int32 token ids, one array per prompt.
-            sampling: the distribution; at temperature 0 `top_p` has no meaning.
+            sampling: the distribution; `top_p` is ignored at temperature 0.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            on_finished: told of each row once, as soon as the program that it was sampled in returns.
+            on_finished: called with the finished rows, maybe none, whenever a program that samples returns.
 
         Returns:
-            The completions in order, `prompt * group_size + member`.
+            The completions, ordered by `prompt * group_size + member`.
 
         Raises:
             ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, or
@@ -181,7 +182,7 @@ class LocalEngine:
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
         sampled = Completions(prompts, group, limit, seed, step, on_finished)
-        # Whole groups, where they fit.
+        # Whole groups, if they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
         scheduler = Scheduler(self._weights, sampled, draw, sizes, program=self._program)
@@ -199,7 +200,7 @@ class LocalEngine:
         )
 
     def _by_bucket(self, prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
-        """Prompts by bucket, ascending; those of a bucket with fewer than `fill` go to the next that is used."""
+        """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next one in use."""
         runs: list[tuple[int, list[int]]] = []
         for index in np.argsort([prompt.size for prompt in prompts], kind="stable").tolist():
             bucket = _bucket(prompts[index].size, self._prompt_buckets)
@@ -212,10 +213,10 @@ class LocalEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """The engine's own log-probs of given completions, all tokens of a row in one pass.
+        """Compute the engine's log-probs of given completions, all tokens of a row in one pass.
 
-        They differ from those reported while sampling by the rounding of differently shaped products alone: the
-        engine's noise floor.
+        They differ from those reported while sampling only by the rounding of differently shaped products: the engine's
+        noise floor.
 
         Args:
             prompts: int32 token ids, one array per completion.
@@ -223,7 +224,7 @@ class LocalEngine:
             temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
 
         Returns:
-            Per completion [T] float32 nats, full support.
+            [T] float32 nats for each completion, full support.
 
         Raises:
             ValueError: for an empty prompt or completion, an id outside the vocabulary, a row over
@@ -260,21 +261,21 @@ class LocalEngine:
         return results
 
     def close(self) -> None:
-        """Drops the weights; compiled programs stay. Safe to call twice."""
+        """Free the weights; keep compiled programs. Safe to call twice."""
         self._weights = self._policy_version = self._fingerprint = None
 
 
 def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+        raise UserError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
 
 
 def _powers_of_two(limit: int) -> tuple[int, ...]:
-    """16, 32, ... up to the first that holds `limit`."""
+    """Return 16, 32, ... up to the first that is at least `limit`."""
     top = max(_SMALLEST_BUCKET, 1 << (limit - 1).bit_length())
     return tuple(_SMALLEST_BUCKET << i for i in range((top // _SMALLEST_BUCKET).bit_length()))
 
 
 def _bucket(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `length`."""
+    """Return the smallest bucket of at least `length`."""
     return next(bucket for bucket in buckets if bucket >= length)

@@ -1,8 +1,7 @@
-"""Choosing the next token: keys of (seed, step, row, token), and an inverse-CDF draw with its log-prob.
+"""Token sampling: random keys from (seed, step, row, token), and inverse-CDF sampling that returns the log-prob.
 
-Why not Gumbel noise: it needs V random numbers and two logarithms for each row, where the inverse of the cumulative
-distribution needs two words. On CPU, 128 rows: 0.6 against 0.1 ms at V = 64, 7.6 against 0.6 ms at 2,048, 690 against
-20 ms at 151,936.
+Why not Gumbel noise: it needs V random numbers and two logarithms for each row; the inverse CDF needs two random words.
+On CPU, 128 rows: 0.6 against 0.1 ms at V = 64, 7.6 against 0.6 ms at 2,048, 690 against 20 ms at 151,936.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ _BLOCK = 128
 
 @jax.jit
 def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
-    """Raw threefry keys, [R, 2] uint32, of fold_in(fold_in(key(seed), step), row).
+    """Make raw threefry keys, [R, 2] uint32: fold_in(fold_in(key(seed), step), row).
 
     Args:
         seed, step: [] uint32.
-        rows: [R] uint32, `prompt * group_size + member` of the whole call, wherever the row is computed.
+        rows: [R] uint32, `prompt * group_size + member` in the whole call, whichever batch computes the row.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, rows))
 
 
 def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Random words, [R, 2] uint32, of token `tokens[r]` [R] int32 of each row: from fold_in(row key, token)."""
+    """Make random words, [R, 2] uint32, for token `tokens[r]` [R] int32 of each row: from fold_in(row key, token)."""
     zero = jnp.zeros(tokens.shape, jnp.uint32)
     token_keys = jnp.stack(_threefry(keys, zero, tokens.astype(jnp.uint32)), axis=-1)
     first, second = (_threefry(token_keys, zero, zero + np.uint32(count)) for count in (0, 1))
@@ -36,9 +35,9 @@ def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 of 20 rounds (Salmon et al. 2011), as jax.random has it, for keys [R, 2] and words [R].
+    """Compute Threefry-2x32 with 20 rounds (Salmon et al. 2011), equal to jax.random's, for keys [R, 2] and words [R].
 
-    Written out: jax.random's is a loop on CPU, whose small kernels took 0.1 ms of a step of 1.7 (0.6M, 32 rows).
+    Unrolled: on CPU jax.random's is a loop of small kernels, 0.1 ms of a 1.7 ms step (0.6M, 32 rows).
     """
     schedule = keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ np.uint32(0x1BD11BDA)
     high, low = high + schedule[0], low + schedule[1]
@@ -51,10 +50,10 @@ def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Arr
 
 
 def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Which tokens are in the nucleus: the fewest most likely ones whose mass reaches `top_p`.
+    """Mask the nucleus: the smallest set of most likely tokens whose mass reaches `top_p`.
 
-    Tokens as likely as the last one that is needed are all in, so the answer does not depend on an order of ties. Found
-    by bisection over the bits of the probabilities (non-negative floats order as their bits do): 31 sums, no sort.
+    All tokens tied with the last one needed are included, so the result does not depend on the order of ties. Found by
+    bisection over the bits of the probabilities (non-negative floats sort like their bits): 31 sums, no sort.
 
     Args:
         scaled: [R, V] float32 logits over temperature.
@@ -73,29 +72,29 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
         return jnp.where(mass >= wanted, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
-    # The most likely token weighs exp(0) = 1: it stays even where rounding leaves the sum below `wanted`.
+    # The most likely token has weight exp(0) = 1 and stays in, even if rounding leaves the sum below `wanted`.
     return bits >= jnp.minimum(threshold, jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))[:, None]
 
 
 def choose_tokens(
     logits: jax.Array, words: jax.Array, inverse_temperature: jax.Array, top_p: jax.Array, mode: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one token for each row and returns the log-prob it was drawn with.
+    """Sample one token for each row and return the log-prob it was sampled with.
 
-    The tokens lie in blocks of 128. One word picks a block by the cumulative sum of the blocks' masses, the other a
-    token within it. Each word makes a uniform of 24 bits, so a block's probability is off by at most 2^-24 and the
-    rounding of a float32 cumulative sum over V / 128 terms; a token's within its block likewise, relative to the block,
-    so that rare tokens keep their relative odds. Total variation from the reported distribution, measured on random
-    logits: 1e-6 at V = 64, 2e-6 at 2,048, 2e-5 at 151,936.
-    A token of probability 0 is never drawn.
+    Tokens are split into blocks of 128. One word selects a block by the cumulative sum of block masses, the other
+    selects a token within it. Each word gives a uniform number of 24 bits, so a block's probability has an error of at
+    most 2^-24 plus the rounding of a float32 cumulative sum over V / 128 terms. A token's probability within its block
+    has the same error relative to the block, so rare tokens keep their relative odds. Total variation from the reported
+    distribution, measured on random logits: 1e-6 at V = 64, 2e-6 at 2,048, 2e-5 at 151,936. A token of probability 0 is
+    never sampled.
 
     Args:
         logits: [R, V] float32, before temperature.
         words: [R, 2] uint32, random.
         inverse_temperature: [] float32, 1 / temperature; not used by "greedy".
         top_p: [] float32; used by "nucleus" only.
-        mode: "sample" (full support), "nucleus" (top-p, renormalised) or "greedy" (the most likely token, the first of
-            equals; its log-prob at temperature 1).
+        mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely token, ties: the
+            first; its log-prob at temperature 1).
 
     Returns:
         tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or +inf.
@@ -126,9 +125,9 @@ def choose_tokens(
 
 
 def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
-    """First index whose cumulative mass exceeds u * total, u = the word's upper 24 bits / 2^24 < 1."""
+    """Return the first index whose cumulative mass exceeds u * total, u = the word's upper 24 bits / 2^24 < 1."""
     uniform = (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-    # Where a mass is 0 rounding could still let the sum step; those entries are out. (jnp.cumsum is quadratic on CPU.)
+    # Rounding can make the sum step at an entry of mass 0: exclude those. (jnp.cumsum is quadratic on CPU.)
     cumulative = jnp.where(masses > 0, jax.lax.associative_scan(jnp.add, masses, axis=-1), 0.0)
     target = uniform * jnp.max(cumulative, axis=-1)
     return jnp.argmax(cumulative > target[:, None], axis=-1).astype(jnp.int32)

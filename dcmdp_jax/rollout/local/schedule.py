@@ -1,4 +1,4 @@
-"""Which rows are computed together: batches that are filled up again, and a cache no longer than its rows need."""
+"""Scheduling of rows into batches: batches are refilled, and caches grow only as long as their rows need."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dcmdp_jax.rollout.local.sampler import row_keys
 from dcmdp_jax.types import Params
 
 ATTENTION_ELEMENTS = 2**28
-"""Attention scores that a forward pass over whole rows may hold at one time: 1 GiB in float32."""
+"""Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32."""
 _REFILL = 4
-"""A batch is filled up when one in this many of its places is free."""
+"""A batch is refilled when one in this many of its slots is free."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Shapes of the batches.
+    """Batch shapes.
 
     Attributes:
-        rows: of a full batch; a multiple of the devices.
-        min_rows: a batch is not made smaller than this.
-        cache_block: completion slots of the cache of rows that begin; it doubles, unless the first doubling would hold
-            `limit`: then there are that many from the beginning.
-        limit: tokens of a completion.
+        rows: rows of a full batch; a multiple of the number of devices.
+        min_rows: batches do not shrink below this.
+        cache_block: completion slots in the cache of new rows. The cache doubles as rows grow; if the first doubling
+            would reach `limit`, it has `limit` slots from the start.
+        limit: max tokens of a completion.
     """
 
     rows: int
@@ -43,7 +43,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """The distribution to draw from, see `sampler.choose_tokens`.
+    """The sampling distribution, see `sampler.choose_tokens`.
 
     Attributes:
         inverse_temperature, top_p: [] float32.
@@ -58,10 +58,10 @@ class Draw:
 
 
 class Completions:
-    """What is sampled in one call of `generate`, by row of the whole call.
+    """The completions of one call of `generate`, indexed by row of the whole call.
 
     Attributes:
-        tokens, logprobs: [N, limit] int32 and float32; meaningful up to `sampled`.
+        tokens, logprobs: [N, limit] int32 and float32; undefined from `sampled` on.
         sampled: [N] int32.
         keys: [N, 2] uint32, see `sampler.row_keys`.
         prompt_lengths: [N] int32.
@@ -85,28 +85,28 @@ class Completions:
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
 
     def add(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray) -> None:
-        """[steps, rows] more tokens; each row has `sampled` afterwards, what goes beyond means nothing."""
+        """Append [steps, rows] tokens; `sampled` is each row's new length, tokens beyond it are undefined."""
         places = self.sampled[rows][:, None] + np.arange(tokens.shape[0])
         self.tokens[rows[:, None], places] = tokens.T
         self.logprobs[rows[:, None], places] = logprobs.T
         self.sampled[rows] = sampled
 
     def tell_of(self, rows: np.ndarray) -> None:
-        """Rows that have ended."""
-        if self._on_finished is not None and rows.size:
+        """Report finished rows, maybe none, to `on_finished`."""
+        if self._on_finished is not None:
             self._on_finished(rows.tolist(), [self.tokens[row, : self.sampled[row]].copy() for row in rows])
 
 
 @dataclasses.dataclass(eq=False)
 class _Kept:
-    """A cache whose rows wait to enter a batch."""
+    """A cache whose rows are queued for a batch."""
 
     cache: Cache
     used: int
 
 
 class _Waiting(NamedTuple):
-    """A row of the call that can enter a batch, and where its cache is."""
+    """A queued row of the call, and the location of its cache."""
 
     kept: _Kept
     place: int
@@ -114,14 +114,13 @@ class _Waiting(NamedTuple):
 
 
 class Scheduler:
-    """Samples rows whose prompts share a bucket.
+    """Sample rows whose prompts share a bucket.
 
-    Rows enter a batch as others leave it. A batch belongs to a level: at level k the cache has room for
-    min(2^k cache_block, limit) tokens of a completion, and a row that has filled it is put aside until the batch of the
-    next level takes it up. So a batch stays full, a few long rows do not make a long cache of the others', and at the
-    end the longest run together.
+    New rows enter a batch as others finish. Each batch has a level: at level k its cache holds min(2^k cache_block,
+    limit) completion tokens, and a row that fills its cache is preempted and queued for the next level. So batches stay
+    full, a few long rows do not lengthen the cache of the others, and the longest rows run together at the end.
 
-    What is put aside takes no more memory than the cache of two full batches of the longest rows.
+    Preempted rows use at most as much memory as the caches of two full batches of the longest rows.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Scheduler:
         self._capacities = capacities
 
     def sample(self, prompts: Sequence[np.ndarray], members: Sequence[int], group: int, bucket: int) -> None:
-        """Samples `group` rows for each of the prompts `members`, none of them longer than `bucket`."""
+        """Sample `group` rows for each of the prompts `members`, none longer than `bucket`."""
         self._prompts, self._group, self._bucket = prompts, group, bucket
         self._members = deque(members)
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
@@ -150,21 +149,21 @@ class Scheduler:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
 
     def _blocked(self, level: int) -> bool:
-        """Whether too much is put aside for rows to enter this level."""
+        """Whether the preempted rows use too much memory for new rows to enter this level."""
         if level == len(self._queues) - 1:
             return False
         aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
         return sum(slots_of(kept.cache) for kept in aside.values()) > self._bucket + self._sizes.limit
 
     def _run(self, level: int) -> None:
-        """Fills a batch again and again until all its rows are done or put aside."""
+        """Run a batch, refilling it, until all its rows are done or preempted."""
         completions, sizes = self._completions, self._sizes
         waiting = self._supply(level, sizes.rows)
         if not waiting:
             return
         first = [row for row in waiting if row.kept is waiting[0].kept]
         size, source = self._shrunk(sizes.rows, len(waiting)), first[0].kept.cache
-        # Others may wait in it still.
+        # Other queued rows may still use this cache.
         cache, order = self._take(source, [row.place for row in first], size, self._slots(level), release=False)
         places = _ordered([row.row for row in first], order)
         cache = self._enter(cache, places, waiting[len(first) :])
@@ -204,7 +203,7 @@ class Scheduler:
     def _decode(
         self, cache: Cache, places: np.ndarray, live: np.ndarray, level: int, clock: int, prefix: int, more: bool
     ) -> tuple[Cache, int]:
-        """Advances a batch until rows should leave it; those that are done leave `places`."""
+        """Decode until rows should leave the batch; finished rows are removed from `places`."""
         completions, draw = self._completions, self._draw
         sampled = completions.sampled[places]
         rows = programs.Rows(
@@ -232,21 +231,21 @@ class Scheduler:
         return cache, steps
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
-        """Whether a batch whose rows are all full goes on as one: nobody to wait for, or too many to be moved twice."""
+        """Whether a batch of full rows moves to the next level whole: none to wait for, or too many to copy twice."""
         return count >= 0.75 * self._sizes.rows or not (more or self._queues[level + 1])
 
     def _slots(self, level: int) -> int:
         return self._bucket + self._capacities[level]
 
     def _supply(self, level: int, count: int) -> list[_Waiting]:
-        """At most `count` rows that can enter this level."""
+        """Return at most `count` rows that can enter this level."""
         queue = self._queues[level]
         while level == 0 and len(queue) < count and self._members:
             self._prefill()
         return [queue.popleft() for _ in range(min(count, len(queue)))]
 
     def _prefill(self) -> None:
-        """Runs the next prompts and draws the first token of each of their rows."""
+        """Run the next prompts and sample the first token of each of their rows."""
         program, group, completions, draw = self._program, self._group, self._completions, self._draw
         count = max(1, self._sizes.rows // group)
         members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
@@ -282,7 +281,7 @@ class Scheduler:
             self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
 
     def _enter(self, cache: Cache, places: np.ndarray, waiting: Sequence[_Waiting]) -> Cache:
-        """Puts rows into free places."""
+        """Insert rows into free slots of the batch."""
         free = iter(np.flatnonzero(places < 0).tolist())
         for _, rows in itertools.groupby(waiting, lambda row: id(row.kept)):
             rows = list(rows)
@@ -292,7 +291,7 @@ class Scheduler:
         return cache
 
     def _put_aside(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
-        """Moves rows of a batch to where the batch of `level` will find them."""
+        """Preempt rows of a batch and queue them for `level`."""
         queue, size = self._queues[level], self._sizes.rows
         while full.size:
             kept = queue[-1].kept if queue else None
@@ -310,9 +309,9 @@ class Scheduler:
     def _take(
         self, cache: Cache, rows: Sequence[int], size: int, slots: int, *, release: bool = True
     ) -> tuple[Cache, np.ndarray]:
-        """A cache of `size` rows, and which of `rows` is where in it, -1 for none. The old one is used up.
+        """Copy `rows` to a new cache of `size` rows; also return which of `rows` is in each slot, -1 for none.
 
-        Rows stay on their devices if these have room for them, else they come in order.
+        Frees the old cache if `release`. Rows stay on their devices if there is room, else they are placed in order.
         """
         rows, devices = np.asarray(rows, np.int32), self._devices
         share, room = cache[0][0].shape[0] // devices, size // devices
@@ -326,7 +325,7 @@ class Scheduler:
         else:
             order.reshape(-1)[: rows.size] = np.arange(rows.size)
         order = order.reshape(-1)
-        # What a place without a row holds does not matter.
+        # The content of empty slots is unused.
         named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
         extra = slots - slots_of(cache)
         sharding = self._program.rows
@@ -338,20 +337,21 @@ class Scheduler:
             to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
             to[: part.size] = places[start : start + self._unit]
             cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.rows)
-        # Waited for: see `parallel.host.MOST_UNDER_WAY`.
+        # Wait: see `parallel.host.MOST_UNDER_WAY`.
         return jax.block_until_ready(cache)
 
     def _shrunk(self, size: int, live: int) -> int:
-        """The row count after halving for as long as the live rows fit and it is not below `min_rows`."""
+        """Halve the row count while the live rows fit and it stays at or above `min_rows`."""
         while (half := round_up(-(-size // 2), self._devices)) < size and half >= max(live, self._sizes.min_rows):
             size = half
         return size
 
 
 def _ordered(rows: Sequence[int], order: np.ndarray) -> np.ndarray:
-    """`rows` as `order` names them, -1 where it names none."""
+    """Return `rows[order]`, -1 where `order` is -1."""
     return np.where(order >= 0, np.asarray(rows)[order], -1)
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple

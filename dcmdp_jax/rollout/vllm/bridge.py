@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.hf_names import Place, hf_names
+from dcmdp_jax.models.params import HFTensor, hf_tensors
 from dcmdp_jax.models.quantize import quantize_kernel
 from dcmdp_jax.rollout.vllm.manifest import ALIGNMENT, Tensor, checksum
 from dcmdp_jax.rollout.vllm.segments import Segment
@@ -43,10 +43,10 @@ class WeightBridge:
                 compressed-tensors stores W8A8; embedding, norms and biases stay in `dtype`.
         """
         self._dtype = dtype
-        self._jobs: list[tuple[Place, list[Tensor]]] = []
+        self._jobs: list[tuple[HFTensor, list[Tensor]]] = []
         end = 0
-        for name, place in hf_names(config).items():
-            quantized = int8 and place.path[-1] == "kernel"
+        for name, place in hf_tensors(config).items():
+            quantized = int8 and place.quantized
             parts = [(name, "int8" if quantized else dtype, place.shape)]
             if quantized:
                 parts.append((f"{name}_scale", "float32", (place.shape[0], 1)))
@@ -56,7 +56,7 @@ class WeightBridge:
                 end = tensors[-1].offset + tensors[-1].num_bytes
             self._jobs.append((place, tensors))
         self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
-        """In the order of `hf_names`: layer by layer, which is how engines like to load."""
+        """In the order of `hf_tensors`: layer by layer, which is how engines like to load."""
         self.num_bytes: int = end
         """Of a segment."""
 
@@ -64,7 +64,7 @@ class WeightBridge:
         """Writes the tensors.
 
         Args:
-            params: of the model (see `decoder.check_params`); any sharding this process can address.
+            params: of the model (see `params.check_params`); any sharding this process can address.
             segment: of at least `num_bytes`.
             policy_version: of the checksums.
 
@@ -72,7 +72,7 @@ class WeightBridge:
             [tensors] uint64 checksums of what was written, in the manifest's order.
         """
 
-        def job(place: Place, tensors: list[Tensor]) -> list[int]:
+        def job(place: HFTensor, tensors: list[Tensor]) -> list[int]:
             leaf: Any = params
             for key in place.path:
                 leaf = leaf[key]

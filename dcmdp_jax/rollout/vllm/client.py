@@ -12,7 +12,7 @@ import numpy as np
 
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import check_params
+from dcmdp_jax.models.params import check_params
 from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
 from dcmdp_jax.rollout.vllm import settings as vllm_settings
@@ -116,7 +116,6 @@ class VllmEngine:
                 available=available - 2 * size,
             ),
             environment=vllm_settings.environment(settings, cpu=cpu),
-            cpu=cpu,
             start_timeout_s=settings.start_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
             script=script,
@@ -233,8 +232,8 @@ class VllmEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
-            on_finished: told of rows with the sidecar's signs of progress, every half second; of all again if it had to
-                be started anew.
+            on_finished: called with the sidecar's signs of progress, every half second; told of all rows again after a
+                restart.
 
         Returns:
             The completions in order, `prompt * group_size + member`; arrays are read-only views of shared memory.
@@ -271,8 +270,8 @@ class VllmEngine:
         publication = self._publication
 
         def tell(finished: Mapping[str, np.ndarray]) -> None:
-            if on_finished is not None and finished:
-                on_finished(*checked_progress(finished, count, self.config.vocab_size))
+            if on_finished is not None:
+                on_finished(*checked_progress(finished, count, self.config.vocab_size) if finished else ([], []))
 
         def sample(sidecar: Sidecar) -> Rollout:
             self._ensure(sidecar, publication)

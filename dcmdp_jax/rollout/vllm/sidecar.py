@@ -33,7 +33,6 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 0.5
-_BLOCKED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def _find_package() -> None:
@@ -59,6 +58,7 @@ _find_package()
 import numpy as np  # noqa: E402
 
 from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.vllm.torch_builds import check_torch_builds  # noqa: E402
 
 
 class Refused(ValueError):
@@ -73,12 +73,9 @@ class EngineHost:
 
         Args:
             fields: of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
-                segment_bytes, cpu.
+                segment_bytes.
         """
-        if fields["cpu"]:
-            # The CPU build arrives with CUDA builds of these, which break at import; None makes them "not installed".
-            for name in _BLOCKED:
-                sys.modules[name] = None  # type: ignore[assignment]
+        check_torch_builds()
         import vllm
 
         from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
@@ -208,9 +205,6 @@ def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    if hasattr(config, "num_experts"):
-        # transformers stores experts fused, checkpoints don't; the trainer's own table stands alone there.
-        return
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):

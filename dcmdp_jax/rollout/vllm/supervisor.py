@@ -47,7 +47,6 @@ class Launch:
         directory: its working directory: log, and temporary files while it runs. Exists.
         engine: arguments of `vllm.LLM`.
         environment: variables set for it besides the trainer's own.
-        cpu: the CPU build.
         start_timeout_s: from the start of the process to an engine that is ready.
         stall_timeout_s: without any sign of life during a request.
         script: what the interpreter runs.
@@ -57,7 +56,6 @@ class Launch:
     directory: Path
     engine: Mapping[str, Any]
     environment: Mapping[str, str]
-    cpu: bool
     start_timeout_s: float
     stall_timeout_s: float
     script: Path = SCRIPT
@@ -107,7 +105,6 @@ class Sidecar:
                     "manifest": manifest,
                     "segments": inherited[1:],
                     "segment_bytes": segment_bytes,
-                    "cpu": launch.cpu,
                 },
                 answer="ready",
                 timeout_s=launch.start_timeout_s,

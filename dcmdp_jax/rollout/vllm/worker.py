@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
@@ -49,17 +48,10 @@ class WeightReceiver:
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
-        model = self.model_runner.get_model()
-        if current_platform.is_cpu():
-            # vLLM 0.32 on CPU leaves two kinds of weights in their old packed form when it reloads. Unquantised
-            # experts: they are packed again only where no kernel is set yet.
-            for module in model.modules():
-                if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
-                    module.quant_method.moe_kernel = None
         self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
         if current_platform.is_cpu():
-            # And an output layer tied to the embedding, which is no tensor of its own.
-            for module in model.modules():
+            # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form when it reloads.
+            for module in self.model_runner.get_model().modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
         if missing := [tensor.name for tensor in tensors if tensor.name not in sums]:

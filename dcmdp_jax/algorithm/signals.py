@@ -1,0 +1,103 @@
+"""Everything about rows that is constant to the gradient, computed once from p^Train and p^Inf."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.algorithm.advantages import penalized_advantages
+from dcmdp_jax.algorithm.corrections import Correction
+from dcmdp_jax.algorithm.discrepancy import Level, Measure, Sided, discrepancy, sequence_discrepancy
+from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum
+from dcmdp_jax.algorithm.stats import Mean
+from dcmdp_jax.types import Array
+
+
+class Signals(NamedTuple):
+    """Constants of the rows [R, L] of a micro-batch.
+
+    Attributes:
+        old_logprobs: [R, L] float32 nats, p^Train.
+        discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
+        advantages: [R, L] float32, penalised.
+        weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
+        dropped_tokens: [N] int32, tokens of each completion that the correction leaves out of the loss.
+        mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
+            value is dbar, what moves the multiplier (Eq. 11).
+    """
+
+    old_logprobs: jax.Array
+    discrepancy: jax.Array
+    advantages: jax.Array
+    weights: jax.Array
+    dropped_tokens: jax.Array
+    mean_discrepancy: Mean
+
+
+def row_signals(
+    old_logprobs: Array,
+    rollout_logprobs: Array,
+    completion_mask: Array,
+    completion_index: Array,
+    advantages: Array,
+    weights: Array,
+    multiplier: float | Array,
+    *,
+    method: str,
+    measure: Measure,
+    sided: Sided,
+    level: Level,
+    tolerance: float,
+    correction: Correction | None = None,
+) -> Signals:
+    """The constants of rows (Algorithm 1 from "Discrepancy" to the penalised advantage).
+
+        delta_{i,t}   = discrepancy of p^Train and p^Inf                      (Eq. 3)
+        A^DC_{i,t}    = A_i - lambda_k delta_{i,t}, or as `method` has it     (Eq. 8)
+        w_{i,t}       = w_i, times the weight of `correction`, 0 where it drops the token
+
+    Rows add: a batch may be split into calls at will, as long as all tokens of a completion are in one call.
+
+    Args:
+        old_logprobs: [R, L] nats, training stack, weights that made the batch.
+        rollout_logprobs: [R, L] nats, inference engine.
+        completion_mask: [R, L] bool, true on sampled tokens; what lies outside is ignored.
+        completion_index: [R, L] int, the completion of a token.
+        advantages: [N] float32, from `advantages.group_advantages`.
+        weights: [N] float32, from `losses.aggregation_weights`.
+        multiplier: lambda_k, [], from before this step's dual update.
+        method: how the discrepancy is charged, of `penalties.PENALTIES`.
+        measure, sided, level: of `discrepancy.discrepancy`. The mean discrepancy is that of tokens at either level.
+        tolerance: c, in the discrepancy's unit.
+        correction: None, or as in `corrections`.
+
+    Returns:
+        `Signals`. No gradient flows through any of them.
+
+    Raises:
+        ValueError: if the shapes differ or an option is unknown.
+    """
+    completions = len(advantages)
+    old_logprobs = jax.lax.stop_gradient(jnp.asarray(old_logprobs, jnp.float32))
+    where = (completion_mask, completion_index, completions)
+    delta = discrepancy(old_logprobs, rollout_logprobs, *where, measure=measure, sided=sided, level="token")
+    charged = delta if level == "token" else sequence_discrepancy(delta, *where)
+    penalized = penalized_advantages(
+        gather_to_tokens(advantages, completion_index), charged, multiplier, tolerance, method=method
+    )
+    token_weights = jnp.where(completion_mask, gather_to_tokens(weights, completion_index), 0.0)
+    dropped_tokens = jnp.zeros(completions, jnp.int32)
+    if correction is not None:
+        factors, keep = correction(old_logprobs, rollout_logprobs, *where)
+        token_weights = jnp.where(completion_mask & keep, token_weights * factors, 0.0)
+        dropped_tokens = completion_counts(completion_mask & ~keep, completion_index, completions)
+    return Signals(
+        old_logprobs=old_logprobs,
+        discrepancy=delta,
+        advantages=penalized,
+        weights=jax.lax.stop_gradient(token_weights),
+        dropped_tokens=dropped_tokens,
+        mean_discrepancy=masked_sum(delta, completion_mask),
+    )

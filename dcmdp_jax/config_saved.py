@@ -1,0 +1,71 @@
+"""Versions of a run's config.json, and the settings that only earlier ones have.
+
+A new setting needs nothing here: a config.json without it gets the default, which therefore must do what was done
+before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+
+VERSION = 1
+"""Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """A setting that older runs have.
+
+    Attributes:
+        version: the first without it.
+        meaningless: the value that does what is done without the setting.
+        why: what to do, or why it went.
+    """
+
+    version: int
+    meaningless: Any
+    why: str
+
+
+REMOVED = {
+    "rollout.top_p": Removed(
+        1, 1.0, "training samples from the whole distribution: with a nucleus the engine's probabilities could not be "
+        "compared with the trainer's (bin.evaluate has --top_p)",
+    ),
+    "rollout.vllm.expert_parallel": Removed(1, False, "no supported model has experts"),
+}  # fmt: skip
+
+
+def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a saved config that are settings still.
+
+    A removed setting is ignored if its value does what is done without it.
+
+    Raises:
+        UserError: in one line, for a newer version, or a removed setting with another value.
+    """
+    values = dict(saved)
+    version = values.pop("config_version", 0)
+    if not isinstance(version, int) or version > VERSION:
+        raise UserError(f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}")
+    for name, removed in REMOVED.items():
+        if version < removed.version:
+            values = _drop(values, name, removed)
+    return values
+
+
+def _drop(values: Mapping[str, Any], name: str, removed: Removed, prefix: str = "") -> dict[str, Any]:
+    """The values without a removed setting."""
+    first, dot, rest = name.partition(".")
+    if first not in values or (dot and not isinstance(values[first], Mapping)):
+        return dict(values)
+    if dot:
+        return {**values, first: _drop(values[first], rest, removed, f"{prefix}{first}.")}
+    if values[first] != removed.meaningless:
+        raise UserError(f"config.{prefix}{first}: got {shorten(values[first])}, no setting any more; {removed.why}")
+    return {other: value for other, value in values.items() if other != first}

@@ -1,0 +1,10 @@
+"""Errors that are for the user to correct."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input: a setting, a file, an argument. Its message is one line that says what is wrong and what to do.
+
+    Commands print the message alone. Every other exception is taken for a defect, whose traceback is kept.
+    """

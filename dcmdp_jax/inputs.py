@@ -1,0 +1,67 @@
+"""Reading what users give: JSON files, digits, and short quotes of bad values for errors."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.errors import UserError
+
+_QUOTED_CHARACTERS = 80
+
+_REPR = reprlib.Repr()
+_REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
+
+
+def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
+    """The `repr` of a value from a file or a command line, cut to about `limit` characters for one line of an error.
+
+    Text that is cut says how long it is: `'aaa'... (1,000,000 characters)`.
+    """
+    if isinstance(value, str | bytes):
+        unit = "characters" if isinstance(value, str) else "bytes"
+        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value):,} {unit})"
+    text = _REPR.repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
+    """A name from a file as it is, without quotes; cut like `shorten`."""
+    return name if len(name) <= limit else f"{name[:limit]}... ({len(name):,} characters)"
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        UserError: naming the file, if it is not UTF-8, not JSON, nested too deeply, or no object.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UserError(f"{path}: not readable as JSON, it is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+        raise UserError(f"{path}: holds {kind}, must hold a JSON object {{...}}")
+    return value
+
+
+def foreign_digit(text: str) -> str | None:
+    """The first decimal digit that is not one of 0-9 (full-width, Arabic-Indic, ...), or None.
+
+    Python's `int`, `float` and `\\d` take them for 0-9; models, other verifiers and most readers do not.
+    """
+    if text.isascii():
+        return None
+    return next((character for character in text if not character.isascii() and character.isdecimal()), None)
+
+
+def describe_digit(digit: str) -> str:
+    """`'５' (FULLWIDTH DIGIT FIVE), write 5`, for an error about a `foreign_digit`."""
+    return f"{digit!r} ({unicodedata.name(digit, 'unnamed')}), write {unicodedata.decimal(digit)}"

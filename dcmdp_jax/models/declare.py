@@ -1,0 +1,88 @@
+"""Declare a parameter of a model once, with everything that is known of it as metadata of its `nnx.Param`.
+
+A module built from declarations holds shapes and no arrays: a model of any size is built in milliseconds. `params.py`
+walks it and derives shapes, initial values, shardings, Hugging Face tensors and what an engine quantises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+"""(key, shape, dtype) -> values, as in `jax.nn.initializers`."""
+
+
+class Stack(NamedTuple):
+    """A leading axis along which many modules of one kind are stored, such as the layers of a decoder.
+
+    Attributes:
+        axis: the logical name of the axis, "layers".
+        size: how many there are.
+    """
+
+    axis: str
+    size: int
+
+
+class Declaration(NamedTuple):
+    """What is known of a parameter.
+
+    Attributes:
+        path: keys into the nested dict of parameters.
+        shape: of the whole leaf, stacked axis first.
+        axes: logical name of each dimension of `shape`.
+        init: makes the initial values.
+        hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer, with "{layer}" where
+            the number of the layer belongs. None for a layout that only engines use.
+        transposed: Hugging Face stores the matrix as [out, in], we as [in, out].
+        quantized: engines that quantise weights quantise this one.
+        stack: the stacked axis, or None.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Initializer
+    hf_name: str | None
+    transposed: bool
+    quantized: bool
+    stack: Stack | None
+
+
+def parameter(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    init: Initializer,
+    hf_name: str | None,
+    stack: Stack | None = None,
+    transposed: bool = False,
+    quantized: bool = False,
+) -> nnx.Param:
+    """Declare a parameter of a module; see `Declaration` for the arguments.
+
+    Args:
+        shape, axes: of one module; `stack` goes before them.
+        init, hf_name, stack, transposed, quantized: as in `Declaration`.
+    """
+    if stack is not None:
+        shape, axes = (stack.size, *shape), (stack.axis, *axes)
+    metadata = Declaration((), shape, axes, init, hf_name, transposed, quantized, stack)._asdict()
+    del metadata["path"]
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)
+
+
+def declarations(module: nnx.Module, prefix: tuple[str, ...] = ()) -> Iterator[Declaration]:
+    """Yield every parameter of a module, in the order in which the modules' constructors declare them."""
+    for name, value in vars(module).items():
+        path = (*prefix, name)
+        if isinstance(value, nnx.Param):
+            metadata = value.get_metadata()
+            yield Declaration(path, *(metadata[field] for field in Declaration._fields[1:]))
+        elif isinstance(value, nnx.Module):
+            yield from declarations(value, path)

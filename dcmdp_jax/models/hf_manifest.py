@@ -1,0 +1,232 @@
+"""Checks of a Hugging Face directory: tensors against config.json by their headers, and values that must be finite."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object, shorten_name
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
+from dcmdp_jax.models.params import hf_tensors
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SOURCE_DTYPES = ("F32", "BF16", "F16")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
+_LFS_POINTER = b"version https://git-lfs"
+# Values that are looked at together: what is made of them stays in the processor's cache.
+_BLOCK = 1 << 18
+# Elements of a tensor that are read together where nothing else is done with them.
+_READ = 1 << 24
+# What is all ones in a float that is not finite, by the bytes of a number.
+_EXPONENTS = {2: np.uint16(0x7F80), 4: np.uint32(0x7F800000)}
+
+
+class Manifest(NamedTuple):
+    """What the safetensors files of a directory hold, found to fit a config.
+
+    Attributes:
+        files: tensor name -> the file that holds it.
+        redundant_head: the file in which a tied model stores its output layer all the same, or None.
+        dtypes: how many tensors are stored as "F32", "BF16", "F16".
+        num_bytes: of all tensors together.
+    """
+
+    files: dict[str, Path]
+    redundant_head: Path | None
+    dtypes: dict[str, int]
+    num_bytes: int
+
+
+class Files(contextlib.ExitStack):
+    """Open safetensors files by path, memory-mapped; closed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Path, Any] = {}
+
+    def __getitem__(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = self.enter_context(safe_open(path, framework="numpy"))
+            except SafetensorError as error:
+                with path.open("rb") as file:
+                    pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+                reason = "a Git LFS pointer, `git lfs pull` fetches the file" if pointer else error
+                raise UserError(f"{path}: truncated or not a safetensors file ({reason})") from error
+        return self._open[path]
+
+
+def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
+    """Compares the headers of the safetensors files with the config; no tensor is read.
+
+    Args:
+        directory: holds model.safetensors, or model.safetensors.index.json and its shards.
+        config: the model that the tensors must fit.
+
+    Raises:
+        FileNotFoundError: if the directory has neither file.
+        UserError: naming the file and the tensor or the field of config.json, for a shard that the index names and is
+            missing, a file that is truncated or no safetensors file, another number of layers, a tensor that is
+            missing, unknown, or of the wrong shape or dtype.
+    """
+    directory = Path(directory)
+    located = _locate(directory)
+    # Before names are made of a number of layers that may be anything.
+    _check_layers(directory, config, located)
+    listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
+    places = hf_tensors(config)
+    expected = {name: place.shape for name, place in places.items()}
+    if missing := [name for name in expected if name not in located]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{listing}: tensor {missing[0]} is missing{more}, expected {say_shape(expected[missing[0]])}"
+            f"{_hint(missing[0], wanted=True)}"
+        )
+    allowed = dict(expected)
+    if config.tie_word_embeddings:
+        allowed[HF_OUTPUT] = expected[HF_EMBEDDING]
+    dtypes: Counter[str] = Counter()
+    num_bytes = 0
+    with Files() as files:
+        for name, path in located.items():
+            if name not in allowed:
+                raise UserError(
+                    f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} with this config.json"
+                    f"{_hint(name, wanted=False)}"
+                )
+            stored = files[path].get_slice(name)
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if shape != allowed[name]:
+                dimensions = ", ".join(places[HF_EMBEDDING if name == HF_OUTPUT else name].dimensions)
+                raise UserError(
+                    f"{path}: tensor {name} is {say_shape(shape)}, expected {say_shape(allowed[name])} = [{dimensions}]"
+                    " of config.json"
+                )
+            if dtype not in _SOURCE_DTYPES:
+                raise UserError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
+            dtypes[dtype] += 1
+            num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
+        redundant = located.get(HF_OUTPUT) if config.tie_word_embeddings else None
+    return Manifest({name: located[name] for name in expected}, redundant, dict(dtypes), num_bytes)
+
+
+def check_values(manifest: Manifest) -> None:
+    """Reads every tensor once, part by part, and refuses values that are not finite.
+
+    Raises:
+        UserError: naming file, tensor, how many of its values are not finite and where the first one is.
+    """
+    with Files() as files:
+        for name, path in manifest.files.items():
+            check_tensor(files, path, name, jnp.dtype("float32"))
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether a contiguous float32 or bfloat16 array holds no NaN and no infinity; takes no memory of its size."""
+    exponent = _EXPONENTS[values.dtype.itemsize]
+    bits = values.reshape(-1).view(exponent.dtype)
+    return all((bits[i : i + _BLOCK] & exponent).max() != exponent for i in range(0, bits.size, _BLOCK))
+
+
+def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
+    """Reads one tensor, part by part, and refuses values that are not finite in `dtype`.
+
+    Raises:
+        UserError: as `check_values`.
+    """
+    stored = files[path].get_slice(name)
+    shape = stored.get_shape()
+    rows = max(1, _READ // math.prod(shape[1:]))
+    count, first, value = 0, None, None
+    for start in range(0, shape[0], rows):
+        part = np.ascontiguousarray(stored[start : min(start + rows, shape[0])])
+        with np.errstate(over="ignore"):
+            cast = part.astype(dtype)
+        if all_finite(cast):
+            continue
+        wrong = ~np.isfinite(cast)
+        if first is None:
+            at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+            first, value = (int(at[0]) + start, *map(int, at[1:])), part[at]
+        count += int(wrong.sum())
+    if first is not None:
+        reason = "not finite" if not np.isfinite(value) else f"too large for {dtype.name}"
+        raise UserError(
+            f"{path}: tensor {name} has {count:,} value(s) of {math.prod(shape):,} that are {reason}, the first, "
+            f"{value}, at {say_shape(first)}; the weights are damaged, fetch or export them again"
+        )
+
+
+def say_shape(shape: tuple[int, ...]) -> str:
+    """`[2, 3]`."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
+    """Compares `num_hidden_layers` with the layers that there are, where these are numbered without a gap."""
+    layers = {int(match[1]): name for name in located if (match := _LAYER.match(name))}
+    found = len(layers)
+    if not found:
+        raise UserError(
+            f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., names must be those of "
+            "transformers' Qwen2ForCausalLM or Qwen3ForCausalLM"
+        )
+    if found != config.num_layers and max(layers) == found - 1:
+        raise UserError(
+            f"{directory}/config.json: num_hidden_layers is {config.num_layers}, the safetensors files hold {found} "
+            f"layers ({layers[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
+        )
+
+
+def _hint(name: str, *, wanted: bool) -> str:
+    """Which field of config.json decides whether a tensor is there."""
+    if name == HF_OUTPUT:
+        return f"; or set tie_word_embeddings to {'true' if wanted else 'false'} in config.json"
+    if name.endswith(".bias"):
+        return f"; attention_bias or model_type in config.json says that it is {'there' if wanted else 'not there'}"
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return f"; model_type in config.json says that it is {'there' if wanted else 'not there'}"
+    return ""
+
+
+def _locate(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file, for all tensors that the files hold; index and shards must agree."""
+    single, index = directory / SINGLE, directory / INDEX
+    with Files() as files:
+        if single.is_file():
+            return dict.fromkeys(files[single].keys(), single)
+        if not index.is_file():
+            raise FileNotFoundError(f"{directory}: has neither {SINGLE} nor {INDEX}")
+        located: dict[str, Path] = {}
+        for name, shard in _weight_map(index).items():
+            located[name] = directory / shard
+            if not located[name].is_file():
+                raise UserError(
+                    f"{index}: tensor {shorten_name(name)} is said to be in {shorten_name(shard)}, which is missing"
+                )
+        for path in dict.fromkeys(located.values()):
+            held = set(files[path].keys())
+            if absent := [name for name, place in located.items() if place == path and name not in held]:
+                raise UserError(f"{path}: tensor {shorten_name(absent[0])} is missing, {INDEX} says it is here")
+            if unlisted := sorted(name for name in held if name not in located):
+                raise UserError(f"{path}: tensor {shorten_name(unlisted[0])} is unknown to {INDEX}")
+    return located
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if weight_map is None:
+        raise UserError(f"{index}: has no weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise UserError(f"{index}: weight_map must map tensor names to file names")
+    return weight_map

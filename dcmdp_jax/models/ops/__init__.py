@@ -1,0 +1,55 @@
+"""The operations of a decoder that have a version for each platform, chosen here and nowhere else.
+
+Every version computes what `reference` computes, up to rounding. Attention kernels of a platform (cuDNN, splash) are a
+setting of their own: `attention.choose_kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+
+from dcmdp_jax.models.ops import cpu, reference
+
+Rotary = tuple[jax.Array, jax.Array]
+"""Cosines and sines, from `layers.rotary_tables`."""
+
+
+class Ops(NamedTuple):
+    """One version of each operation; `reference` has the docstrings.
+
+    Attributes:
+        attention: (query, key, value, visible) -> attended heads.
+        swiglu: (gate, up) -> silu(gate) * up.
+        rotate: (x, rotary) -> rotated heads.
+        norm_and_rotate: (x, scale, rotary, eps) -> normed and rotated heads.
+        split: (x, at, axis) -> the first `at` entries along an axis, and the rest.
+        concatenate: (arrays, axis) -> one array, as a pass of its own.
+        softmax_maximum: (x) -> what a softmax over the last axis subtracts. No gradient.
+        fuse_qkv: compute q, k and v of the training forward pass as one product with the three matrices concatenated.
+    """
+
+    attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    swiglu: Callable[[jax.Array, jax.Array], jax.Array]
+    rotate: Callable[[jax.Array, Rotary], jax.Array]
+    norm_and_rotate: Callable[[jax.Array, jax.Array, Rotary, float], jax.Array]
+    split: Callable[[jax.Array, int, int], tuple[jax.Array, jax.Array]]
+    concatenate: Callable[[tuple[jax.Array, ...], int], jax.Array]
+    softmax_maximum: Callable[[jax.Array], jax.Array]
+    fuse_qkv: bool
+
+
+def _ops_of(module: ModuleType, *, fuse_qkv: bool) -> Ops:
+    return Ops(**{name: getattr(module, name) for name in Ops._fields if name != "fuse_qkv"}, fuse_qkv=fuse_qkv)
+
+
+REFERENCE = _ops_of(reference, fuse_qkv=False)
+CPU = _ops_of(cpu, fuse_qkv=True)
+
+
+def choose_ops(platform: str) -> Ops:
+    """The operations for "cpu", "gpu" or "tpu": GPU and TPU run the reference: nothing else was measured there."""
+    return CPU if platform == "cpu" else REFERENCE

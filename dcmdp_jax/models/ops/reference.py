@@ -1,0 +1,79 @@
+"""The operations of a decoder in plain `jax.numpy`, differentiated by JAX: what tests compare other versions with."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 as in Hugging Face's Qwen code.
+
+    Args:
+        x: [..., size].
+        scale: w, [size] or of a shape that broadcasts to `x`.
+        eps: added to the mean square.
+    """
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, with silu(x) = x / (1 + exp(-x))."""
+    return jax.nn.silu(gate) * up
+
+
+def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the halves (a, b) of each head to (a cos - b sin, b cos + a sin), computed in float32.
+
+    Args:
+        x: [B, T, heads, h].
+        rotary: (cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no gradient.
+    """
+    cos, sin = (table[:, :, None] for table in rotary)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    swapped = jnp.concatenate([halves[..., 1:, :], halves[..., :1, :]], axis=-2)
+    return (halves * cos + swapped * sin).reshape(x.shape).astype(x.dtype)
+
+
+def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float) -> jax.Array:
+    """RMS norm of each head, then `rotate`: what Qwen3 does to queries and keys.
+
+    Args:
+        x: [B, T, heads, h].
+        scale: [heads, h], the norm's weights.
+        rotary: as in `rotate`.
+        eps: of the norm.
+    """
+    return rotate(rms_norm(x, scale, eps), rotary)
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """softmax(q k^T / sqrt(h)) v over the visible keys, softmax in float32.
+
+    Args:
+        query: [R, L, H, h].
+        key, value: [R, S, K, h]; query head i reads key head i // (H / K).
+        visible: [R or 1, L, S] bool; every query sees at least one key.
+
+    Returns:
+        [R, L, H, h], the dtype of `query`.
+    """
+    return jax.nn.dot_product_attention(query, key, value, mask=visible[:, None], implementation="xla")
+
+
+def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The first `at` entries along an axis, and the rest."""
+    first, second = jnp.split(x, [at], axis=axis)
+    return first, second
+
+
+def concatenate(arrays: tuple[jax.Array, ...], axis: int) -> jax.Array:
+    """`jnp.concatenate`."""
+    return jnp.concatenate(arrays, axis=axis)
+
+
+def softmax_maximum(x: jax.Array) -> jax.Array:
+    """max(x) over the last axis, kept as an axis of size 1; no gradient, as a softmax needs none."""
+    return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))

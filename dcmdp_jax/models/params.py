@@ -1,0 +1,151 @@
+"""What follows from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import Declaration, declarations
+from dcmdp_jax.types import Params
+
+
+@functools.lru_cache(maxsize=32)
+def model_declarations(config: ModelConfig) -> tuple[Declaration, ...]:
+    """Every parameter of the model, in the order in which transformers writes its tensors."""
+    return tuple(declarations(decoder.Decoder(config)))
+
+
+def _tree(config: ModelConfig, leaf: Callable[[Declaration], Any]) -> Params:
+    tree: Params = {}
+    for declaration in model_declarations(config):
+        *parents, name = declaration.path
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[name] = leaf(declaration)
+    return tree
+
+
+def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
+    """`jax.ShapeDtypeStruct`s of `init_params`, without making an array."""
+    return _tree(config, lambda declared: jax.ShapeDtypeStruct(declared.shape, jnp.dtype(dtype)))
+
+
+def logical_axes(config: ModelConfig) -> Params:
+    """Names of the axes of every parameter, in the tree of `init_params`, for `parallel.sharding.param_shardings`."""
+    return _tree(config, lambda declared: declared.axes)
+
+
+def quantized_leaves(config: ModelConfig) -> Params:
+    """True for each parameter that engines quantise, in the tree of `init_params`."""
+    return _tree(config, lambda declared: declared.quantized)
+
+
+def num_params(config: ModelConfig) -> int:
+    """Parameters of the model, tied embeddings counted once."""
+    return sum(math.prod(declared.shape) for declared in model_declarations(config))
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
+    """Draw fresh parameters, each with the initializer of its declaration.
+
+    The key of a parameter is `key` folded with a checksum of its path, so that a parameter that is added to a model
+    changes the initial values of no other.
+
+    Args:
+        config: the model.
+        key: a `jax.random.key`.
+        dtype: "float32" or "bfloat16"; values are drawn in float32 and rounded.
+
+    Returns:
+        Nested dict; `layers` leaves carry a leading axis of `num_layers`.
+    """
+
+    def draw(declared: Declaration) -> jax.Array:
+        own_key = jax.random.fold_in(key, zlib.crc32(".".join(declared.path).encode()))
+        return declared.init(own_key, declared.shape, jnp.dtype(jnp.float32)).astype(dtype)
+
+    return _tree(config, draw)
+
+
+def check_params(params: Params, config: ModelConfig) -> None:
+    """Refuse parameters that are not those of the model.
+
+    Raises:
+        ValueError: naming the first parameter that is missing, superfluous or of another shape.
+    """
+
+    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf) for path, leaf in leaves}
+
+    expected, given = shapes(param_shapes(config)), shapes(params)
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise ValueError(
+                f"params: {name} has shape {given.get(name, 'missing')}, the model has {expected.get(name, 'no such')}"
+            )
+
+
+# Logical axis -> the fields of config.json that give its size.
+_CONFIG_FIELDS = {
+    "vocab": "vocab_size",
+    "embed": "hidden_size",
+    "norm": "hidden_size",
+    "mlp": "intermediate_size",
+    "heads": "num_attention_heads x head_dim",
+    "kv_heads": "num_key_value_heads x head_dim",
+    "head_dim": "head_dim",
+}
+
+
+class HFTensor(NamedTuple):
+    """Where a Hugging Face tensor lives in `Params`.
+
+    Attributes:
+        path: keys into the nested dict.
+        layer: index on the leading axis of a stacked leaf, None outside `layers`.
+        transposed: the tensor is [out, in], the leaf [in, out].
+        shape: of the tensor.
+        dimensions: the fields of config.json that give each of its sizes.
+        quantized: engines that quantise weights quantise this one.
+    """
+
+    path: tuple[str, ...]
+    layer: int | None
+    transposed: bool
+    shape: tuple[int, ...]
+    dimensions: tuple[str, ...]
+    quantized: bool
+
+
+def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:
+    """Every tensor of a checkpoint of `config` by name, in the order transformers writes them.
+
+    Tied models have no `lm_head.weight`.
+    """
+
+    def tensor(declared: Declaration, layer: int | None) -> HFTensor:
+        stacked = slice(0 if layer is None else 1, None)
+        shape, axes = declared.shape[stacked], declared.axes[stacked]
+        if declared.transposed:
+            shape, axes = shape[::-1], axes[::-1]
+        dimensions = tuple(_CONFIG_FIELDS[axis] for axis in axes)
+        return HFTensor(declared.path, layer, declared.transposed, shape, dimensions, declared.quantized)
+
+    tensors: dict[str, HFTensor] = {}
+    for stack, group in itertools.groupby(model_declarations(config), key=lambda declared: declared.stack):
+        members = list(group)
+        for layer in (None,) if stack is None else range(stack.size):
+            for declared in members:
+                tensors[declared.hf_name.format(layer=layer)] = tensor(declared, layer)
+    return tensors

@@ -1,0 +1,107 @@
+"""Run a function over the rows of a mini-batch, bucket by bucket and device by device, and merge what it returns.
+
+A function here is
+
+    function(shared, rows of one micro-batch [R, ...]) -> (tree of statistics, tree of row outputs [R, ...])
+
+Statistics (`algorithm/stats.py`) are merged by their type over micro-batches, buckets and devices; row outputs come
+back in the layout of the rows. Each device runs its own rows: nothing travels between the devices along the data axis
+but the statistics, once, after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.algorithm import stats
+from dcmdp_jax.parallel.sharding import DATA, data_axis, shard_map_over_data
+
+RowFunction = Callable[[Any, Any], tuple[Any, Any]]
+"""(shared, rows [R, ...]) -> (statistics, row outputs [R, ...])."""
+
+_ROWS = P(None, DATA)
+
+
+def accumulate(
+    function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array, *, mesh: Mesh | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """Merge the statistics of all rows of a mini-batch.
+
+    The pass that gives a gradient also gives row outputs. So where the gradient is taken at the weights that made the
+    batch, its own forward pass yields p^Train, and no pass before it is needed.
+
+    Args:
+        function: of arguments alone: no array from around it.
+        shared: tree, the same for all rows.
+        rows: a tree for each bucket, leaves [A, R, ...].
+        micro_batches: [buckets] int32, how many of the A micro-batches to run, counted from the first. One that is the
+            only one runs in any case: it then needs neither a loop nor a start to add to.
+        mesh: the devices; None for one.
+
+    Returns:
+        Merged statistics, sums in float32; and the row outputs, leaves [A, R, ...] for each bucket, 0 where no
+        micro-batch ran.
+    """
+
+    def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, tuple[Any, ...]]:
+        statistics, outputs = _over_micro_batches(function, shared, rows, micro_batches)
+        return stats.across(statistics, data_axis(mesh)), outputs
+
+    mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=(P(), _ROWS))
+    return mapped(shared, rows, micro_batches)
+
+
+def map_rows(
+    function: Callable[[Any, Any], Any], shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array, *,
+    mesh: Mesh | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The row outputs of a function(shared, rows) -> outputs, as in `accumulate`, without statistics.
+
+    Always in a loop, which XLA compiles by itself: two programs that map the same function over the same shapes then
+    get the same bits.
+    """
+
+    def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, ...]:
+        return _loop(lambda shared, micro: ((), function(shared, micro)), shared, rows, micro_batches)[1]
+
+    mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=_ROWS)
+    return mapped(shared, rows, micro_batches)
+
+
+def _over_micro_batches(
+    function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
+) -> tuple[Any, tuple[Any, ...]]:
+    if len(rows) > 1 or len(jax.tree.leaves(rows)[0]) > 1:
+        return _loop(function, shared, rows, micro_batches)
+    statistics, outputs = function(shared, jax.tree.map(lambda x: x[0], rows[0]))
+    return stats.merge(stats.empty(statistics), statistics), (jax.tree.map(lambda x: x[None], outputs),)
+
+
+def _loop(
+    function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
+) -> tuple[Any, tuple[Any, ...]]:
+    function = jax.jit(function, inline=True)  # traced once for its shapes and for the loop
+    merged, outputs = None, []
+    for bucket, stacked in enumerate(rows):
+        statistics, output = jax.eval_shape(function, shared, jax.tree.map(lambda x: x[0], stacked))
+        merged = stats.empty(statistics) if merged is None else merged
+        count = len(jax.tree.leaves(stacked)[0])
+        buffers = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), output)  # noqa: B023 - used at once
+
+        def body(index: jax.Array, carry: tuple[Any, Any], stacked: Any = stacked) -> tuple[Any, Any]:
+            merged, buffers = carry
+            micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+            statistics, output = function(shared, micro)
+            buffers = jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, output)
+            return stats.merge(merged, statistics), buffers
+
+        merged, buffers = lax.fori_loop(0, micro_batches[bucket], body, (merged, buffers))
+        outputs.append(buffers)
+    return merged, tuple(outputs)

@@ -1,0 +1,317 @@
+"""How much memory a run takes, by arithmetic: parts of a `memory_plan.MemoryPlan`, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dcmdp_jax.config import Config
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
+from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.parallel.host import sampling_mesh
+from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
+from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS
+from dcmdp_jax.rollout.local.weights import convert
+from dcmdp_jax.rollout.packing import PackingPlan
+from dcmdp_jax.rollout.vllm import settings as vllm_settings
+from dcmdp_jax.rollout.vllm.bridge import WeightBridge
+from dcmdp_jax.training.memory_plan import MORE_DEVICES, Machine, MemoryPlan, Part, certain, exact
+
+# What the backward pass through the output layer holds at one time: logits, their exponentials, their gradient.
+_LOGITS_HELD = 3
+
+
+def plan_memory(
+    config: Config,
+    model: ModelConfig,
+    compute: Compute,
+    mesh: Mesh,
+    packing: PackingPlan,
+    machine: Machine,
+    *,
+    prompt_lengths: Sequence[int],
+    completions: int,
+    vllm_on_cpu: bool = False,
+) -> MemoryPlan:
+    """The parts of a run.
+
+    Args:
+        config: the settings.
+        model: its shape.
+        compute: of the training stack.
+        mesh: the training devices.
+        packing: shapes of a batch.
+        machine: what there is.
+        prompt_lengths: tokens of the prompts that are sampled from.
+        completions: sampled in one call of the engine, at most.
+        vllm_on_cpu: whether vLLM is the CPU build.
+    """
+    parts = [*_training_parts(config, model, mesh, machine), *_step_parts(model, compute, mesh, packing, machine)]
+    note = ""
+    if config.rollout.engine == "vllm":
+        parts += _vllm_parts(config, model, machine, on_cpu=vllm_on_cpu)
+        if not vllm_on_cpu:
+            note = (
+                f"besides: vLLM takes {config.rollout.vllm.memory_share:g} of each of its GPUs "
+                "(rollout.vllm.memory_share)"
+            )
+    else:
+        parts += _local_engine_parts(
+            model,
+            machine,
+            precision=config.rollout.precision,
+            compute_dtype=config.rollout.compute_dtype,
+            kv_cache_dtype=config.rollout.kv_cache_dtype,
+            param_dtype=config.model.param_dtype,
+            rows=min(config.rollout.max_rows, completions),
+            waiting=completions > config.rollout.max_rows,
+            prompt_lengths=prompt_lengths,
+            max_completion_tokens=config.rollout.max_completion_tokens,
+            gathered=any(mesh.shape[name] > 1 for name in ("fsdp", "tensor")),
+            devices=sampling_mesh(mesh).size,
+            options="rollout.",
+        )
+    return MemoryPlan(tuple(parts), machine, note)
+
+
+def plan_engine_memory(
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    precision: str,
+    compute_dtype: str,
+    kv_cache_dtype: str,
+    param_dtype: str,
+    max_rows: int,
+    completions: int,
+    prompt_lengths: Sequence[int],
+    max_completion_tokens: int,
+) -> MemoryPlan:
+    """The parts of bin.evaluate's embedded engine, on all devices, its parameters loaded onto the first.
+
+    Args:
+        model: its shape.
+        machine: what there is.
+        precision, compute_dtype, kv_cache_dtype: of the engine.
+        param_dtype: that the parameters are loaded in.
+        max_rows: completions decoded side by side, at most.
+        completions: sampled in one call, at most.
+        prompt_lengths: tokens of the prompts.
+        max_completion_tokens: of each.
+    """
+    size = num_params(model) * jnp.dtype(param_dtype).itemsize
+    loaded = exact("parameters", **machine.on_first(size), phases=frozenset({"push"}), lower="a smaller model")
+    engine = _local_engine_parts(
+        model,
+        machine,
+        precision=precision,
+        compute_dtype=compute_dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        param_dtype=param_dtype,
+        rows=min(max_rows, completions),
+        waiting=completions > max_rows,
+        prompt_lengths=prompt_lengths,
+        max_completion_tokens=max_completion_tokens,
+        gathered=False,
+        devices=machine.devices,
+        options="--",
+    )
+    return MemoryPlan((loaded, *engine), machine)
+
+
+def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[Part]:
+    """What is kept from step to step, and the gradients."""
+    shapes = param_shapes(model, config.model.param_dtype)
+    shardings = param_shardings(logical_axes(model), shapes, mesh)
+    sizes = [
+        math.prod(sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    ]
+    item = jnp.dtype(config.model.param_dtype).itemsize
+    values = sum(sizes)
+    step = frozenset({"step"})
+    fewer = "a smaller model" if machine.platform == "cpu" else MORE_DEVICES
+    state_lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
+
+    if mesh.size > 1 and data_parallel_only(mesh):
+        copies = 1
+    else:
+        copies = mesh.size if machine.platform == "cpu" else machine.devices
+
+    def on_mesh(size: int) -> dict[str, int]:
+        return machine.on_each(size, mesh.size)
+
+    parts = [
+        exact("parameters", **on_mesh(values * item), lower=state_lower),
+        exact("Adam's moments", **on_mesh(2 * values * item), lower=state_lower),
+        # Kept in float32; with a single micro-batch in the parameters' own dtype, if the compiler sees to it.
+        Part(
+            "gradients",
+            **on_mesh(4 * values),
+            phases=step,
+            lower=state_lower,
+            certain=certain(**on_mesh(item * values)),
+        ),
+        # Of one micro-batch before it is added; afterwards the update.
+        Part("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
+        # The state is copied before it is written, and the next steps need not wait for that. Where devices are alike
+        # only one of them copies.
+        Part("checkpoint's copy of the state", **machine.on_each(3 * values * item, copies), lower=state_lower),
+        Part("checkpoint on its way to the disk", host=3 * values * item * copies, lower=state_lower),
+    ]
+    if config.algorithm.kl_coefficient:
+        parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
+    return parts
+
+
+def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: PackingPlan, machine: Machine) -> list[Part]:
+    """Activations and logits of the largest micro-batch: what each layer saves, and what one takes to compute."""
+    shards, item = row_shards(mesh), _item(compute.dtype, machine)
+    most, step = (0, 0), frozenset({"step"})
+    for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
+        rows //= shards
+        keys, tokens = length, rows * length
+        if packing.group_size:
+            keys += packing.prompt_length
+            tokens += rows // packing.group_size * packing.prompt_length
+        queries, width = model.num_heads * model.head_dim, model.hidden_size
+        projected = queries + 2 * model.num_kv_heads * model.head_dim
+        whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.intermediate_size)
+        scores = rows * model.num_heads * length * keys if compute.attention == "xla" else 0
+        saved = {
+            "full": tokens * item * width,
+            "dots": tokens * item * (3 * width + projected + 2 * model.intermediate_size),
+            "none": whole + scores * item,
+        }[compute.remat]
+        # Scores in float32 and their exponentials, forward and backward.
+        working = whole + scores * (8 + 2 * item)
+        most = max(most, (model.num_layers * saved + working, tokens))
+    logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * _LOGITS_HELD
+    remat = "" if compute.remat == "full" else ", or model.remat=full"
+    parts = [
+        Part("activations", **machine.on_each(most[0], mesh.size), phases=step,
+             lower=f"training.micro_batch_tokens{remat}"),
+        Part("logits", **machine.on_each(logits, mesh.size), phases=step, lower="model.logprob_chunk"),
+    ]  # fmt: skip
+    if item != jnp.dtype(compute.dtype).itemsize:
+        copies = machine.on_each(2 * 4 * model.vocab_size * model.hidden_size, mesh.size)
+        lower = "model.compute_dtype=float32"
+        parts.append(Part("float32 copies of the output layer", **copies, phases=step, lower=lower))
+    return parts
+
+
+def _local_engine_parts(
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    precision: str,
+    compute_dtype: str,
+    kv_cache_dtype: str,
+    param_dtype: str,
+    rows: int,
+    waiting: bool,
+    prompt_lengths: Sequence[int],
+    max_completion_tokens: int,
+    gathered: bool,
+    devices: int,
+    options: str,
+) -> list[Part]:
+    """The embedded engine: weights whole on each device (in a CPU's memory once), rows split over devices.
+
+    `options` is what the names of its settings begin with, for what to lower.
+    """
+    cpu, sample = machine.platform == "cpu", frozenset({"sample"})
+    item = _item(compute_dtype, machine)
+    weights, widened = _engine_weights(model, precision, param_dtype, item)
+    lower = f"a smaller model, or {options}engine=vllm"
+    weights_lower = f"{options}precision=bfloat16, {lower}" if precision in ("exact", "float32") else lower
+    parts = []
+    if gathered:
+        size = num_params(model) * jnp.dtype(param_dtype).itemsize
+        placed = machine.on_first(size)
+        parts.append(exact("parameters gathered by a push", **placed, phases=frozenset({"push"}), lower=lower))
+    # Devices that the CPU was made into read the same weights.
+    parts.append(exact("engine's weights", **machine.on_each(weights, 1), lower=weights_lower))
+    if widened:
+        # One copy in each device's program, for as long as it runs.
+        copies = machine.on_each(widened, devices)
+        parts.append(Part("engine's weights as they are multiplied", **copies, phases=sample, lower=weights_lower))
+    rows = -(-rows // devices)
+    stored = 1 if kv_cache_dtype == "fp8" else jnp.dtype(compute_dtype).itemsize
+    slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored
+    block = 32 if cpu else 128
+    begin = max_completion_tokens if max_completion_tokens <= 2 * block else block
+    full = rows * (_bucket(max(prompt_lengths)) + max_completion_tokens) * slot
+    least = rows * (_bucket(min(prompt_lengths)) + begin) * slot
+    fewer = f"{options}max_rows or {options}max_completion_tokens"
+    parts.append(
+        Part("key-value cache, rows at their longest", **machine.on_each(full, devices), phases=sample, lower=fewer,
+             certain=certain(**machine.on_each(least, devices)))
+    )  # fmt: skip
+    if waiting and begin < max_completion_tokens:
+        parts.append(
+            Part("preempted caches, at most", **machine.on_each(2 * full, devices), phases=sample, lower=fewer)
+        )
+    scores = min(ATTENTION_ELEMENTS, rows * model.num_heads * _bucket(max(prompt_lengths)) ** 2)
+    working = machine.on_each(rows * model.vocab_size * 4 * _LOGITS_HELD + 4 * scores, devices)
+    parts.append(Part("sampler's logits and attention", **working, phases=sample, lower=f"{options}max_rows"))
+    return parts
+
+
+def _engine_weights(model: ModelConfig, precision: str, param_dtype: str, item: int) -> tuple[int, int]:
+    """Bytes of `weights.convert`'s tree, and of the leaves that a program first casts to numbers of `item` bytes."""
+    one = dataclasses.replace(model, num_layers=1)
+    tree = jax.eval_shape(lambda params: convert(params, one, precision), param_shapes(one, param_dtype))
+
+    def sizes(part: Any) -> tuple[int, int]:
+        held = cast = 0
+        for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, QuantizedKernel)):
+            values = leaf.values if isinstance(leaf, QuantizedKernel) else leaf
+            held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+            cast += values.size * item if values.dtype.itemsize != item else 0
+        return held, cast
+
+    rest = sizes({name: leaf for name, leaf in tree.items() if name != "layers"})
+    layer = sizes(tree["layers"])
+    return tuple(outside + model.num_layers * inside for outside, inside in zip(rest, layer, strict=True))
+
+
+def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu: bool) -> list[Part]:
+    """Two copies of the weights in shared memory, and what vLLM's CPU build takes of the same memory."""
+    rollout = config.rollout
+    bridge = WeightBridge(model, dtype=rollout.compute_dtype, int8=rollout.precision == "int8")
+    lower = "a smaller model" + ", or rollout.compute_dtype=bfloat16" * (rollout.compute_dtype == "float32")
+    parts = [exact("two copies of the weights for vLLM", host=2 * bridge.num_bytes, lower=lower)]
+    if on_cpu:
+        arguments = vllm_settings.engine_arguments(
+            model, rollout.vllm, Path(config.run_dir) / "vllm", precision=rollout.precision,
+            compute_dtype=rollout.compute_dtype, kv_cache_dtype=rollout.kv_cache_dtype,
+            max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,
+            available=max(0, (machine.host_bytes or 0) - 2 * bridge.num_bytes),
+        )  # fmt: skip
+        parts.append(exact("vLLM's weights", host=bridge.num_bytes, lower=lower))
+        parts.append(
+            exact("vLLM's key-value cache", host=arguments["kv_cache_memory_bytes"],
+                  lower="rollout.vllm.kv_cache_gib or rollout.max_rows")
+        )  # fmt: skip
+    return parts
+
+
+def _item(dtype: str, machine: Machine) -> int:
+    """Bytes of a number in a product: XLA's CPU backend multiplies bfloat16 in float32, and copies matrices for it."""
+    return 4 if machine.platform == "cpu" else jnp.dtype(dtype).itemsize
+
+
+def _bucket(tokens: int) -> int:
+    """The length that the embedded engine pads a prompt to."""
+    return max(16, 1 << (tokens - 1).bit_length())

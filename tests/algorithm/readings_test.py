@@ -1,0 +1,81 @@
+"""Readings of the paper (docs/algorithm.md, "Readings") that are visible in the pure functions, by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked
+
+TOLERANCE, MULTIPLIER = 0.0037, 0.1
+ONE = np.ones((1, 1), bool)
+
+
+def _loss_and_slope(ratio, advantage):
+    """Loss of one token of weight 1 at an importance ratio, and its derivative in the new log-prob."""
+    old = jnp.full((1, 1), np.log(0.01), jnp.float32)
+
+    def loss(train):
+        clip = {"clip_low": 0.2, "clip_high": 0.24}
+        summed, _ = losses.clipped_surrogate(train, old, np.full((1, 1), advantage), ONE, np.ones((1, 1)), **clip)
+        return summed.total
+
+    value, slope = jax.value_and_grad(loss)(old + np.float32(np.log(ratio)))
+    return float(value), float(slope[0, 0])
+
+
+def _delta(train, rollout, measure="diff"):
+    arguments = np.log([[train]]), np.log([[rollout]]), ONE, np.zeros((1, 1), int), 1
+    return discrepancy.discrepancy(*arguments, measure=measure, sided="two", level="token")
+
+
+def test_token_below_the_tolerance_is_charged_while_the_multiplier_is_positive():
+    # delta = |0.502 - 0.5| = 0.002, below c = 0.0037. Eq. 8: 1 - 0.1 * 0.002 = 0.9998. The prose would give 1.
+    delta, advantage = _delta(0.502, 0.5), np.ones((1, 1))
+    charged = advantages.penalized_advantages(advantage, delta, MULTIPLIER, TOLERANCE, method="dc_grpo")
+    assert float(charged[0, 0]) == pytest.approx(0.9998, abs=1e-7)
+    # Only threshold_grpo, the study of section 5, charges nothing inside the tolerance region.
+    free = advantages.penalized_advantages(advantage, delta, MULTIPLIER, TOLERANCE, method="threshold_grpo")
+    assert float(free[0, 0]) == 1.0
+
+
+def test_discrepancy_is_a_difference_of_probabilities_not_of_log_probabilities():
+    # Eq. 3: |0.25 - 0.5| = 0.25. The text's "log-probability discrepancy" would be log 2 = 0.693.
+    assert float(_delta(0.25, 0.5)[0, 0]) == pytest.approx(0.25, rel=1e-6)
+    assert float(_delta(0.25, 0.5, measure="log")[0, 0]) == pytest.approx(np.log(2), rel=1e-6)
+
+
+def test_negative_advantage_has_no_dual_clip():
+    # A = -1, ratio 10: -min(10 * -1, 1.24 * -1) = 10 with slope 10. A dual clip at 3 gives 3 with slope 0.
+    assert _loss_and_slope(10.0, -1.0) == pytest.approx((10.0, 10.0), rel=1e-5)
+
+
+def test_engine_probability_moves_the_advantage_and_not_the_importance_ratio():
+    # New 0.5 over old 0.25, both of the training stack: ratio 2, whatever the engine says. With the engine's 0.4 in the
+    # denominator it would be 1.25. delta = 0.15, A = -1 - 0.1 * 0.15 = -1.015, loss 2 * 1.015 = 2.03.
+    charged = advantages.penalized_advantages(
+        -np.ones((1, 1)), _delta(0.25, 0.4), MULTIPLIER, TOLERANCE, method="dc_grpo"
+    )
+    summed, clipped = losses.clipped_surrogate(
+        np.log([[0.5]]), np.log([[0.25]]), charged, ONE, np.ones((1, 1)), clip_low=0.2, clip_high=0.24
+    )
+    assert float(clipped["ratio_mean"].value()) == pytest.approx(2.0, rel=1e-6)
+    assert float(summed.total) == pytest.approx(2.03, rel=1e-6)
+
+
+def test_mean_discrepancy_is_over_tokens_of_every_group_the_all_equal_one_included():
+    # Completions of 1 and 3 tokens; the second one's group has no reward signal. (0.4 + 3 * 0) / 4 = 0.1, not the mean
+    # of completion means 0.2, and not 0.4, the mean over groups with a signal.
+    mask = np.array([[True, False, False], [True, True, True]])
+    delta = np.array([[0.4, 9.0, 9.0], [0.0, 0.0, 0.0]])
+    assert float(masked.masked_sum(delta, mask).value()) == pytest.approx(0.1, rel=1e-6)
+
+
+def test_window_averages_the_mean_discrepancies_of_the_last_steps():
+    # Window 2, eta 1, c 0.1: 0.5 + (0.3 - 0.1) = 0.7, then 0.7 + ((0.3 + 0.1) / 2 - 0.1) = 0.8. Eq. 11 alone: 0.7, 0.7.
+    constants = {"tolerance": 0.1, "learning_rate": 1.0, "minimum": 0.0, "maximum": 1.0}
+    for window, expected in ((2, 0.8), (1, 0.7)):
+        state = dual.dual_init(0.5, minimum=0.0, maximum=1.0, window=window)
+        for mean_delta in (0.3, 0.1):
+            state = dual.dual_update(state, mean_delta, **constants)
+        assert float(state.multiplier) == pytest.approx(expected, rel=1e-6)

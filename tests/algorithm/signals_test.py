@@ -1,0 +1,102 @@
+"""The constants of rows by hand, and a correction that drops tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm import losses, signals, stats
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
+
+# Completion 0 has tokens 0, 1, 2 of row 0, completion 1 tokens 0, 1 of row 1; the rest is padding.
+MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
+INDEX = np.array([[0, 0, 0, 0], [1, 1, 0, 0]], np.int32)
+OLD = np.log([[0.5, 0.5, 0.5, 0.9], [0.25, 0.5, 0.9, 0.9]]).astype(np.float32)
+ROLLOUT = np.log([[0.5, 0.25, 0.1, 0.1], [0.5, 0.5, 0.1, 0.1]]).astype(np.float32)
+DELTA = [[0.0, 0.25, 0.4, 0.0], [0.25, 0.0, 0.0, 0.0]]  # |p - q|; 0 outside the mask, where it would be 0.8
+ADVANTAGES = np.array([1.0, -1.0], np.float32)
+WEIGHTS = np.array([1 / 3, 1 / 2], np.float32)
+OPTIONS = {"method": "dc_grpo", "measure": "diff", "sided": "two", "level": "token", "tolerance": 0.3}
+
+
+def _signals(old=OLD, **changes):
+    return signals.row_signals(old, ROLLOUT, MASK, INDEX, ADVANTAGES, WEIGHTS, 0.5, **(OPTIONS | changes))
+
+
+def test_signals_by_hand():
+    found = _signals()
+    np.testing.assert_allclose(found.discrepancy, DELTA, atol=1e-6)
+    # A - 0.5 delta on the tokens of each completion
+    np.testing.assert_allclose(found.advantages[MASK], [1.0, 0.875, 0.8, -1.125, -1.0], atol=1e-6)
+    np.testing.assert_allclose(found.weights, [[1 / 3, 1 / 3, 1 / 3, 0], [0.5, 0.5, 0, 0]], rtol=1e-6)
+    np.testing.assert_array_equal(found.dropped_tokens, [0, 0])
+    # 0.9 over 5 tokens; the mean of the completions' means would be (0.65 / 3 + 0.125) / 2 = 0.171
+    assert float(found.mean_discrepancy.total) == pytest.approx(0.9, rel=1e-6)
+    assert float(found.mean_discrepancy.weight) == 5.0
+
+
+def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
+    token, sequence = _signals(), _signals(level="sequence")
+    # completion 0 pays 0.5 * 0.65 / 3 on every token, completion 1 pays 0.5 * 0.125
+    expected = [1 - 0.325 / 3] * 3 + [-1.0625] * 2
+    np.testing.assert_allclose(sequence.advantages[MASK], expected, rtol=1e-6)
+    assert float(sequence.mean_discrepancy.value()) == float(token.mean_discrepancy.value())
+
+
+def test_rows_add():
+    whole = _signals()
+    parts = [
+        signals.row_signals(
+            OLD[r : r + 1], ROLLOUT[r : r + 1], MASK[r : r + 1], INDEX[r : r + 1], ADVANTAGES, WEIGHTS, 0.5, **OPTIONS
+        )
+        for r in range(2)
+    ]
+    merged = stats.merge(parts[0].mean_discrepancy, parts[1].mean_discrepancy)
+    assert float(merged.value()) == pytest.approx(float(whole.mean_discrepancy.value()), rel=1e-6)
+    for name in ("discrepancy", "advantages", "weights"):
+        joined = np.concatenate([getattr(part, name) for part in parts])
+        np.testing.assert_array_equal(joined, getattr(whole, name))
+
+
+def test_no_gradient_flows_through_any_signal():
+    def total(old):
+        found = _signals(old)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(found) if x.dtype == jnp.float32)
+
+    np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(OLD)), np.zeros(OLD.shape))
+
+
+def _keep_close(old, rollout, mask, index, completions):
+    """Tokens whose probabilities differ by a factor above 3 are dropped, the others weighed by p / q."""
+    del mask, index, completions
+    return jnp.exp(old - rollout), jnp.abs(old - rollout) <= np.log(3)
+
+
+def test_correction_drops_tokens_and_the_total_counts_the_rest():
+    found = _signals(correction=_keep_close)
+    # p / q is 1, 2, 5 (dropped) and 0.5, 1
+    np.testing.assert_allclose(found.weights, [[1 / 3, 2 / 3, 0, 0], [0.25, 0.5, 0, 0]], rtol=1e-6)
+    np.testing.assert_array_equal(found.dropped_tokens, [1, 0])
+    # The constraint is on all tokens, dropped or not.
+    assert float(found.mean_discrepancy.weight) == 5.0
+    lengths, in_loss = np.array([3, 2]), np.ones(2, bool)
+    for mode, total in (("seq_mean_token_mean", 2 / 3 + 1), ("token_mean", 4), ("fixed_length", 2)):
+        options = {"mode": mode, "max_completion_tokens": 8}
+        weights, whole = losses.aggregation_weights(lengths, in_loss, **options)
+        same, rest = losses.aggregation_weights(lengths, in_loss, dropped_tokens=found.dropped_tokens, **options)
+        np.testing.assert_array_equal(weights, same)
+        assert float(rest) == pytest.approx(total, rel=1e-6)
+        assert float(whole) == (5 if mode == "token_mean" else 2)
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 11, 8191, 1_000_003])
+def test_total_without_dropped_tokens_is_a_whole_number(length):
+    _, total = losses.aggregation_weights(
+        np.full(3, length), np.ones(3, bool), mode="seq_mean_token_mean", dropped_tokens=np.zeros(3, int)
+    )
+    assert float(total) == 3.0
+
+
+def test_methods_with_a_fixed_multiplier_are_penalties():
+    assert set(FIXED_MULTIPLIERS) < set(PENALTIES)
+    assert set(PENALTIES) - set(FIXED_MULTIPLIERS) == {"dc_grpo"}

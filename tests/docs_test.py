@@ -1,0 +1,49 @@
+"""README.md, BUILD.md, docs/ and benchmarks/README.md name existing settings, files, modules, metrics and links."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs import base
+from dcmdp_jax.observe.names import METRICS
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PAGES = [_ROOT / "README.md", _ROOT / "BUILD.md", _ROOT / "benchmarks" / "README.md", *(_ROOT / "docs").glob("*.md")]
+_IDS = [str(page.relative_to(_ROOT)) for page in _PAGES]
+
+
+def _settings(values, prefix=""):
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+
+
+_SETTINGS = set(_settings(base.get_config().to_dict()))
+_SECTIONS = "|".join(sorted(name for name in _SETTINGS if "." not in name))
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_IDS)
+def test_named_settings_exist(page):
+    text = page.read_text()
+    named = re.findall(r"--config\.([\w.]+\w)", text) + re.findall(rf"`((?:{_SECTIONS})\.[\w.]*\w)(?:=[^`]*)?`", text)
+    assert set(named) - _SETTINGS - {"section.name"} == set()
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_IDS)
+def test_named_files_modules_and_links_exist(page):
+    text = page.read_text()
+    for path in re.findall(r"\bconfigs/\w+\.py\b", text):
+        assert (_ROOT / path).is_file(), path
+    for module in re.findall(r"python -m ((?:bin|benchmarks)\.\w+)", text):
+        assert (_ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_IDS)
+def test_named_metrics_exist(page):
+    prefixes = "|".join(sorted({name.partition("/")[0] for name in METRICS} - {"eval"}))
+    named = re.findall(rf"`((?:{prefixes})/\w+)`", page.read_text())
+    assert set(named) - set(METRICS) == set()

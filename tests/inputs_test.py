@@ -1,0 +1,71 @@
+"""Quotes that stay short, JSON files that are none, digits that only look like ours."""
+
+import pytest
+
+from dcmdp_jax.inputs import describe_digit, foreign_digit, read_json_object, shorten, shorten_name
+
+
+def test_a_quote_is_cut_and_says_how_long_it_was():
+    assert shorten("short") == "'short'"
+    assert shorten("x" * 80) == repr("x" * 80)
+    assert shorten("x" * 81) == f"'{'x' * 80}'... (81 characters)"
+    assert shorten(b"\x00" * 10**6).endswith("... (1,000,000 bytes)")
+    assert shorten_name("x" * 10**6) == f"{'x' * 160}... (1,000,000 characters)"
+    assert shorten_name("lm_head.weight") == "lm_head.weight"
+
+
+@pytest.mark.parametrize("value", [list(range(10**6)), {str(i): i for i in range(10**5)}, [["x" * 10**6]], 10**4000])
+def test_a_quote_of_anything_is_short(value):
+    assert len(shorten(value)) < 120
+
+
+def test_a_quote_of_nested_lists_stops():
+    nested = []
+    for _ in range(10**5):
+        nested = [nested]
+    assert len(shorten(nested)) < 120
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not valid JSON"),
+        ("{'a': 1}", "not valid JSON"),
+        ("[" * 10**5, "not readable as JSON, it is nested too deeply"),
+        ("[]", "holds a list, must hold a JSON object"),
+        ("true", "holds true or false, must hold"),
+        ("null", "holds null, must hold"),
+        ('"a"', "holds a string, must hold"),
+        ("1.5", "holds a number, must hold"),
+    ],
+)
+def test_a_file_without_an_object_is_named(tmp_path, text, reason):
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_json_object(path)
+    assert str(caught.value).startswith(f"{path}: {reason}") and "\n" not in str(caught.value)
+
+
+def test_an_object_is_read(tmp_path):
+    (tmp_path / "file.json").write_text('{"a": [1, 2]}')
+    assert read_json_object(tmp_path / "file.json") == {"a": [1, 2]}
+    with pytest.raises(FileNotFoundError):
+        read_json_object(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "digit", "said"),
+    [
+        ("５", "５", "'５' (FULLWIDTH DIGIT FIVE), write 5"),
+        ("1٣", "٣", "'٣' (ARABIC-INDIC DIGIT THREE), write 3"),
+        ("x = 𝟕", "𝟕", "'𝟕' (MATHEMATICAL BOLD DIGIT SEVEN), write 7"),
+    ],
+)
+def test_digits_of_other_scripts_are_found(text, digit, said):
+    assert foreign_digit(text) == digit and describe_digit(digit) == said
+
+
+@pytest.mark.parametrize("text", ["12345", "", "π/2", "五", "½", "x²", "①"])
+def test_what_python_does_not_read_as_a_digit_is_left_alone(text):
+    assert foreign_digit(text) is None

@@ -1,0 +1,188 @@
+"""What must hold of the record of every run, whatever it trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.observe.metrics import Series
+from dcmdp_jax.observe.names import METRICS, PHASES, describe
+from dcmdp_jax.observe.report import read_run
+
+_NOT_NEGATIVE = (0.0, np.inf)
+# The unit of a metric says where its values can lie.
+_RANGES = {
+    "fraction": (0.0, 1.0),
+    "correlation": (-1.0, 1.0),
+    "tokens": (1.0, np.inf),
+    **dict.fromkeys(
+        ("completions", "discrepancy", "nats", "ratio", "norm", "1", "updates", "seconds", "tokens / s",
+         "advantage / discrepancy"),
+        _NOT_NEGATIVE,
+    ),
+}  # fmt: skip
+_EITHER_SIGN = ("dual/violation", "mismatch/k1", "policy/loss")
+# Ascending.
+_ORDERED = (
+    ("completion/length_min", "completion/length_mean", "completion/length_max"),
+    ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
+    ("discrepancy/p50", "discrepancy/p99", "discrepancy/max"),
+    ("discrepancy/mean", "discrepancy/max"),
+)
+# Only rewards of the verifier lie in [0, 1]; those of users are any number.
+_JUDGED = ("math", "math_verify")
+# Not at a step whose completions have no value of the reward, or are none of the source's.
+_SOMETIMES = re.compile(r"reward/.+/(mean|std)")
+# Recorded at the first step alone.
+_ONCE = ("mismatch/noise_floor",)
+_ROUNDING = 1e-5
+
+
+def contradictions(run_dir: str | Path) -> list[str]:
+    """What a run's metrics say that can't be true, one line each; nothing for a sound record.
+
+    Args:
+        run_dir: a run directory with metrics.jsonl and config.json.
+    """
+    run = read_run(run_dir)
+    series, config = run.series, run.config
+    # What is missing somewhere can't be compared with what is there.
+    return [*_of_steps(series, config)] or [
+        *_of_values(series, config),
+        *_of_counts(series, config),
+        *_of_the_multiplier(series, config),
+    ]
+
+
+def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
+    """Every training metric at every step from 1 on; an evaluation wherever one is due."""
+    last = int(series["reward/mean"][0][-1])
+    every, steps = config["evaluation.every_steps"], config["training.steps"]
+    if last > steps:
+        yield f"step {last} of {steps}"
+    due = [step for step in range(last + 1) if every and (step % every == 0 or step == steps)]
+    for name, (at, _) in series.items():
+        expected = due if name.startswith("eval/") else [1] if name in _ONCE else list(range(1, last + 1))
+        if _SOMETIMES.fullmatch(name) and set(at.tolist()) <= set(expected):
+            continue
+        if at.tolist() != expected:
+            yield f"{name}: recorded at steps {at.tolist()}, expected {expected}"
+    for name in series:
+        if not describe(name).unit:
+            yield f"{name}: observe/names.py does not know it"
+    if due and not any(name.startswith("eval/") for name in series):
+        yield "no evaluation was recorded"
+
+
+def _of_values(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
+    """Finite, within what their units allow, and in order."""
+    ranges = _RANGES | ({"reward": (0.0, 1.0)} if _is_verified(config) else {})
+    for name, (steps, values) in series.items():
+        low, high = (-np.inf, np.inf) if name in _EITHER_SIGN else ranges.get(describe(name).unit, (-np.inf, np.inf))
+        if name.endswith("/std"):
+            low = 0.0
+        for step in steps[~np.isfinite(values)]:
+            yield f"{name}: not finite at step {step}"
+        # A share is a mean in float32.
+        for step, value in zip(steps, values, strict=True):
+            if not low - 1e-6 <= value <= high + 1e-6:
+                yield f"{name}: {value} at step {step}, outside {low} .. {high}"
+    for names in _ORDERED:
+        for low, high in zip(names, names[1:], strict=False):
+            yield from _not_above(low, series[low], high, series[high][1])
+    phases = sum(series[f"time/{phase}"][1] for phase in PHASES)
+    yield from _not_above("the phases' times", (series["time/total"][0], phases), "time/total", series["time/total"][1])
+    for name in series:
+        if "/pass@" in name:
+            average = name.replace("/pass@", "/avg@")
+            yield from _not_above(average, series[average], name, series[name][1])
+
+
+def _is_verified(config: Mapping[str, Any]) -> bool:
+    """Whether every reward is 0 or 1: the answer is right, or it is not."""
+    return config.get("rewards.functions", "math") in _JUDGED and not config.get("rewards.weights")
+
+
+def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
+    """Shares of a batch are whole numbers of its completions, and these add up."""
+    prompts, group = config["training.prompts_per_step"], config["rollout.group_size"]
+    total, limit = prompts * group, config["rollout.max_completion_tokens"]
+    get = {name: values for name, (_, values) in series.items()}
+    steps = series["reward/mean"][0]
+    kept = total - get["rollout/dropped_completions"]
+    wholes = {
+        "reward/all_equal_groups": get["reward/all_equal_groups"] * prompts,
+        "completion/truncated_fraction": get["completion/truncated_fraction"] * total,
+        "completion/length_mean": get["completion/length_mean"] * total,
+        **{name: get[name] for name, metric in METRICS.items()
+           if metric.unit in ("completions", "updates") and name in get},
+    }  # fmt: skip
+    if _is_verified(config):
+        wholes["reward/mean"] = get["reward/mean"] * kept
+        # Rewards are 0 or 1.
+        variance = get["reward/mean"] * (1 - get["reward/mean"])
+        yield from _differing("reward/std squared", steps, get["reward/std"] ** 2, variance)
+    if "reward/no_answer_fraction" in get:
+        wholes["reward/no_answer_fraction"] = get["reward/no_answer_fraction"] * total
+    for name, counts in wholes.items():
+        for step in steps[np.abs(counts - np.round(counts)) > 1e-3]:
+            yield f"{name}: no whole number of completions, groups or tokens at step {step}"
+    if "reward/no_answer_fraction" in get and _is_verified(config):
+        wrong = (
+            get["reward/no_answer_fraction"] * total + get["reward/verifier_timeouts"] + get["reward/verifier_errors"]
+        )
+        yield from _not_above("right and unjudged completions", (steps, wholes["reward/mean"] + wrong), "all", total)
+    for name, counts in get.items():
+        if name.startswith("reward/") and describe(name).unit == "completions":
+            yield from _not_above(name, (series[name][0], counts), "all completions", total)
+    yield from _not_above("completion/length_max", (steps, get["completion/length_max"]), "the limit", limit)
+    cut = get["completion/truncated_fraction"] > 0
+    for step in steps[cut & (get["completion/length_max"] != limit)]:
+        yield f"completion/truncated_fraction: above 0 at step {step} where no completion reaches the limit"
+    sampled = get["throughput/sampled_tokens_per_second"] * get["time/generate"]
+    yield from _differing("sampled tokens", steps, sampled, get["completion/length_mean"] * total)
+    tokens = get["throughput/tokens_per_second"] * get["time/total"]
+    yield from _not_above("sampled tokens", (steps, sampled), "all tokens", tokens)
+    updates = prompts // config["training.prompts_per_mini_batch"]
+    yield from _not_above("optimizer/skipped_updates", (steps, get["optimizer/skipped_updates"]), "updates", updates)
+
+
+def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
+    """lambda_1 = lambda_0;  lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)."""
+    steps, multiplier = series["dual/multiplier"]
+    discrepancy, violation = series["discrepancy/mean"][1], series["dual/violation"][1]
+    tolerance = config["algorithm.tolerance"]
+    yield from _differing("dual/tolerance", steps, series["dual/tolerance"][1], np.full(len(steps), tolerance))
+    if config["algorithm.method"] != "dc_grpo":
+        fixed = 0.0 if config["algorithm.method"] == "grpo" else 1.0
+        yield from _differing("dual/multiplier", steps, multiplier, np.full(len(steps), fixed))
+        yield from _differing("dual/violation", steps, violation, discrepancy - tolerance)
+        return
+    window = config["algorithm.dual_window"]
+    recent = np.array([discrepancy[max(0, k + 1 - window) : k + 1].mean() for k in range(len(steps))])
+    yield from _differing("dual/violation", steps, violation, recent - tolerance, scale=tolerance)
+    low, high = config["algorithm.multiplier_min"], config["algorithm.multiplier_max"]
+    for step in steps[(multiplier < np.float32(low)) | (multiplier > np.float32(high))]:
+        yield f"dual/multiplier: outside {low} .. {high} at step {step}"
+    rate = config["algorithm.dual_learning_rate"]
+    following = np.clip(multiplier[:-1] + rate * violation[:-1], low, high)
+    expected = np.concatenate([[config["algorithm.multiplier"]], following])
+    yield from _differing("dual/multiplier", steps, multiplier, expected)
+
+
+def _not_above(low: str, lows: tuple[np.ndarray, np.ndarray], high: str, highs: np.ndarray | float) -> Iterator[str]:
+    steps, values = lows
+    for step in steps[values > np.asarray(highs) * (1 + _ROUNDING) + 1e-9]:
+        yield f"{low}: above {high} at step {step}"
+
+
+def _differing(
+    name: str, steps: np.ndarray, values: np.ndarray, expected: np.ndarray, *, scale: float = 0.0
+) -> Iterator[str]:
+    away = np.abs(values - expected) > _ROUNDING * np.maximum(np.abs(expected), scale) + 1e-7
+    for step, value, wanted in zip(steps[away], values[away], expected[away], strict=True):
+        yield f"{name}: {value} at step {step}, expected {wanted}"
