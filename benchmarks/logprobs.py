@@ -40,7 +40,7 @@ def main() -> None:
     mask = jnp.ones(input_ids.shape, bool).at[:, 0].set(False)
 
     def ours(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-        options = {"temperature": 1.0, "chunk": arguments.chunk, "compact": True}
+        options = {"temperature": 1.0, "chunk": arguments.chunk}
         return token_logprobs(hidden, kernel, input_ids, mask, **options)[0]
 
     naive = functools.partial(naive_logprobs, input_ids=input_ids, mask=mask)

@@ -205,6 +205,30 @@ def shard_map_over_data(
     )
 
 
+def shard_map_over_model_axes(
+    function: Callable[..., Any], mesh: Mesh, *, in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
+) -> Callable[..., Any]:
+    """Run `function` on each device's own part along fsdp and tensor; also inside `shard_map_over_data`.
+
+    For code that knows better than the compiler when to communicate. Without vma: the cotangent of a result that is
+    replicated along an axis is divided by the axis's size, and the gradients of a replicated argument are summed.
+
+    Args:
+        function: of arguments alone, no array from around it.
+        mesh: the run's.
+        in_specs, out_specs: of `jax.shard_map`, over "fsdp" and "tensor".
+    """
+
+    def mapped(*arguments: Any) -> Any:
+        around = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(
+            function, mesh=around if around.manual_axes else mesh, in_specs=in_specs, out_specs=out_specs,
+            axis_names=set(mesh.axis_names) - {DATA}, check_vma=False,
+        )(*arguments)  # fmt: skip
+
+    return mapped
+
+
 def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:
     if part is None or part is P.UNCONSTRAINED:
         return ()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
@@ -27,7 +28,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.parallel.host import compiler_options
-from dcmdp_jax.parallel.sharding import constrain, data_parallel_only
+from dcmdp_jax.parallel.sharding import PARAM_AXES, constrain, data_parallel_only, shard_map_over_model_axes
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
 from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
@@ -97,32 +98,40 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
         model: the model.
         compute: dtype, rematerialisation, kernel and chunk.
         temperature: the one that completions are sampled at.
-        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh. Where each
-            device computes whole rows it leaves padding and prompts out of the output layer.
+        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
     """
-    whole = data_parallel_only(mesh)
-    pin = {} if whole else {"constrain": constrain(mesh), "mesh": mesh}
+    pin = {} if data_parallel_only(mesh) else {"constrain": constrain(mesh), "mesh": mesh}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    token_logprobs = functools.partial(
-        logprobs.token_logprobs,
-        temperature=temperature,
-        chunk=compute.logprob_chunk,
-        compact=whole,
-        ops=choose_ops(platform),
-    )
+    options = {"temperature": temperature, "chunk": compute.logprob_chunk, "ops": choose_ops(platform)}
+    token_logprobs = functools.partial(logprobs.token_logprobs, **options)
+    if not data_parallel_only(mesh):
+        token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
     def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
         hidden = decoder.hidden_states(
             params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts, **pin
         )
-        return token_logprobs(
-            hidden,
-            decoder.output_kernel(params),
-            rows.input_ids,
-            rows.completion_mask,
-        )
+        return token_logprobs(hidden, decoder.output_kernel(params), rows.input_ids, rows.completion_mask)
 
     return row_logprobs
+
+
+def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
+    """The output layer with rows split over fsdp and the vocabulary over tensor, each collective where it is needed.
+
+    Left to the compiler, the output matrix is gathered and its gradient reduced in each chunk of tokens.
+    """
+    axes = {name: axis for name, axis in PARAM_AXES.items() if name in ("embed", "vocab")}
+    sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
+    split = {
+        name: axis for name, axis in axes.items() if mesh.shape[axis] > 1 and sizes[name] % mesh.shape[axis] == 0
+    }
+    kernel_axes = logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+    rows = P("fsdp")
+    return shard_map_over_model_axes(
+        functools.partial(token_logprobs, kernel_axes=kernel_axes), mesh,
+        in_specs=(rows, P(*kernel_axes), rows, rows), out_specs=(rows, rows),
+    )  # fmt: skip
 
 
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:

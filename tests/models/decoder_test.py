@@ -34,7 +34,7 @@ def _forward(
         params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], compute
     )
     kernel = decoder.output_kernel(params)
-    options = {"temperature": TEMPERATURE, "chunk": compute.logprob_chunk, "compact": True, "ops": CPU}
+    options = {"temperature": TEMPERATURE, "chunk": compute.logprob_chunk, "ops": CPU}
     return hidden, token_logprobs(hidden, kernel, rows["input_ids"], rows["mask"], **options)[0]
 
 

@@ -118,7 +118,7 @@ def test_the_shift_is_by_one() -> None:
     """Token t is scored by the state before it: a state that votes for token v, then v."""
     hidden = jnp.zeros((1, 4, 5)).at[0, 1, 3].set(1.0)
     ids, mask = jnp.array([[0, 0, 3, 0]]), jnp.array([[False, True, True, True]])
-    logprobs, _ = token_logprobs(hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, compact=True, ops=CPU)
+    logprobs, _ = token_logprobs(hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, ops=CPU)
     # e^2 against four times e^0; elsewhere uniform over 5. Scored by its own state token 2 would be uniform too.
     np.testing.assert_allclose(logprobs[0], [0.0, -np.log(5), 2 - np.log(np.exp(2) + 4), -np.log(5)], rtol=1e-6)
 
@@ -144,7 +144,7 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
     ids, mask = jnp.asarray(rng.integers(0, 32, (1, 1025)), jnp.int32), jnp.arange(1025)[None] > 0
 
     def total(kernel: jax.Array, hidden: jax.Array, chunk: int) -> jax.Array:
-        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, compact=True, ops=CPU)[0].sum()
+        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, ops=CPU)[0].sum()
 
     exact = jax.grad(total)(kernel.astype(jnp.float32), hidden.astype(jnp.float32), 2048)
     rounded = jax.grad(total)(kernel, hidden, 16)
@@ -185,12 +185,12 @@ def test_temperature_is_positive(temperature: float) -> None:
     x = _inputs()
     arguments = (x["hidden"], x["kernel"], x["input_ids"], x["mask"])
     with pytest.raises(ValueError, match=f"temperature: got {temperature}, must be above 0"):
-        token_logprobs(*arguments, temperature=temperature, chunk=8, compact=True, ops=CPU)
+        token_logprobs(*arguments, temperature=temperature, chunk=8, ops=CPU)
 
 
 def test_shapes_must_agree() -> None:
     x = _inputs()
     with pytest.raises(ValueError, match="rows must agree"):
         token_logprobs(
-            x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, compact=True, ops=CPU
+            x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, ops=CPU
         )
