@@ -35,7 +35,7 @@ from benchmarks.timing import matmul_gflops
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from bin.cli import Parser, run_main
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.host import usable_cores
+from dcmdp_jax.parallel.cpu import usable_cores
 
 _WARM_UPS = 2
 _ROOT = Path(__file__).resolve().parents[1]

@@ -33,13 +33,15 @@ from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.size import check_size
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.parallel.host import prepare_host
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
+from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.client import VllmEngine
@@ -47,7 +49,6 @@ from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
 from dcmdp_jax.training.memory_parts import plan_engine_memory
 from dcmdp_jax.training.memory_plan import free_host_bytes, this_machine
 from dcmdp_jax.training.run_directory import read_config as read_run_config
@@ -87,7 +88,8 @@ class _Model:
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), check all input, evaluate task by task, print the table."""
     arguments = _parser().parse_args(argv[1:])
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     model = _find_model(arguments.model, arguments.step)
     if model.run is not None:
         keep_tracebacks_in(model.run[0])
@@ -113,7 +115,7 @@ def main(argv: list[str]) -> None:
     with contextlib.closing(_engine(model, tasks, settings, out)) as engine:
         if settings["engine"] != "remote":
             engine.push_weights(model.load(settings["precision"]), model.step or 0)
-            give_back_freed()
+            release_freed_memory()
         results = _evaluate(engine, model, tokenizer, tasks, sampling, settings, arguments.method, out)
     print(format_table(arguments.method or model.name, results))
     if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bin.flags import parse
-from dcmdp_jax.rewards.pool import RewardPool
+from dcmdp_jax.rewards.reward_pool import RewardPool
 
 _ROOT = Path(__file__).resolve().parents[1]
 _RECIPES = (_ROOT / "docs" / "extending.md").read_text()

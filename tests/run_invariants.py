@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.observe.metrics import Series
-from dcmdp_jax.observe.names import METRICS, PHASES, describe
+from dcmdp_jax.observe.metric_names import METRICS, PHASES, describe
+from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.report import read_run
 
 _NOT_NEGATIVE = (0.0, np.inf)
@@ -73,7 +73,7 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: recorded at steps {at.tolist()}, expected {expected}"
     for name in series:
         if not describe(name).unit:
-            yield f"{name}: observe/names.py does not know it"
+            yield f"{name}: observe/metric_names.py does not know it"
     if due and not any(name.startswith("eval/") for name in series):
         yield "no evaluation was recorded"
 

@@ -110,7 +110,7 @@ def test_a_users_reward_may_be_any_number_and_missing_where_it_gave_none(tmp_pat
     [
         ({"reward/own/std": -1.0}, "reward/own/std: -1.0 at step 2, outside 0.0 .. inf"),
         ({"reward/own/failed": 9}, "reward/own/failed: above all completions at step 2"),
-        ({"reward/own/median": 0.5}, "reward/own/median: observe/names.py does not know it"),
+        ({"reward/own/median": 0.5}, "reward/own/median: observe/metric_names.py does not know it"),
     ],
 )
 def test_what_can_not_be_of_a_users_reward_is_seen(tmp_path, change, said):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcmdp_jax.observe.names import METRICS, describe
-from dcmdp_jax.observe.summary import Score, Summary, summarize, warnings
+from dcmdp_jax.observe.metric_names import METRICS, describe
+from dcmdp_jax.observe.run_summary import ScoreHistory, Summary, summarize, warnings
 
 if TYPE_CHECKING:
     from dcmdp_jax.observe.report import Run
@@ -109,7 +109,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _score_line(score: Score) -> str:
+def _score_line(score: ScoreHistory) -> str:
     return (
         f"{score.points_gained:+.1f} points from step {score.first_step} to {score.last_step}; "
         f"best {_percent(score.best)} at step {score.best_step}"

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dcmdp_jax.observe.metrics import Series
-from dcmdp_jax.observe.names import PHASES
+from dcmdp_jax.observe.metric_names import PHASES
+from dcmdp_jax.observe.metrics_io import Series
 
 Runs = Mapping[str, Series]
 

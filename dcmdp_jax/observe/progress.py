@@ -67,7 +67,7 @@ class Progress:
 
         Args:
             step: finished steps. Values that are missing, None or NaN show as "-".
-            metrics: named as in `dcmdp_jax.observe.names`; an `eval/.../avg@K` is shown until the next one.
+            metrics: named as in `dcmdp_jax.observe.metric_names`; an `eval/.../avg@K` is shown until the next one.
         """
         now = self._clock()
         if step > self._step:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl, page
-from dcmdp_jax.observe.metrics import SAMPLES_FILE, Series, read_metrics
+from dcmdp_jax.observe.metrics_io import SAMPLES_FILE, Series, read_metrics
 from dcmdp_jax.observe.plots import FIGURES
 
 CONFIG_FILE = "config.json"

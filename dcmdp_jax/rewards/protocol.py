@@ -30,7 +30,7 @@ from typing import Any
 from dcmdp_jax.errors import UserError
 
 MATH = "math"
-"""The reward of `tasks.verifier`, computed in the trainer's process and the verifier's workers."""
+"""The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's workers."""
 
 BUILT_IN = {"math_verify": "dcmdp_jax.rewards.plain_math_verify:math_verify"}
 """Reward functions with short names."""

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten
-from dcmdp_jax.tasks.answers import answer_defect, last_boxed, split_elements
-from dcmdp_jax.tasks.numbers import parse_number
+from dcmdp_jax.rewards.math.answers import answer_defect, last_boxed, split_elements
+from dcmdp_jax.rewards.math.numbers import parse_number
 
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")

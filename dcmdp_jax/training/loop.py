@@ -17,22 +17,22 @@ import numpy as np
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import evaluate
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.params import param_shapes
-from dcmdp_jax.observe.metrics import MetricsWriter, has_record
+from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
-from dcmdp_jax.rewards.measures import reward_metrics
+from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import RewardError
+from dcmdp_jax.rewards.reward_metrics import reward_metrics
 from dcmdp_jax.rewards.scoring import BatchScoring, Scorer, Scores
 from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
 from dcmdp_jax.training.checkpoint import Checkpoints, Score
-from dcmdp_jax.training.measures import PhaseTimer, rollout_metrics
+from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan, initial_params, make_engine
@@ -398,7 +398,7 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
         stack.enter_context(stop.listening())
         trainer = Trainer(plan, stack, stop, show)
         state, resumed = trainer.start()
-        give_back_freed()
+        release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
             raise UserError(

@@ -17,8 +17,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.parallel.host import sampling_mesh
-from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS
 from dcmdp_jax.rollout.local.weights import convert

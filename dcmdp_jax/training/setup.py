@@ -22,9 +22,10 @@ from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
-from dcmdp_jax.observe.metrics import require_wandb
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh, training_mesh
-from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.observe.metrics_io import require_wandb
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings, shard_map_over_data
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
@@ -102,7 +103,8 @@ def make_plan_of_run(config: Config) -> Plan:
         check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
-    prepare_host(config.mesh.cpu_devices)
+    enable_compile_cache()
+    set_cpu_devices(config.mesh.cpu_devices)
     # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
     # for a config.json that it reads too.
     model = _saved_model(config)

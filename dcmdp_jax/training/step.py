@@ -26,7 +26,7 @@ from dcmdp_jax.models import decoder, logprobs
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.parallel.host import compiler_options
+from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import constrain, data_parallel_only
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
@@ -185,7 +185,7 @@ def make_train_step(
 
     Returns:
         step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
-        float32, named as in observe/names.py, and `completions/discrepancy` [M * N], each completion's own mean.
+        float32, named as in observe/metric_names.py, and `completions/discrepancy` [M * N], each completion's own mean.
     """
     parts = _Parts(
         row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, correction, always_recompute

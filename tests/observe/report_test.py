@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcmdp_jax.observe.metrics import MetricsWriter
+from dcmdp_jax.observe.metrics_io import MetricsWriter
 from dcmdp_jax.observe.report import read_run, write_report
 
 _HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'

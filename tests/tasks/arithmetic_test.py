@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.tasks.answers import extract_answer
+from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.tasks.arithmetic import LEVELS, ArithmeticSpec, arithmetic_problems, arithmetic_rows, parse_spec
 
 _PROMPT = re.compile(r"\d+(?:[+*-]\d+)+=\?")
