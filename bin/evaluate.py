@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from bin.arguments import UNLIMITED, real, split_tasks, temperature, whole
 from bin.cli import Parser, keep_tracebacks_in, run_main
 from configs.base import get_config
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import ENGINE_CHOICES, VllmSettings, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
@@ -153,7 +154,8 @@ def _evaluate(
             results.append(result)
             _report_progress(result, len(tasks), len(results), time.monotonic() - began)
             # After every task: a long evaluation that dies keeps what it has.
-            _write(out, _record(method or model.name, model, settings, results, tasks))
+            record = _record(method or model.name, model, settings, results, tasks)
+            atomic_write(out, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return results
 
 
@@ -380,17 +382,6 @@ def _record(
         "average": plain_average(results),
         "tasks": {result.task: record(result) for result in results},
     }
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """All of it or nothing: a hidden sibling, synced and renamed."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: float) -> None:

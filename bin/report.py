@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bin.cli import Parser, run_main
-from dcmdp_jax.observe.report import PLOTS_DIRECTORY, write_report
+from dcmdp_jax.observe.report import write_report
+from dcmdp_jax.observe.run_files import PLOTS_DIRECTORY
 
 
 def main(argv: list[str]) -> None:

@@ -91,10 +91,11 @@ def declared(kind: type) -> dict[str, Declared]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one dict of dotted names."""
+    """Nested mappings as one dict of dotted names. An empty mapping is a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 

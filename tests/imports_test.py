@@ -11,6 +11,8 @@ _PACKAGES = ("dcmdp_jax", "bin", "configs")
 # Part of the program -> the parts it may import besides itself. The longest prefix of a module's name decides.
 _MAY_IMPORT = {
     "dcmdp_jax.errors": set(),
+    "dcmdp_jax.atomic_write": set(),
+    "dcmdp_jax.number_format": set(),
     "dcmdp_jax.process_memory": set(),
     "dcmdp_jax.inputs": set(),
     "dcmdp_jax.types": set(),
@@ -37,10 +39,14 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models"},
-    "dcmdp_jax.rollout.vllm": {"dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
-    "dcmdp_jax.observe": set(),
+    "dcmdp_jax.rollout.vllm": {
+        "dcmdp_jax.atomic_write", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+    "dcmdp_jax.observe": {
+        "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
+    },
     "dcmdp_jax.evaluation": {"dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
+        "dcmdp_jax.atomic_write",
         "dcmdp_jax.process_memory", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.algorithm", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.tasks",
         "dcmdp_jax.rewards", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
@@ -48,6 +54,7 @@ _MAY_IMPORT = {
     },
     "configs": {"dcmdp_jax.config"},
     "bin": {
+        "dcmdp_jax.atomic_write",
         "dcmdp_jax.process_memory", "dcmdp_jax.inputs", "dcmdp_jax.config", "dcmdp_jax.config_fields",
         "dcmdp_jax.config_text", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
         "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm",
@@ -64,6 +71,7 @@ _LIBRARIES = {
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
+    "jinja2": ("dcmdp_jax.observe.html_page",),
     "matplotlib": ("dcmdp_jax.observe",),
     "tensorboardX": ("dcmdp_jax.observe",),
     "wandb": ("dcmdp_jax.observe",),

@@ -27,12 +27,10 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
 
 _LOG = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-TENSORBOARD_DIRECTORY = "tensorboard"
 _TENSORBOARD_FLUSH_SECONDS = 10
 _TENSORBOARD_QUEUE = 10_000
 
@@ -261,7 +259,7 @@ def _start_wandb(run_dir: Path, project: str) -> Any:
     identity = run_dir / "wandb_run_id"
     if not identity.exists():
         identity.write_text(uuid.uuid4().hex)
-    config = run_dir / "config.json"
+    config = run_dir / CONFIG_FILE
     try:
         run = wandb.init(
             project=project,

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
@@ -176,12 +176,7 @@ class Checkpoints:
         self.wait()
         path = self._directory / str(step) / "metrics" / "metrics"
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name("metrics.new")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"name": score.name, "score": float(score.value)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        atomic_write(path, json.dumps({"name": score.name, "score": float(score.value)}))
         self._manager.reload()
 
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
@@ -330,6 +331,4 @@ def write_model_config(
             "ignore": ["lm_head"],
         }
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / "config.json.new"
-    temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, directory / "config.json")
+    atomic_write(directory / "config.json", json.dumps(fields, indent=2) + "\n")
