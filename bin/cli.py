@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 
 _EXPECTED = 2
 _UNEXPECTED = 1
@@ -110,7 +110,7 @@ def keep_tracebacks_in(run_dir: str | Path) -> None:
 
 def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) -> int:
     """Says what went wrong, keeps the traceback, returns the exit code."""
-    text, line, code = traceback.format_exc(), _one_line(error), _EXPECTED
+    text, line, code = traceback.format_exc(), _message(error), _EXPECTED
     log = None if isinstance(error, UserError) else _append_to_log("failed", text)
     hints = [] if log is None else [f"traceback: {log}"]
     # Ours have no errno: they are raised with a message alone.
@@ -174,9 +174,9 @@ class _LogHandler(logging.Handler):
         _append_to_log(f"logged by {record.name}", self.format(record))
 
 
-def _one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if _DISK_FULL in str(error):
         return "no space left on the disk; make room and run the same command again"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.strerror}: {error.filename}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error) or type(error).__name__

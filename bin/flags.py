@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from bin.cli import Parser
 from dcmdp_jax.config import Config, from_config_dict, parse_value
 from dcmdp_jax.config_fields import replace_value
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.training.run_directory import name_suffix
 
 _OVERRIDE = "config."
@@ -117,4 +117,4 @@ def _load(given: str) -> dict[str, Any]:
         raise UserError(f"--config: {path}: it called exit({error.code!r}); let get_config return") from error
     except Exception as error:  # the file is a program: anything may be wrong with it
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"--config: {path}: {kind}{' '.join(str(error).split())}") from error
+        raise UserError(f"--config: {path}: {kind}{one_line(error)}") from error

@@ -11,6 +11,7 @@ _PACKAGES = ("dcmdp_jax", "bin", "configs")
 # Part of the program -> the parts it may import besides itself. The longest prefix of a module's name decides.
 _MAY_IMPORT = {
     "dcmdp_jax.errors": set(),
+    "dcmdp_jax.array_checksum": set(),
     "dcmdp_jax.atomic_write": set(),
     "dcmdp_jax.number_format": set(),
     "dcmdp_jax.process_memory": set(),
@@ -38,7 +39,7 @@ _MAY_IMPORT = {
         "dcmdp_jax.tasks",
     },
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
-    "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+    "dcmdp_jax.rollout.local": {"dcmdp_jax.array_checksum", "dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models"},
     "dcmdp_jax.rollout.vllm": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
     "dcmdp_jax.observe": {
@@ -46,7 +47,7 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.evaluation": {"dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
-        "dcmdp_jax.atomic_write",
+        "dcmdp_jax.array_checksum",         "dcmdp_jax.atomic_write",
         "dcmdp_jax.process_memory", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.algorithm", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.tasks",
         "dcmdp_jax.rewards", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",

@@ -90,13 +90,6 @@ class Progress:
             if evaluation:
                 self._print(f"step {self._step}/{self._total}  {evaluation}")
 
-    def note(self, message: str) -> None:
-        """Print a line above the live lines, or as a plain line."""
-        if self._live is not None:
-            self._live.console.print(Text(message))
-        else:
-            self._print(message)
-
     def close(self) -> None:
         """Stop the live display and keep its last state on the screen. Safe to call twice."""
         if self._live is not None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dcmdp_jax.errors import one_line
 from dcmdp_jax.rewards.protocol import (
     BUILT_IN,
     BadValue,
@@ -35,7 +36,7 @@ def load(function: str, columns: Sequence[str]) -> dict[str, Any]:
     try:
         _load(function, tuple(columns))
     except RewardError as error:
-        return {"problem": " ".join(str(error).split())}
+        return {"problem": one_line(error)}
     return {}
 
 
@@ -57,7 +58,7 @@ def call(
         problem, row = str(error), error.row
     except Exception as error:
         problem = f"raised {describe_error(error, place)}"
-    return {"problem": f"reward {function}: {' '.join(problem.split())}", "row": row}
+    return {"problem": f"reward {function}: {one_line(problem)}", "row": row}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dcmdp_jax.errors import one_line
+
 MEMORY_LIMIT_BYTES = 2 * 1024**3
 TIME_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGALRM)
 
@@ -45,7 +47,7 @@ def serve(
         try:
             function = load()
         except Exception as error:
-            _send(connection, {"fatal": _one_line(error)})
+            _send(connection, {"fatal": _describe(error)})
             return
         _send(connection, {"ready": True})
         while (code := _run_child(connection, function)) != 0:
@@ -80,7 +82,7 @@ def _call(function: Callable[..., Any], args: list[Any], cpu_s: float | None, wa
     try:
         reply = json.dumps({"value": function(*args)})
     except BaseException as error:  # SystemExit too: the child serves the next request
-        reply = json.dumps({"error": _one_line(error)})
+        reply = json.dumps({"error": _describe(error)})
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     # The kernel looks at the timer every few milliseconds; a call that ended in between was over its limit too.
@@ -92,5 +94,5 @@ def _send(connection: Connection, message: dict[str, Any]) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+def _describe(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {error}", 300)

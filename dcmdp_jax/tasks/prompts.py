@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
 from dcmdp_jax.tasks.problems import Problem
 
@@ -87,7 +87,6 @@ def encode_prompts(
     *,
     prompt_suffix: str = "",
     max_prompt_tokens: int,
-    enable_thinking: bool | None = None,
 ) -> EncodedPrompts:
     r"""Turns problems into prompts; those over the length limit are left out, counted and logged.
 
@@ -99,7 +98,6 @@ def encode_prompts(
         tokenizer: with a chat template and an end-of-sequence token.
         prompt_suffix: appended to the user's message as it is, a line break included where one is wanted.
         max_prompt_tokens: longest prompt kept, template included, at least 1.
-        enable_thinking: passed to the template (Qwen3's switch) unless None.
 
     Raises:
         UserError: if the tokenizer is refused (`check_tokenizer`), the template can't render a problem's messages, the
@@ -108,15 +106,14 @@ def encode_prompts(
     if max_prompt_tokens < 1:
         raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
     check_tokenizer(tokenizer)
-    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     texts = []
     for problem in problems:
         messages = [{"role": role, "content": content} for role, content in problem.context]
         messages.append({"role": "user", "content": problem.prompt + prompt_suffix})
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # jinja2's own errors, and whatever a template raises
-            reason = shorten_name(" ".join(str(error).split()))
+            reason = shorten_name(one_line(error))
             raise UserError(
                 f"the chat template can't render problem {problem.index} of {problem.source}: {reason}"
             ) from error

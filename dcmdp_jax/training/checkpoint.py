@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
@@ -39,19 +40,7 @@ class CheckpointError(UserError):
 
 @jax.jit
 def _digests(tree: Any) -> Any:
-    """uint32 per leaf: sum over elements of bits * (2 index + 1) modulo 2^32; sees changes, swaps and missing parts."""
-
-    def digest(leaf: jax.Array) -> jax.Array:
-        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
-        # The flat index without flattening, which would gather a sharded leaf onto every device.
-        index, stride = jnp.zeros((), jnp.uint32), 1
-        for axis in reversed(range(leaf.ndim)):
-            index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
-            stride *= leaf.shape[axis]
-        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(digest, tree)
+    return jax.tree.map(array_checksum, tree)
 
 
 def digests(tree: Any) -> dict[str, int]:
