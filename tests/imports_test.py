@@ -31,14 +31,18 @@ _MAY_IMPORT = {
     "dcmdp_jax.rewards": {"dcmdp_jax.tasks"},
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models", "dcmdp_jax.parallel"},
-    "dcmdp_jax.rollout.vllm": {"dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+    "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+    "dcmdp_jax.rollout.vllm": {
+        "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.models",
+    },
     "dcmdp_jax.observe": set(),
     "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.memory", "dcmdp_jax.inputs", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.algorithm", "dcmdp_jax.models",
         "dcmdp_jax.parallel", "dcmdp_jax.tasks", "dcmdp_jax.rewards", "dcmdp_jax.rollout",
-        "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe", "dcmdp_jax.evaluation",
+        "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
+        "dcmdp_jax.evaluation",
     },
     "configs": {"dcmdp_jax.config"},
     "bin": {
@@ -66,7 +70,7 @@ _LIBRARIES = {
     "datasets": ("dcmdp_jax.tasks",),
     "torch": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
     "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
-    "msgpack": ("dcmdp_jax.rollout.vllm.wire",),
+    "msgpack": ("dcmdp_jax.rollout.sidecar.wire",),
     "httpx": ("dcmdp_jax.rollout.vllm",),
     "tensorflow": (),
 }
@@ -174,14 +178,16 @@ def test_tasks_need_no_accelerator(module):
     assert "jax" not in {name.split(".")[0] for name in _reached(module)}
 
 
-@pytest.mark.parametrize("module", ["sidecar", "worker", "wire", "segments", "manifest"])
+@pytest.mark.parametrize(
+    "module", ["vllm.sidecar", "vllm.worker", "sidecar.wire", "sidecar.shared_memory", "sidecar.manifest"]
+)
 def test_the_sidecar_runs_where_there_is_no_jax(module):
-    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.rollout.vllm.{module}")}
+    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.rollout.{module}")}
     assert not roots & {"jax", "flax", "optax", "orbax", "ml_collections"}
 
 
 @pytest.mark.parametrize(
-    "module", ["dcmdp_jax.rollout.engine", "dcmdp_jax.rollout.packing", "dcmdp_jax.rollout.checks"]
+    "module", ["dcmdp_jax.rollout.engine", "dcmdp_jax.rollout.packing", "dcmdp_jax.rollout.validation"]
 )
 def test_what_moves_numpy_arrays_knows_no_model(module):
     ours = {name for name in _reached(module) if name.startswith("dcmdp_jax.")}
