@@ -30,11 +30,11 @@ from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.client import VllmEngine
-from dcmdp_jax.rollout.vllm.probe import Probe
+from dcmdp_jax.rollout.sidecar.probe import Probe
+from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
+from dcmdp_jax.rollout.vllm import launch
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.rollout.vllm.segments import available_bytes
 from dcmdp_jax.training.setup import make_probe
 
 # Vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
@@ -120,12 +120,12 @@ def client(repeats: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
             engine = sidecar(config, directory, precision="bfloat16", probe=False)
             engine.push_weights(init_params(config, jax.random.key(0)), 0)
-            arguments = vllm_settings.engine_arguments(
+            arguments = launch.engine_arguments(
                 config, SETTINGS, Path(directory), precision="bfloat16", compute_dtype="bfloat16",
                 kv_cache_dtype="auto", max_total_tokens=TOTAL, max_rows=ROWS, cpu=True, available=available_bytes(),
             )  # fmt: skip
             request = {
-                "environment": vllm_settings.environment(SETTINGS, cpu=True),
+                "environment": launch.environment(SETTINGS, cpu=True),
                 "llm": arguments,
                 "tokens": NEW_TOKENS,
                 "prompts": [ids.tolist() for ids in asked for _ in range(GROUP)],

@@ -45,9 +45,9 @@ from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
+from dcmdp_jax.rollout.vllm.launch import check_installation, check_temperature
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
-from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.memory_parts import plan_engine_memory

@@ -28,7 +28,7 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.config_text": {"dcmdp_jax.config", "dcmdp_jax.config_fields"},
     "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
-    "dcmdp_jax.models": {"dcmdp_jax.types", "dcmdp_jax.inputs"},
+    "dcmdp_jax.models": {"dcmdp_jax.inputs", "dcmdp_jax.types"},
     "dcmdp_jax.parallel": {"dcmdp_jax.types"},
     "dcmdp_jax.rewards.worker_process": set(),
     "dcmdp_jax.rewards.worker_pool": {"dcmdp_jax.rewards.worker_process"},
@@ -39,27 +39,29 @@ _MAY_IMPORT = {
         "dcmdp_jax.tasks",
     },
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
-    "dcmdp_jax.rollout.local": {"dcmdp_jax.array_checksum", "dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+    "dcmdp_jax.rollout.local": {"dcmdp_jax.array_checksum", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "dcmdp_jax.rollout.vllm": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+        "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
+        "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",
+    },
     "dcmdp_jax.observe": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
     },
     "dcmdp_jax.evaluation": {"dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
-        "dcmdp_jax.array_checksum",         "dcmdp_jax.atomic_write",
-        "dcmdp_jax.process_memory", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
-        "dcmdp_jax.config_fields", "dcmdp_jax.algorithm", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.tasks",
-        "dcmdp_jax.rewards", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe", "dcmdp_jax.evaluation",
+        "dcmdp_jax.algorithm", "dcmdp_jax.array_checksum", "dcmdp_jax.atomic_write", "dcmdp_jax.config",
+        "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation", "dcmdp_jax.models",
+        "dcmdp_jax.observe", "dcmdp_jax.parallel", "dcmdp_jax.process_memory", "dcmdp_jax.rewards",
+        "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar",
+        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.types",
     },
+    "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "configs": {"dcmdp_jax.config"},
     "bin": {
-        "dcmdp_jax.atomic_write",
-        "dcmdp_jax.process_memory", "dcmdp_jax.inputs", "dcmdp_jax.config", "dcmdp_jax.config_fields",
-        "dcmdp_jax.config_text", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
-        "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm",
-        "dcmdp_jax.observe", "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",
+        "configs", "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text",
+        "dcmdp_jax.evaluation", "dcmdp_jax.inputs", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
+        "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
+        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
     },
 }  # fmt: skip
 
@@ -80,7 +82,7 @@ _LIBRARIES = {
     "datasets": ("dcmdp_jax.tasks",),
     "torch": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
     "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
-    "msgpack": ("dcmdp_jax.rollout.vllm.wire",),
+    "msgpack": ("dcmdp_jax.rollout.sidecar.wire",),
     "httpx": ("dcmdp_jax.rollout.vllm",),
     "tensorflow": (),
 }
@@ -202,14 +204,16 @@ def test_tasks_need_no_accelerator(module):
     assert "jax" not in {name.split(".")[0] for name in _reached(module)}
 
 
-@pytest.mark.parametrize("module", ["sidecar", "worker", "wire", "segments", "manifest"])
+@pytest.mark.parametrize(
+    "module", ["vllm.sidecar", "vllm.worker", "sidecar.wire", "sidecar.shared_memory", "sidecar.manifest"]
+)
 def test_the_sidecar_runs_where_there_is_no_jax(module):
-    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.rollout.vllm.{module}")}
+    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.rollout.{module}")}
     assert not roots & {"jax", "flax", "optax", "orbax", "ml_collections"}
 
 
 @pytest.mark.parametrize(
-    "module", ["dcmdp_jax.rollout.engine", "dcmdp_jax.rollout.packing", "dcmdp_jax.rollout.checks"]
+    "module", ["dcmdp_jax.rollout.engine", "dcmdp_jax.rollout.packing", "dcmdp_jax.rollout.validation"]
 )
 def test_what_moves_numpy_arrays_knows_no_model(module):
     ours = {name for name in _reached(module) if name.startswith("dcmdp_jax.")}

@@ -77,7 +77,7 @@ class Engine(Protocol):
         the call. Best effort: it may miss the last rows, and an engine that was restarted repeats rows. Only the
         return value is authoritative.
 
-        Log-probs are returned as they are, NaN too: `checks.unusable_completions` decides what becomes of those.
+        Log-probs are returned as they are, NaN too: `validation.unusable_completions` decides what becomes of those.
 
         Raises:
             ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine.

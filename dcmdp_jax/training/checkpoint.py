@@ -64,7 +64,7 @@ def _learner(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in state._asdict().items() if name != "params"}
 
 
-class Score(NamedTuple):
+class PolicyScore(NamedTuple):
     """What the best checkpoints are chosen by: higher is better, among scores of one name."""
 
     name: str
@@ -153,7 +153,7 @@ class Checkpoints:
             metrics={},
         )
 
-    def add_score(self, step: int, score: Score) -> None:
+    def add_score(self, step: int, score: PolicyScore) -> None:
         """Makes a saved step a candidate for the best; waits until it is on disk.
 
         Until then it has no score. A kill leaves the old score or the new one.

@@ -26,12 +26,12 @@ from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
 from dcmdp_jax.rewards.scoring import BatchScoring, Scorer, Scores
-from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import Engine, EngineError
 from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.rollout.validation import unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
-from dcmdp_jax.training.checkpoint import Checkpoints, Score
+from dcmdp_jax.training.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.run_directory import claimed, record_config
@@ -343,7 +343,7 @@ class Trainer:
         )
         average = f"{result.task}/avg@{result.samples}"
         name = f"{average} {settings.task} temperature={settings.temperature:g}"
-        self.checkpoints.add_score(step, Score(name, result.average))
+        self.checkpoints.add_score(step, PolicyScore(name, result.average))
         writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
 
     def _save(self, state: TrainState, step: int) -> None:

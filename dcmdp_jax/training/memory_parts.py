@@ -22,8 +22,8 @@ from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS
 from dcmdp_jax.rollout.local.weights import convert
 from dcmdp_jax.rollout.packing import PackingPlan
-from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.bridge import WeightBridge
+from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
+from dcmdp_jax.rollout.vllm import launch
 from dcmdp_jax.training.memory_plan import MORE_DEVICES, Machine, MemoryPlan, Part, certain, exact
 
 # What the backward pass through the output layer holds at one time: logits, their exponentials, their gradient.
@@ -292,7 +292,7 @@ def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu:
     lower = "a smaller model" + ", or rollout.compute_dtype=bfloat16" * (rollout.compute_dtype == "float32")
     parts = [exact("two copies of the weights for vLLM", host=2 * bridge.num_bytes, lower=lower)]
     if on_cpu:
-        arguments = vllm_settings.engine_arguments(
+        arguments = launch.engine_arguments(
             model, rollout.vllm, Path(config.run_dir) / "vllm", precision=rollout.precision,
             compute_dtype=rollout.compute_dtype, kv_cache_dtype=rollout.kv_cache_dtype,
             max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.rollout.vllm.segments import available_bytes
+from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
 
 PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(PHASES)

@@ -38,9 +38,9 @@ from dcmdp_jax.rollout.packing import (
     make_shared_plan,
     shared_group_shape,
 )
-from dcmdp_jax.rollout.vllm.client import VllmEngine
-from dcmdp_jax.rollout.vllm.probe import Probe
-from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
+from dcmdp_jax.rollout.sidecar.probe import Probe
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
+from dcmdp_jax.rollout.vllm.launch import check_installation, check_temperature
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np  # noqa: E402
 
-from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
-from dcmdp_jax.rollout.vllm.segments import attach  # noqa: E402
+from dcmdp_jax.rollout.sidecar import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.sidecar.shared_memory import attach  # noqa: E402
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.validation import unusable_completions
 from dcmdp_jax.types import Params, Rollout
 
 QWEN3 = ModelConfig(

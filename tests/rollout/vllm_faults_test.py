@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
-from dcmdp_jax.rollout.vllm import client, segments
-from dcmdp_jax.rollout.vllm.supervisor import Sidecar
+from dcmdp_jax.rollout.sidecar import shared_memory
+from dcmdp_jax.rollout.sidecar.process import Sidecar
+from dcmdp_jax.rollout.vllm import engine as vllm_engine
 from tests.rollout.vllm_tools import (
     STOP,
     left_behind,
@@ -150,7 +151,7 @@ _PARENT = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.rollout.vllm_tools import *
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.engine import SamplingParams
 from pathlib import Path
 config = small_model()
@@ -194,12 +195,12 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
     """Two copies of 64*64 + ... weights: the line says how much is needed and how much there is."""
     config = small_model()
     before = sidecars()
-    monkeypatch.setattr(client, "available_bytes", lambda: 1 << 16)
-    needed = 2 * client.WeightBridge(config, dtype="float32").num_bytes / 2**30
+    monkeypatch.setattr(vllm_engine, "available_bytes", lambda: 1 << 16)
+    needed = 2 * vllm_engine.WeightBridge(config, dtype="float32").num_bytes / 2**30
     with pytest.raises(MemoryError, match=rf"need {needed:.2f} GiB, 0\.00 GiB are free"):
         start(config)
     monkeypatch.undo()
-    monkeypatch.setattr(segments.os, "posix_fallocate", _no_room)
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", _no_room)
     with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB are not to be had"):
         start(config)
     assert sidecars() == before

@@ -1,4 +1,4 @@
-"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in vllm_server_test.py."""
+"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in vllm_http_client_test.py."""
 
 import contextlib
 import functools
@@ -20,10 +20,10 @@ import pytest
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm import server as vllm_server
+from dcmdp_jax.rollout.validation import unusable_completions
+from dcmdp_jax.rollout.vllm import http_client
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from tests.rollout.vllm_tools import shared_memory_of
@@ -467,7 +467,7 @@ def test_many_requests_keep_their_order(remote, reference):
 def test_a_server_that_dies_in_the_middle_of_a_call_is_one_line(remote, vllm, monkeypatch):
     """The last test with a server: it kills it."""
     engine = remote(retries=2)
-    monkeypatch.setattr(vllm_server, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(http_client, "_FIRST_PAUSE_S", 0.05)
     with pytest.raises(EngineError) as dead:
         engine.generate(
             _prompts() * 10, SamplingParams(8, 40), seed=0, step=0, on_finished=lambda rows, ids: vllm.kill()

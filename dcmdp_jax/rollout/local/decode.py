@@ -59,7 +59,7 @@ class Program:
         return choose_ops(self.platform)
 
 
-class Rows(NamedTuple):
+class RowState(NamedTuple):
     """State of each row of a batch for `decode`; the leading axis of every array is the row.
 
     Attributes:
@@ -200,7 +200,7 @@ class Decoded(NamedTuple):
             Entries after a row's stop token or the last step are undefined.
         logprobs: as `tokens`, float32 nats.
         steps: [] int32, steps taken.
-        sampled, done: [R], see `Rows`.
+        sampled, done: [R], see `RowState`.
     """
 
     tokens: jax.Array
@@ -220,7 +220,7 @@ _State = tuple[Cache, jax.Array, Decoded]
 def decode(
     weights: Params,
     cache: Cache,
-    rows: Rows,
+    rows: RowState,
     clock: jax.Array,
     steps: jax.Array,
     live_floor: jax.Array,
@@ -276,7 +276,7 @@ def decode(
 def _decode_local(
     weights: Params,
     cache: Cache,
-    rows: Rows,
+    rows: RowState,
     clock: jax.Array,
     steps: jax.Array,
     live_floor: jax.Array,

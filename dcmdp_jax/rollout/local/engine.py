@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
-from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
 from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.cache import FLOAT8
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
 from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, replicate, source_fingerprint
+from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.types import Params, Rollout
 
 logger = logging.getLogger(__name__)

@@ -206,7 +206,7 @@ class Scheduler:
         """Decode until rows should leave the batch; finished rows are removed from `places`."""
         completions, draw = self._completions, self._draw
         sampled = completions.sampled[places]
-        rows = programs.Rows(
+        rows = programs.RowState(
             keys=completions.keys[places],
             prompt_lengths=completions.prompt_lengths[places],
             last=completions.tokens[places, sampled - 1],

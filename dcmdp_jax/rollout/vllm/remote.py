@@ -11,11 +11,11 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.rollout.checks import checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
+from dcmdp_jax.rollout.validation import checked_sequences, scored_rows
+from dcmdp_jax.rollout.vllm.http_client import VllmHttpClient
+from dcmdp_jax.rollout.vllm.launch import check_temperature
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.rollout.vllm.server import VllmServer
-from dcmdp_jax.rollout.vllm.settings import check_temperature
 from dcmdp_jax.types import Params, Rollout
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RemoteEngine:
     at temperature 1 with top-p 1, and at temperature 0, where the protocol wants those of temperature 1. Anywhere else
     the engine measures, once, which it is. With a server that reports raw ones `Rollout.rollout_logprobs` is all NaN
     there, which says that they are not known: the tokens are right, and evaluation reads nothing else, but
-    `checks.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
+    `validation.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
     right one. A warning says so once.
     """
 
@@ -76,7 +76,7 @@ class RemoteEngine:
         self.config = config
         self.max_total_tokens = max_total_tokens
         self._policy_version = policy_version
-        self._server = VllmServer(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
+        self._server = VllmHttpClient(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
         if (context := self._server.max_model_len) < max_total_tokens:
             raise UserError(
                 f"max_total_tokens: got {max_total_tokens}, the server at {server} has max_model_len={context}; start "

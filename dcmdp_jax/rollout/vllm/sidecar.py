@@ -3,17 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; `wire.PROTOCOL` counts every change of this vocabulary:
-
-    start     engine arguments, manifest, segments        -> ready
-    push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
-    generate  prompts, seeds, sampling                    -> progress with what has ended ..., generated
-    score     rows                                        -> progress ..., scored
-    health                                                -> healthy
-    close                                                 -> closed, and the process ends
-
-`refused` answers a request that was not begun and leaves everything as it was; `failed` says why the process ends. This
-file and worker.py alone import torch or vllm; both run under the sidecar's own interpreter.
+the engine; the requests are those of `rollout/sidecar/__init__.py`. This file and worker.py alone import torch or vllm;
+both run under the sidecar's own interpreter.
 """
 
 from __future__ import annotations
@@ -57,7 +48,7 @@ _find_package()
 
 import numpy as np  # noqa: E402
 
-from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.sidecar import manifest, wire  # noqa: E402
 from dcmdp_jax.rollout.vllm.torch_builds import check_torch_builds  # noqa: E402
 
 
@@ -316,7 +307,7 @@ def main() -> None:
             raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
         host = EngineHost(header)
         _clear_names()
-        connection.send("ready", {"protocol": wire.PROTOCOL, "vllm": host.vllm_version, "pid": os.getpid()})
+        connection.send("ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()})
         _serve(connection, host)
         status = 0
     except wire.WireError as error:

@@ -17,8 +17,8 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from dcmdp_jax.rollout.vllm import manifest
-from dcmdp_jax.rollout.vllm.segments import attach
+from dcmdp_jax.rollout.sidecar import manifest
+from dcmdp_jax.rollout.sidecar.shared_memory import attach
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,4 +1,4 @@
-"""`RemoteEngine` and `VllmServer` against servers that are broken, and with settings that can't be."""
+"""`RemoteEngine` and `VllmHttpClient` against servers that are broken, and with settings that can't be."""
 
 import contextlib
 import http.server
@@ -14,7 +14,7 @@ import pytest
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
-from dcmdp_jax.rollout.vllm import server as vllm_server
+from dcmdp_jax.rollout.vllm import http_client
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from tests.waiting import HANGS_S
 
@@ -86,7 +86,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def broken(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr(vllm_server, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(http_client, "_FIRST_PAUSE_S", 0.01)
     with tempfile.TemporaryDirectory(prefix="broken") as directory, _OnSocket(f"{directory}/s") as server:
         yield server
         server.shutdown()

@@ -1,4 +1,4 @@
-"""Starts the sidecar, watches it, and starts it again when it breaks."""
+"""A sidecar process that runs an inference engine: start it, watch it, restart it when it breaks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.rollout.vllm import wire
-from dcmdp_jax.rollout.vllm.segments import Segment
+from dcmdp_jax.rollout.sidecar import wire
+from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SCRIPT = Path(__file__).with_name("sidecar.py")
 _LOG, _TEMPORARY = "sidecar.log", "tmp"
 _LAST_LINES = 20
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
@@ -43,22 +42,26 @@ class Launch:
     """How to start a sidecar.
 
     Attributes:
-        python: interpreter that has vLLM.
+        name: of the engine, in errors and logs.
+        python: interpreter that has the engine.
+        script: the program it runs, which answers the requests listed in `rollout/sidecar/__init__.py`.
         directory: its working directory: log, and temporary files while it runs. Exists.
-        engine: arguments of `vllm.LLM`.
+        engine: arguments of the engine.
         environment: variables set for it besides the trainer's own.
+        temporary_variables: variables set to its directory of temporary files, besides TMPDIR.
         start_timeout_s: from the start of the process to an engine that is ready.
         stall_timeout_s: without any sign of life during a request.
-        script: what the interpreter runs.
     """
 
+    name: str
     python: str
+    script: Path
     directory: Path
     engine: Mapping[str, Any]
     environment: Mapping[str, str]
+    temporary_variables: tuple[str, ...]
     start_timeout_s: float
     stall_timeout_s: float
-    script: Path = SCRIPT
 
 
 class Sidecar:
@@ -114,7 +117,8 @@ class Sidecar:
             # An interrupt too: nobody else knows of the process yet.
             self.kill()
             raise
-        logger.info("vLLM %s ready after %.1f s, process %d", ready.get("vllm"), time.monotonic() - began, self.pid)
+        version, seconds = ready.get("version"), time.monotonic() - began
+        logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
 
     @property
     def pid(self) -> int:
@@ -177,7 +181,9 @@ class Sidecar:
             reason = str(message.header.get("message"))
             self.kill()
             if starting:
-                raise EngineError(f"vLLM does not start: {reason}; its log is {self._launch.directory / _LOG}")
+                raise EngineError(
+                    f"{self._launch.name} does not start: {reason}; its log is {self._launch.directory / _LOG}"
+                )
             raise SidecarBroken(f"{op}: {reason}")
         if received != answer:
             raise self._broken(f"{op}: answered {received!r}, not {answer!r}")
@@ -244,14 +250,15 @@ class Sidecar:
 class Supervisor:
     """Keeps a sidecar running: what fails is asked again of a new one, up to a limit."""
 
-    def __init__(self, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
+    def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
         """Starts the first sidecar.
 
         Args:
+            name: of its engine, in errors and logs.
             start: starts a sidecar.
             max_restarts: failures in a row after which the run ends.
         """
-        self._start = start
+        self._name, self._start = name, start
         self._max_restarts = max_restarts
         self._sidecar: Sidecar | None = self._started()
         self._lock = threading.Lock()
@@ -260,7 +267,7 @@ class Supervisor:
         try:
             return self._start()
         except SidecarBroken as error:
-            raise EngineError(f"the vLLM sidecar does not start: {error}") from error
+            raise EngineError(f"the {self._name} sidecar does not start: {error}") from error
 
     def _restarted(self) -> Sidecar:
         try:
@@ -294,11 +301,11 @@ class Supervisor:
                         self._sidecar = None
                     if failures > self._max_restarts:
                         raise EngineError(
-                            f"the vLLM sidecar failed {failures} times in a row, at last: {error}"
+                            f"the {self._name} sidecar failed {failures} times in a row, at last: {error}"
                             + (f"; the end of its log:\n{lines}" if lines else "")
                         ) from error
                     pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
-                    logger.warning("vLLM sidecar: %s; restart %d in %.1f s", error, failures, pause)
+                    logger.warning("%s sidecar: %s; restart %d in %.1f s", self._name, error, failures, pause)
                     time.sleep(pause)
 
     def close(self) -> None:
@@ -312,7 +319,8 @@ class Supervisor:
 def _environment(launch: Launch) -> dict[str, str]:
     # Relative to its own working directory, so that sockets in it have short names however long that one is.
     temporary = f"/proc/self/cwd/{_TEMPORARY}"
-    return {**os.environ, **launch.environment, "TMPDIR": temporary, "VLLM_RPC_BASE_PATH": temporary}
+    named = dict.fromkeys(("TMPDIR", *launch.temporary_variables), temporary)
+    return {**os.environ, **launch.environment, **named}
 
 
 def _ending(code: int | None) -> str:

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dcmdp_jax.rollout.vllm.wire import Connection, WireError
+from dcmdp_jax.rollout.sidecar.wire import Connection, WireError
 from tests.waiting import HANGS_S
 
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32")

@@ -19,10 +19,10 @@ from dcmdp_jax.models.hf_weights import iterate_hf_tensors
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.rollout.vllm import segments
-from dcmdp_jax.rollout.vllm.bridge import WeightBridge
-from dcmdp_jax.rollout.vllm.manifest import Tensor, checksum, differing, parse
-from dcmdp_jax.rollout.vllm.segments import Segment, attach, available_bytes
+from dcmdp_jax.rollout.sidecar import shared_memory
+from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
+from dcmdp_jax.rollout.sidecar.manifest import Tensor, checksum, differing, parse
+from dcmdp_jax.rollout.sidecar.shared_memory import Segment, attach, available_bytes
 
 _BLOCK = 65536
 # vocabulary 400, hidden 48, MLP 80, 3 layers, 6 and 2 heads of 16: q is [96, 48], k and v [32, 48], o [48, 96].
@@ -490,7 +490,7 @@ def test_pages_that_were_only_read_are_free(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2900000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\nactive_file 0\ninactive_file 2500000\n")
-    monkeypatch.setattr(segments, "_CGROUP", tmp_path)
+    monkeypatch.setattr(shared_memory, "_CGROUP", tmp_path)
     assert available_bytes() == 2_600_000
 
 
@@ -512,7 +512,7 @@ def test_a_control_group_lowers_it(limit, used, expected, monkeypatch, tmp_path)
     for name, text in (("memory.max", limit), ("memory.current", used), ("memory.stat", "anon 5\ninactive_file 0\n")):
         if text is not None:
             (tmp_path / name).write_text(text)
-    monkeypatch.setattr(segments, "_CGROUP", tmp_path)
+    monkeypatch.setattr(shared_memory, "_CGROUP", tmp_path)
     if expected is not None:
         assert available_bytes() == expected
     else:

@@ -15,8 +15,8 @@ import numpy as np
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import HFTensor, hf_tensors
 from dcmdp_jax.models.quantize import quantize_kernel
-from dcmdp_jax.rollout.vllm.manifest import ALIGNMENT, Tensor, checksum
-from dcmdp_jax.rollout.vllm.segments import Segment
+from dcmdp_jax.rollout.sidecar.manifest import ALIGNMENT, Tensor, checksum
+from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 from dcmdp_jax.types import Params
 
 _THREADS = min(4, os.cpu_count() or 1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.vllm.supervisor import SidecarBroken
+from dcmdp_jax.rollout.sidecar.process import SidecarBroken
 
 
 def checked_progress(
@@ -25,7 +25,7 @@ def checked_progress(
     return rows.tolist(), np.split(tokens, np.cumsum(lengths)[:-1])
 
 
-def checked_answer(
+def checked_reply(
     arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Token ids and log-probs by completion, after everything about them that can be known was checked."""

@@ -13,19 +13,21 @@ import numpy as np
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
-from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
-from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.answers import checked_answer, checked_progress
-from dcmdp_jax.rollout.vllm.bridge import WeightBridge
-from dcmdp_jax.rollout.vllm.manifest import differing
-from dcmdp_jax.rollout.vllm.probe import Probe, default_tolerance, probe_ids
+from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
+from dcmdp_jax.rollout.sidecar.manifest import differing
+from dcmdp_jax.rollout.sidecar.probe import Probe, probe_ids
+from dcmdp_jax.rollout.sidecar.process import Launch, Sidecar, SidecarBroken, Supervisor
+from dcmdp_jax.rollout.sidecar.shared_memory import Segment, available_bytes
+from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.rollout.vllm import launch
+from dcmdp_jax.rollout.vllm.replies import checked_progress, checked_reply
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.rollout.vllm.segments import Segment, available_bytes
-from dcmdp_jax.rollout.vllm.supervisor import SCRIPT, Launch, Sidecar, SidecarBroken, Supervisor
 from dcmdp_jax.types import Array, Params, Rollout
 
 logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_name("sidecar.py")
 
 T = TypeVar("T")
 
@@ -91,8 +93,8 @@ class VllmEngine:
             MemoryError: if shared memory for two copies of the weights is not to be had, saying how much is.
             EngineError: if vLLM does not start.
         """
-        cpu = vllm_settings.check_installation(settings, precision)
-        vllm_settings.check_model(config)
+        cpu = launch.check_installation(settings, precision)
+        launch.check_model(config)
         self.config = config
         self.precision = precision
         self.max_total_tokens = max_total_tokens
@@ -104,25 +106,27 @@ class VllmEngine:
                 f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or rollout.compute_dtype"
             )
         directory = directory.resolve()
-        vllm_settings.write_model_config(
+        launch.write_model_config(
             config, directory, precision=precision, compute_dtype=compute_dtype, max_total_tokens=max_total_tokens
         )
-        launch = Launch(
-            python=vllm_settings.interpreter(settings.python),
+        how_to_start = Launch(
+            name="vLLM",
+            python=launch.interpreter(settings.python),
+            script=script,
             directory=directory,
-            engine=vllm_settings.engine_arguments(
+            engine=launch.engine_arguments(
                 config, settings, directory, precision=precision, compute_dtype=compute_dtype,
                 kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
                 available=available - 2 * size,
             ),
-            environment=vllm_settings.environment(settings, cpu=cpu),
+            environment=launch.environment(settings, cpu=cpu),
             start_timeout_s=settings.start_timeout_s,
+            temporary_variables=("VLLM_RPC_BASE_PATH",),
             stall_timeout_s=settings.stall_timeout_s,
-            script=script,
         )  # fmt: skip
         self._probe = probe
         self._probe_ids = probe_ids(config.vocab_size, max_total_tokens)
-        self._probe_tolerance = settings.probe_tolerance or default_tolerance(precision, kv_cache_dtype)
+        self._probe_tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
         self._publication: _Publication | None = None
         self._published = 0
         self._segments: tuple[Segment, ...] = ()
@@ -130,7 +134,9 @@ class VllmEngine:
             self._segments = tuple(Segment(f"dcmdp-weights-{index}", size) for index in range(2))
             listed = [list(tensor) for tensor in self._bridge.manifest]
             self._supervisor = Supervisor(
-                lambda: Sidecar(launch, listed, self._segments, size), max_restarts=settings.max_restarts
+                how_to_start.name,
+                lambda: Sidecar(how_to_start, listed, self._segments, size),
+                max_restarts=settings.max_restarts,
             )
         except BaseException:
             for segment in self._segments:
@@ -245,7 +251,7 @@ class VllmEngine:
         """
         if self._publication is None:
             raise EngineError("no weights: push_weights must come before generate")
-        vllm_settings.check_temperature(sampling.temperature)
+        launch.check_temperature(sampling.temperature)
         prompts = checked_sequences(
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
@@ -276,7 +282,7 @@ class VllmEngine:
         def sample(sidecar: Sidecar) -> Rollout:
             self._ensure(sidecar, publication)
             reply = sidecar.request("generate", header, arrays, answer="generated", on_progress=tell)
-            tokens, logprobs = checked_answer(reply.arrays, count, sampling, self.config.vocab_size)
+            tokens, logprobs = checked_reply(reply.arrays, count, sampling, self.config.vocab_size)
             if reply.header.get("policy_version") != publication.policy_version:
                 raise SidecarBroken(f"generate: sampled with version {reply.header.get('policy_version')}")
             return Rollout(
@@ -342,7 +348,7 @@ class VllmEngine:
         """The call's result; if it has a value that is not finite, that of a new sidecar, whatever it is.
 
         A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what
-        becomes of those is the trainer's to decide (`checks.unusable_completions`).
+        becomes of those is the trainer's to decide (`validation.unusable_completions`).
         """
         doubted = False
 

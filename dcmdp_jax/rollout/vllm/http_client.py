@@ -16,7 +16,7 @@ import httpx
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.rollout.vllm.settings import SUPPORTED
+from dcmdp_jax.rollout.vllm.launch import SUPPORTED
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-class VllmServer:
+class VllmHttpClient:
     """What a server said of itself, and requests to it.
 
     No connection is held between calls. A call must not be made from within a running asyncio event loop; an interrupt

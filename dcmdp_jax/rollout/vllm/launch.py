@@ -25,6 +25,10 @@ _PREFILL_TOKENS = 8192
 _LEAST_CACHE = 1 << 26
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
+# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
+# random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
+_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
+_PROBE_TOLERANCE_8_BIT = 4.0
 
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
 _OURS = {
@@ -283,6 +287,13 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
     return arguments | extra_arguments(settings.engine_args)
+
+
+def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
+    """Mean |log p_train - log p_engine| over the probe that an engine may have, nats."""
+    if kv_cache_dtype != "auto":
+        return _PROBE_TOLERANCE_8_BIT
+    return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
 
 
 def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
