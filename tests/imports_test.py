@@ -38,6 +38,7 @@ _MAY_IMPORT = {
         "dcmdp_jax.rewards.math", "dcmdp_jax.rewards.worker_pool", "dcmdp_jax.rewards.worker_process",
         "dcmdp_jax.tasks",
     },
+    "dcmdp_jax.theory": set(),
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {"dcmdp_jax.array_checksum", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "dcmdp_jax.rollout.vllm": {
@@ -61,7 +62,7 @@ _MAY_IMPORT = {
         "configs", "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text",
         "dcmdp_jax.evaluation", "dcmdp_jax.inputs", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
         "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
+        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.theory", "dcmdp_jax.training", "dcmdp_jax.types",
     },
 }  # fmt: skip
 
@@ -76,6 +77,7 @@ _LIBRARIES = {
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
     "jinja2": ("dcmdp_jax.observe.html_page",),
     "matplotlib": ("dcmdp_jax.observe",),
+    "scipy": ("dcmdp_jax.theory",),
     "tensorboardX": ("dcmdp_jax.observe",),
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
