@@ -64,6 +64,8 @@ _PAIRS = (
     (r"\$5 \text{ million}", r"\$5"), ("34 units", r"34\text{ sq. units}"), (r"8:34\text{ a.m.}", r"8:34\text{ p.m.}"),
     ("8:34", "4:17"), ("4 years", "4 months"), ("2 gallons", "2 quarts"), ("7 lb", "7 kg"), ("5 erg", "5 J"),
     (r"3 \text{ m/s}^2", r"3 \text{ m/s}"),
+    # a letter that the parser takes for a function
+    (r"m_p c^2(\gamma^2-2)", r"m_p c^2(\gamma^2-1)"), (r"(\gamma-3)c", r"(\gamma-1)c"),
     # bases
     ("2516_9", "2516_8"), ("1101_2", "1101_3"), (r"204_{\text{six}}", "204_5"), ("54", "204_5"), ("101010_2", "42"),
     ("0x2A", "42"), ("2516_8+1", "2516_8"), ("2516_8, 2516_9", "2516_8"), (r"2516_{10}", "2516_8"),
@@ -234,6 +236,7 @@ def _damaged(gold: str) -> Iterator[tuple[str, str]]:
         yield flipped, gold
     elif r"\tolerance" not in gold and body != "0":
         yield rf"{body}, 12345", gold
-        yield rf"{body} \text{{ million}}", gold
+        if not re.search(r"(?<![0-9.])0$", body):  # 0 million is 0
+            yield rf"{body} \text{{ million}}", gold
         yield rf"12345={body}", gold
         yield rf"{body}\text{{ or }}12345", gold
