@@ -19,12 +19,13 @@ _MAY_IMPORT = {
     "dcmdp_jax.types": set(),
     "dcmdp_jax.config_fields": {"dcmdp_jax.inputs"},
     "dcmdp_jax.config_saved": {"dcmdp_jax.inputs"},
+    "dcmdp_jax.config_algorithm": {"dcmdp_jax.algorithm", "dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
     "dcmdp_jax.config_rewards": {"dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
     "dcmdp_jax.config_rollout": {"dcmdp_jax.config_fields"},
     "dcmdp_jax.config_checks": {"dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.inputs"},
     "dcmdp_jax.config": {
-        "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.config_rewards", "dcmdp_jax.config_rollout",
-        "dcmdp_jax.config_saved", "dcmdp_jax.inputs",
+        "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.config_rewards",
+        "dcmdp_jax.config_rollout", "dcmdp_jax.config_saved", "dcmdp_jax.inputs",
     },
     "dcmdp_jax.config_text": {"dcmdp_jax.config", "dcmdp_jax.config_fields"},
     "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
@@ -38,7 +39,6 @@ _MAY_IMPORT = {
         "dcmdp_jax.rewards.math", "dcmdp_jax.rewards.worker_pool", "dcmdp_jax.rewards.worker_process",
         "dcmdp_jax.tasks",
     },
-    "dcmdp_jax.theory": set(),
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {"dcmdp_jax.array_checksum", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "dcmdp_jax.rollout.vllm": {
@@ -51,11 +51,12 @@ _MAY_IMPORT = {
     "dcmdp_jax.evaluation": {"dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.algorithm", "dcmdp_jax.array_checksum", "dcmdp_jax.atomic_write", "dcmdp_jax.config",
-        "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation", "dcmdp_jax.models",
-        "dcmdp_jax.observe", "dcmdp_jax.parallel", "dcmdp_jax.process_memory", "dcmdp_jax.rewards",
+        "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation",
+        "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel", "dcmdp_jax.process_memory", "dcmdp_jax.rewards",
         "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar",
         "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.types",
     },
+    "dcmdp_jax.theory": set(),
     "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "configs": {"dcmdp_jax.config"},
     "bin": {

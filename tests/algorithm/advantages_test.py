@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.advantages import group_advantages, penalized_advantages
+from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty, penalized_advantages
 
 ALL = np.ones(4, bool)
 
@@ -120,3 +120,19 @@ def test_bad_arguments_are_refused():
         group_advantages(np.ones(4), np.zeros(4, int), ALL, epsilon=-1)
     with pytest.raises(ValueError, match=r"ddof=3"):
         group_advantages(np.ones(4), np.zeros(4, int), ALL, ddof=3)
+
+
+def test_soft_overlong_punishment_by_hand():
+    # T_max 20, buffer 8: free up to 12 tokens, then 1/8 a token.
+    found = overlong_penalty(np.array([0, 12, 13, 16, 20]), max_completion_tokens=20, buffer=8, penalty=0.5)
+    np.testing.assert_allclose(found, [0, 0, 0.0625, 0.25, 0.5])
+    with pytest.raises(ValueError, match="buffer=0"):
+        overlong_penalty(np.array([1]), max_completion_tokens=20, buffer=0)
+
+
+def test_groups_without_a_signal():
+    rewards, groups = np.array([1.0, 1.0, 0.0, 1.0, 3.0, 2.0]), np.array([0, 0, 1, 1, 2, 2])
+    # The second member of group 2 is dropped: one valid member is no signal.
+    valid = np.array([True, True, True, True, True, False])
+    found = has_signal(rewards, groups, valid)
+    np.testing.assert_array_equal(found, [False, False, True, True, False, False])
