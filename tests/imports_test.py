@@ -32,6 +32,7 @@ _MAY_IMPORT = {
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models", "dcmdp_jax.parallel"},
     "dcmdp_jax.rollout.vllm": {"dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
+    "dcmdp_jax.mismatch": {"dcmdp_jax.inputs", "dcmdp_jax.algorithm"},
     "dcmdp_jax.observe": set(),
     "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
@@ -46,7 +47,7 @@ _MAY_IMPORT = {
         "dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.config_text", "dcmdp_jax.models",
         "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
-        "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",
+        "dcmdp_jax.evaluation", "dcmdp_jax.training", "dcmdp_jax.mismatch", "configs",
     },
 }  # fmt: skip
 
@@ -59,7 +60,7 @@ _LIBRARIES = {
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.tasks", "dcmdp_jax.rewards.plain_math_verify"),
-    "matplotlib": ("dcmdp_jax.observe",),
+    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.mismatch.figures"),
     "tensorboardX": ("dcmdp_jax.observe",),
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
