@@ -45,6 +45,7 @@ _MAY_IMPORT = {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",
     },
+    "dcmdp_jax.mismatch": {"dcmdp_jax.algorithm", "dcmdp_jax.inputs"},
     "dcmdp_jax.observe": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
     },
@@ -61,9 +62,10 @@ _MAY_IMPORT = {
     "configs": {"dcmdp_jax.config"},
     "bin": {
         "configs", "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text",
-        "dcmdp_jax.evaluation", "dcmdp_jax.inputs", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
-        "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.theory", "dcmdp_jax.training", "dcmdp_jax.types",
+        "dcmdp_jax.evaluation", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.observe",
+        "dcmdp_jax.parallel", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
+        "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.theory",
+        "dcmdp_jax.training", "dcmdp_jax.types",
     },
 }  # fmt: skip
 
@@ -76,9 +78,9 @@ _LIBRARIES = {
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
-    "jinja2": ("dcmdp_jax.observe.html_page",),
-    "matplotlib": ("dcmdp_jax.observe",),
+    "jinja2": ("dcmdp_jax.observe.html_page", "dcmdp_jax.mismatch.page"),
     "scipy": ("dcmdp_jax.theory",),
+    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.mismatch.figures"),
     "tensorboardX": ("dcmdp_jax.observe",),
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
