@@ -1,4 +1,4 @@
-"""Who may import whom: the design's table, compared with the source. An unused edge fails too."""
+"""The table of allowed imports, compared with the source. An unused edge fails too."""
 
 import ast
 from pathlib import Path

@@ -4,7 +4,7 @@ math-verify and sympy are imported on first use (about a second). Nothing here l
 
 Two expressions are the same function if they agree at points that an answer can't prepare for: their seed is a hash of
 both answers, and their sizes reach beyond every constant in them, on both sides of zero. What is not smooth (absolute
-values, floors, ...) is no matter of points: each such part must have its equal in the other expression.
+values, floors, ...) is not compared at points: each such part must have its equal in the other expression.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def same_value(left: str, right: str, factor: Any = 1) -> bool:
         return False  # the parser takes a cross product for a product
     if sorted(_OWN_MEANING.findall(left)) != sorted(_OWN_MEANING.findall(right)):
         return False  # the parser takes `n!!` for `(n!)!` and an inverse function for a reciprocal
-    left, right = _apart(_with_named_parts(left), _with_named_parts(right))
+    left, right = _with_distinct_case(_with_named_parts(left), _with_named_parts(right))
     if not (_is_readable(left) and _is_readable(right)):
         return False
     if sorted(_ABBREVIATION.findall(left)) != sorted(_ABBREVIATION.findall(right)):  # `SRMC` is a name, no product
@@ -107,7 +107,7 @@ def within(left: str, right: str, tolerance: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> list[Any]:
-    """What math-verify's parser makes of an answer: sympy objects, none where it can't read it."""
+    """Parse an answer with math-verify: sympy objects, an empty list where it can't be parsed."""
     read, _ = _math_verify()
     text = _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
     if _PERIODIC.search(text):
@@ -117,7 +117,7 @@ def parse(text: str) -> list[Any]:
     text = _PRODUCT.sub(lambda m: rf"{m[1]} \cdot (" if m[1] else rf"{m[2]} \cdot ", text)
     # latex2sympy2-extended 1.11 reads E as Euler's number, which takes no index, and no command as an index.
     text = _EULER_LOOKALIKE.sub(r"\\Xi ", _NAMED_INDEX.sub(lambda m: f"_{{{m[1] or m[2]}}}", text))
-    # What it can't read it returns as text, stripped of what it takes for ornament: no ground for a reward.
+    # What the parser can't read it returns as cleaned text, which proves nothing.
     return [value for value in read(f"${text}$", raise_on_error=True) if not isinstance(value, str)]
 
 
@@ -136,10 +136,10 @@ def _with_named_parts(text: str) -> str:
     return _PRIMED.sub(lambda m: f"{{{m[1]}_{{{'p' * len(m[3])}{m[2] or ''}}}}}", text)
 
 
-def _apart(left: str, right: str) -> tuple[str, str]:
-    r"""Renames `R` where the two answers also hold an `r`, `\Delta` beside `\delta`: the parser folds their case.
+def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
+    r"""Rename `R` where the two answers also hold an `r`, `\Delta` beside `\delta`: the parser folds case.
 
-    Except for `C`, which is a constant of integration in either case.
+    `C` is kept: it is a constant of integration in either case.
     """
     names = set(_LETTER_OR_COMMAND.findall(left + right))
     lower = {name.lower() for name in names if name != name.lower()} & names
@@ -150,7 +150,7 @@ def _apart(left: str, right: str) -> tuple[str, str]:
     letters = {name for name in names if len(name) == 1}
     free = [letter for letter in "abghjklmnpqrstuvwxyz" if not {letter, letter.upper()} & letters]
     if len(free) < len(both):
-        raise ValueError(f"too many letters to tell apart: {left!r}, {right!r}")
+        raise ValueError(f"too many letters to distinguish: {left!r}, {right!r}")
     new_names = dict(zip(both, free, strict=False))
     rename = functools.partial(
         _LETTER_OR_COMMAND.sub, lambda match: f"{{{new_names[match[0]]}}}" if match[0] in new_names else match[0]
@@ -207,9 +207,9 @@ def _plain_symbols(value: Any) -> Any:
 def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None = None) -> bool | None:
     """Whether two expressions are one function; None where values can't tell.
 
-    They can't where there are no finite values (unknown functions, infinity) and where a part that is not smooth has no
-    equal on the other side. Where a root or logarithm is taken of what is not positive, roots may differ: answers of
-    physics take every quantity for positive.
+    They can't where there are no finite values (unknown functions, infinity), or where a part that is not smooth has no
+    equal on the other side. Roots and logarithms of values that are not positive may differ: physics assumes positive
+    quantities.
     """
     left, right = _plain_symbols(left), _plain_symbols(right)
     exact = _is_exact(left, right) if exact is None else exact
@@ -218,7 +218,7 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     decades = _decades(left, right)
     if decades > _MAX_DECADES:
         return bool(left == right)
-    # A constant however small beside the others must show.
+    # Enough digits to see the smallest constant beside the largest.
     digits = _DIGITS + 2 * decades
     agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
     if not symbols:
@@ -290,7 +290,7 @@ def _tolerance(digits: int, exact: bool) -> Any:
 
 
 def _has_one_branch(left: Any, right: Any, point: dict[Any, Any]) -> bool:
-    """Whether no root at this point is of what is not positive, and logarithms of it are on both sides."""
+    """Whether every root at this point is of a positive value, and both sides have logarithms of the others."""
     from sympy import Pow, log
 
     values = []
@@ -335,7 +335,7 @@ def _points(
 
 
 def _decades(left: Any, right: Any) -> int:
-    """How many powers of ten the constants of two expressions span together, and some more."""
+    """Number of powers of ten that the constants of two expressions span together, with a margin."""
     from sympy import log
 
     decades = 2.0
