@@ -150,7 +150,7 @@ _GOLDS = (
 )
 
 
-def test_nothing_a_model_writes_raises() -> None:
+def test_no_completion_raises() -> None:
     for index, completion in enumerate(_fuzzed(3_000, 1, list(_BASES))):
         _grade(completion, _GOLDS[index % len(_GOLDS)])
         answer_defect(completion)
