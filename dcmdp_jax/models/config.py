@@ -1,4 +1,4 @@
-"""What a Qwen2 or Qwen3 dense checkpoint says of itself, read from its Hugging Face config.json."""
+"""Shape of a dense Qwen2 or Qwen3 model, read from its Hugging Face config.json."""
 
 from __future__ import annotations
 

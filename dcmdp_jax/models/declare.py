@@ -30,7 +30,7 @@ class Stack(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What is known of a parameter.
+    """Declaration of a parameter.
 
     Attributes:
         path: keys into the nested dict of parameters.

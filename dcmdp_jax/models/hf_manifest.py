@@ -32,7 +32,7 @@ _EXPONENTS = {2: np.uint16(0x7F80), 4: np.uint32(0x7F800000)}
 
 
 class Manifest(NamedTuple):
-    """What the safetensors files of a directory hold, found to fit a config.
+    """Tensors in the safetensors files of a directory, checked against a config.
 
     Attributes:
         files: tensor name -> the file that holds it.
@@ -189,7 +189,7 @@ def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]
 
 
 def _hint(name: str, *, wanted: bool) -> str:
-    """Which field of config.json decides whether a tensor is there."""
+    """The field of config.json that decides whether a tensor exists."""
     if name == HF_OUTPUT:
         return f"; or set tie_word_embeddings to {'true' if wanted else 'false'} in config.json"
     if name.endswith(".bias"):

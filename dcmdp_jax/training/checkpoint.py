@@ -65,7 +65,7 @@ def _learner(state: TrainState) -> dict[str, Any]:
 
 
 class Score(NamedTuple):
-    """What the best checkpoints are chosen by: higher is better, among scores of one name."""
+    """A score that selects the best checkpoints: higher is better, among scores of one name."""
 
     name: str
     value: float
@@ -293,7 +293,7 @@ def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
 
 
 def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[ModelConfig, int, Path]:
-    """What a checkpoint says of its model, no array read.
+    """A checkpoint's description of its model; reads no array.
 
     Args:
         run_dir: a run directory, its `checkpoints`, or one step's directory inside it.

@@ -1,4 +1,4 @@
-"""What happens to the sidecar, and what must not come of it: killed, stopped, orphaned, out of disk, refused."""
+"""Faults of the sidecar and their consequences: killed, stopped, orphaned, out of disk, refused."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
         start(config)
     monkeypatch.undo()
     monkeypatch.setattr(segments.os, "posix_fallocate", _no_room)
-    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB are not to be had"):
+    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"):
         start(config)
     assert sidecars() == before
 

@@ -53,7 +53,7 @@ def _params(seed=1):
 
 @functools.cache
 def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
-    """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
+    """Functions that make a state, a step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
@@ -364,7 +364,7 @@ def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
 
 
 def _exchanges(program, loops=0):
-    """How many loops stand around each exchange between devices."""
+    """Number of loops around each exchange between devices."""
     for equation in program.eqns:
         if equation.primitive.name in ("psum", "pmax", "pmin", "all_gather"):
             yield loops

@@ -18,7 +18,7 @@ from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
-from dcmdp_jax.models.quantize import QuantizedKernel, widen
+from dcmdp_jax.models.quantize import QuantizedKernel, dequantize
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
 from dcmdp_jax.types import Params
@@ -59,7 +59,7 @@ class Program:
         return choose_ops(self.platform)
 
 
-class Rows(NamedTuple):
+class RowState(NamedTuple):
     """State of each row of a batch for `decode`; the leading axis of every array is the row.
 
     Attributes:
@@ -146,7 +146,7 @@ def _prefill_local(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array]:
     """Run `prefill` on one device, with its share of the prompts."""
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         hidden, stored = _forward_rows(weights, *part, program)
@@ -186,7 +186,7 @@ def first_tokens(
     Returns:
         [R] int32 tokens and [R] float32 log-probs.
     """
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
     words = token_words(keys, jnp.zeros(row_prompts.shape, jnp.int32))
     return choose_tokens(_logits(weights, rows), words, inverse_temperature, top_p, mode)
@@ -200,7 +200,7 @@ class Decoded(NamedTuple):
             Entries after a row's stop token or the last step are undefined.
         logprobs: as `tokens`, float32 nats.
         steps: [] int32, steps taken.
-        sampled, done: [R], see `Rows`.
+        sampled, done: [R], see `RowState`.
     """
 
     tokens: jax.Array
@@ -220,7 +220,7 @@ _State = tuple[Cache, jax.Array, Decoded]
 def decode(
     weights: Params,
     cache: Cache,
-    rows: Rows,
+    rows: RowState,
     clock: jax.Array,
     steps: jax.Array,
     live_floor: jax.Array,
@@ -276,7 +276,7 @@ def decode(
 def _decode_local(
     weights: Params,
     cache: Cache,
-    rows: Rows,
+    rows: RowState,
     clock: jax.Array,
     steps: jax.Array,
     live_floor: jax.Array,
@@ -291,7 +291,7 @@ def _decode_local(
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
-    weights = widen(weights, dtype)
+    weights = dequantize(weights, dtype)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
@@ -405,7 +405,7 @@ def score(
     Returns:
         [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
     """
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
     hidden, _ = _forward_rows(weights, tokens, lengths, program)
     targets = tokens[:, 1:].reshape(-1)
     previous = hidden[:, :-1].reshape(targets.size, -1)

@@ -1,4 +1,4 @@
-"""The fixed sequences on which an engine's log-probs are held against the trainer's own after each push."""
+"""The fixed sequences on which an engine's log-probs are compared with the trainer's after each push."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _PLAIN: dict[str, Any] = {
 
 
 class VllmServer:
-    """What a server said of itself, and requests to it.
+    """A server's description of itself, and requests to it.
 
     No connection is held between calls. A call must not be made from within a running asyncio event loop; an interrupt
     cancels what is in flight, on the server too.
@@ -66,7 +66,7 @@ class VllmServer:
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
         self._timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
-        # Reading the certificates takes 40 ms, which a client of its own would do anew for each call.
+        # Reading the certificates takes 40 ms, which a new client would do for each call.
         self._tls = httpx.create_ssl_context()
         self.model, self.max_model_len = asyncio.run(self._inspect())
 
