@@ -1,4 +1,4 @@
-"""What is measured; each module is a command."""
+"""Measurements of speed and memory; each module is a command."""
 
 import sys
 

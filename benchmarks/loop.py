@@ -1,4 +1,4 @@
-"""What of a training step is not model time: the loop of bin/train.py, phase by phase.
+"""Time of a training step outside the model: the loop of bin/train.py, phase by phase.
 
     python -m benchmarks.loop --size 9M --steps 24
 

@@ -62,7 +62,7 @@ def batch_of(sampled: Rollout, plan: PackingPlan, config: ModelConfig) -> tuple[
 
 
 def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
-    """How a step on 16 x 8 completions of 64 tokens computes, and its shapes: a group's prompt once, no padding."""
+    """Settings and shapes of a step on 16 x 8 completions of 64 tokens: a group's prompt once, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,

@@ -65,7 +65,7 @@ _MOST_ROWS = 65536
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is to be evaluated, found and checked, its weights not read yet.
+    """A model to evaluate, found and checked; its weights are not read yet.
 
     Attributes:
         name: for people.
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         type=whole(1, _MOST_ROWS),
         default=256,
         metavar="N",
-        help="decoded side by side (default: %(default)s)",
+        help="completions decoded at a time (default: %(default)s)",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")

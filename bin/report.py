@@ -18,7 +18,7 @@ def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
     parser = Parser(
         prog="python -m bin.report",
-        description="Plots (PNG) and a self-contained HTML page of one run, or of several laid over each other.",
+        description="Plots (PNG) and a self-contained HTML page of one run, or of several, overlaid.",
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by bin.train")
     parser.add_argument(

@@ -45,7 +45,7 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which model, in which precision, computed how."""
+    """The model, its precision and its kernels."""
 
     path: str = setting(
         "", "Hugging Face directory (config.json, safetensors). Empty: a fresh model of `architecture`."
@@ -68,7 +68,7 @@ class ModelSettings:
     )  # fmt: skip
     scan_unroll: int = setting(
         1, "Layers in one iteration of the scan over layers. 1 compiles fastest, all of them run fastest on a CPU.",
-        unit="layers", minimum=1, limit=(1024, "a model has at most so many layers"), free=True,
+        unit="layers", minimum=1, limit=(1024, "a model has at most this many layers"), free=True,
     )  # fmt: skip
     attention: str = setting(
         "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16, else xla.",
@@ -151,7 +151,7 @@ class TrainingSettings:
         limit=(INT32_MAX, "seeds are int32"),
     )
     max_skipped_in_row: int = setting(
-        8, "Updates with a gradient that is not finite are skipped; so many in a row stop the run.", unit="updates",
+        8, "Updates with a gradient that is not finite are skipped; this many in a row stop the run.", unit="updates",
         source="ours", minimum=1, free=True,
     )  # fmt: skip
 
@@ -235,7 +235,7 @@ class EvaluationSettings:
         limit=HIGHEST_TEMPERATURE,
         free=True,
     )  # fmt: skip
-    max_problems: int = setting(0, "Only the first so many problems. 0: all.", unit="problems", minimum=0, free=True)
+    max_problems: int = setting(0, "Maximum number of problems. 0: all.", unit="problems", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +252,7 @@ class CheckpointSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings:
-    """What is recorded beside the metrics."""
+    """Records beside the metrics."""
 
     samples_every_steps: int = setting(
         10, "Steps between sample completions in samples.jsonl.", unit="steps", minimum=1, free=True
@@ -349,7 +349,7 @@ def unknown_setting(name: str) -> UserError:
 
 
 def to_saved(config: Config) -> dict[str, Any]:
-    """What a run directory's config.json holds."""
+    """Content of a run directory's config.json."""
     return {"config_version": VERSION, **to_dict(config)}
 
 

@@ -1,4 +1,4 @@
-"""What a command's process loads and keeps. Imports nothing large, so that it can come before everything else."""
+"""Memory of a command's process: unneeded libraries, freed heap. Imports nothing large, so it can come first."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ _PAGES_OF_1_GIB = Path("/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepage
 
 
 def hide_torch(package: str) -> None:
-    """Has a command do without PyTorch: to whoever imports it there, it is not installed.
+    """Make PyTorch look not installed in a command's process.
 
-    transformers loads it where it is installed, as it is beside vLLM, though its tokenizers need none: 330 MiB and two
-    seconds of each start. A library that is imported hides nothing from its process.
+    transformers imports it wherever it is installed, though its tokenizers do not need it: 330 MiB and two seconds per
+    start. A process that only imports the package is left unchanged.
 
     Args:
-        package: the package of commands that asks.
+        package: the calling package of commands.
     """
     if _is_command(package, sys.orig_argv):
         sys.modules.setdefault("torch", None)
 
 
 def keep_freed_memory(package: str) -> None:
-    """Has glibc keep memory that is freed, whatever its size and whichever thread had it, in commands on the CPU.
+    """Make glibc keep freed memory in the process, in commands on the CPU.
 
-    Changes nothing elsewhere: without glibc, where JAX computes on an accelerator (the host would keep what it needed
-    once to load a model), and in a process that only imports the package.
+    Does nothing without glibc, where JAX uses an accelerator (the host would keep the memory that loading a model
+    takes), and in a process that only imports the package.
 
-    XLA's CPU backend allocates a program's results and temporary memory anew at each call. glibc takes blocks of that
-    size from the kernel and gives them back, and the kernel clears each page when it is first touched: a third of a
-    training step, and four fifths of an addition.
+    XLA's CPU backend allocates a program's results and temporary memory at each call. glibc takes blocks of that size
+    from the kernel and returns them, and the kernel clears each page at its first use: a third of a training step, and
+    four fifths of an addition.
 
-    How large a block a thread's own heap may hold, glibc reads only when a process starts: a command that was started
-    as `python -m package.name` starts once more, in place, with `GLIBC_TUNABLES` set. Nothing is started again where
-    that is set already.
+    glibc reads the size limit of a thread's heap only at process start: a command that was started as
+    `python -m package.name` restarts once, in place, with `GLIBC_TUNABLES` set. If that is set already, nothing is
+    restarted.
 
     Args:
-        package: the package of commands that asks, before it has imported anything else.
+        package: the calling package of commands, before it has imported anything else.
     """
     if platform.libc_ver()[0] != "glibc" or not _is_command(package, sys.orig_argv) or not _jax_takes_cpu():
         return
     wanted = _tunables()
     if os.environ.get(_TUNABLES) == wanted:
-        # Read by now, and not meant for other processes that this one starts.
+        # glibc has read it; child processes must not inherit it.
         del os.environ[_TUNABLES]
     elif _TUNABLES not in os.environ:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _TUNABLES: wanted})
@@ -60,18 +60,17 @@ def keep_freed_memory(package: str) -> None:
 
 
 def release_freed_memory() -> None:
-    """Gives memory that is free now back to the kernel, all threads' of it; for after what happens once.
+    """Return freed memory of all threads to the kernel, after a large one-time use.
 
-    A checkpoint that was read leaves its copies on the way to the devices: several times the model, which
-    `keep_freed_memory` would have the process keep, and heaps of other threads could not use. Elsewhere than with glibc
-    does nothing.
+    Reading a checkpoint leaves several times the model's size in freed copies, which `keep_freed_memory` would keep and
+    the heaps of other threads could not use. Does nothing without glibc.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _jax_takes_cpu() -> bool:
-    """Whether JAX will compute on the CPU, told without importing it: it is told to, or has no other backend."""
+    """Whether JAX will use the CPU: `JAX_PLATFORMS` says so, or no other backend is installed. Does not import JAX."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms.split(",")[0] == "cpu"
     # JAX finds GPU backends in the namespace package jax_plugins; TPUs need libtpu.
@@ -79,8 +78,11 @@ def _jax_takes_cpu() -> bool:
 
 
 def _tunables() -> str:
-    """What lets a thread's heap grow to 4 GiB instead of 64 MiB: pages of 1 GiB, where Linux knows of them and has
-    none, so that ordinary ones are taken. Else pages of 2 MiB, a tenth of the time to clear, for what is larger."""
+    """Value of GLIBC_TUNABLES that lets a thread's heap grow to 4 GiB instead of 64 MiB.
+
+    It asks for pages of 1 GiB where Linux supports them and has none, so ordinary pages are used. Elsewhere it asks for
+    pages of 2 MiB, which are cleared in a tenth of the time.
+    """
     try:
         none = int(_PAGES_OF_1_GIB.read_text()) == 0
     except (OSError, ValueError):
@@ -89,6 +91,6 @@ def _tunables() -> str:
 
 
 def _is_command(package: str, arguments: list[str]) -> bool:
-    """Whether the process is `python -m package.something`: what stands after the first -m is what runs."""
+    """Whether the process is `python -m package.something`; the first -m decides."""
     place = arguments.index("-m") + 1 if "-m" in arguments else 0
     return arguments[place].split(".")[0] == package

@@ -18,7 +18,7 @@ Params = dict[str, Any]
 
 
 class DualState(NamedTuple):
-    """What the dual ascent remembers between steps.
+    """State of the dual ascent between steps.
 
     Attributes:
         multiplier: [] float32, lambda, in advantage units per unit of discrepancy.
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What an engine returns: N = prompts * G completions, ragged, completion `p * G + j` answers prompt p.
+    """Result of an engine: N = prompts * G completions, ragged, completion `p * G + j` answers prompt p.
 
     Attributes:
         prompt_ids: per completion, [P_i] int32.

@@ -1,4 +1,4 @@
-"""Who may import whom: the design's table, compared with the source. An unused edge fails too."""
+"""The table of allowed imports, compared with the source. An unused edge fails too."""
 
 import ast
 from pathlib import Path
@@ -144,7 +144,7 @@ def _reached(module):
     return seen
 
 
-def test_the_walk_sees_what_there_is():
+def test_the_walk_finds_every_kind_of_import():
     """The test's own eyes: were it blind, everything below would pass."""
     assert "dcmdp_jax.algorithm.masked" in set(_imports(_SOURCES["dcmdp_jax.algorithm.losses"]))
     assert "dcmdp_jax.models.decoder" in set(_imports(_SOURCES["dcmdp_jax.training.step"]))  # from ... import decoder
@@ -220,7 +220,7 @@ def test_the_sidecar_runs_where_there_is_no_jax(module):
 @pytest.mark.parametrize(
     "module", ["dcmdp_jax.rollout.engine", "dcmdp_jax.rollout.packing", "dcmdp_jax.rollout.validation"]
 )
-def test_what_moves_numpy_arrays_knows_no_model(module):
+def test_numpy_modules_import_no_model(module):
     ours = {name for name in _reached(module) if name.startswith("dcmdp_jax.")}
     assert ours <= {"dcmdp_jax.errors", "dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.rollout.engine", module}
 

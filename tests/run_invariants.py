@@ -1,4 +1,4 @@
-"""What must hold of the record of every run, whatever it trained."""
+"""Invariants of the record of any run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ROUNDING = 1e-5
 
 
 def contradictions(run_dir: str | Path) -> list[str]:
-    """What a run's metrics say that can't be true, one line each; nothing for a sound record.
+    """Violated invariants of a run's metrics, one line each; empty for a sound record.
 
     Args:
         run_dir: a run directory with metrics.jsonl and config.json.

@@ -324,7 +324,7 @@ def reference_kl(
             vanishes beyond the clamp.
         ref_logprobs: same shape, nats, frozen reference.
         estimator: "k1", "k2" or "k3".
-        completion_mask: same shape, bool: tokens outside cost 0 and are not looked at. None: all count.
+        completion_mask: same shape, bool: tokens outside cost 0 and are ignored. None: all count.
 
     Returns:
         Same shape, float32, finite for every input but NaN: k3 is at most e^20 - 21 = 4.85e8.

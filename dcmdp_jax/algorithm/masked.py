@@ -46,7 +46,7 @@ def weighted_sum(values: Array, weights: Array) -> Mean:
 
     Args:
         values: any shape, float.
-        weights: same shape, non-negative float. A value of weight 0 is not looked at, NaN or not.
+        weights: same shape, non-negative float. A value of weight 0 is ignored, NaN or not.
 
     Returns:
         (sum of weights * values, sum of weights).
@@ -287,7 +287,7 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
     Args:
         rewards: [N] float. A NaN under `valid` makes its group's mean and std NaN.
         group_ids: [N] int in 0 .. N-1.
-        valid: [N] bool; false: padding or dropped, not looked at.
+        valid: [N] bool; false: padding or dropped, ignored.
         ddof: 0 divides by n, 1 by n - 1.
 
     Returns:

@@ -44,7 +44,7 @@ class Fused(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What is known of a parameter.
+    """Declaration of a parameter.
 
     Attributes:
         path: keys into the nested dict of parameters.

@@ -38,7 +38,7 @@ Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How the forward pass runs; none of it changes what is computed beyond rounding.
+    """Execution of the forward pass; nothing here changes its result beyond rounding.
 
     Attributes:
         dtype: "float32" or "bfloat16", of activations and products.

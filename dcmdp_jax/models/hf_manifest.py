@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What the safetensors files of a directory hold, found to fit a config.
+    """Tensors in the safetensors files of a directory, checked against a config.
 
     Attributes:
         tensors: name of each tensor of the model -> where it is.
@@ -230,7 +230,7 @@ def _dimensions(places: dict[str, HFTensor], name: str) -> str:
 
 
 def _hint(name: str, *, wanted: bool) -> str:
-    """Which field of config.json decides whether a tensor is there."""
+    """The field of config.json that decides whether a tensor exists."""
     if name == HF_OUTPUT:
         return f"; or set tie_word_embeddings to {'true' if wanted else 'false'} in config.json"
     if name.endswith(".bias"):

@@ -176,7 +176,7 @@ def save_params(
         directory: created; parents too.
         dtype: "float32" or "bfloat16" of the tensors.
         tokenizer_dir: where the tokenizer comes from; None writes none.
-        max_shard_bytes: a file holds at most so many bytes of tensors, or one tensor that is larger.
+        max_shard_bytes: maximum bytes of tensors per file; a single larger tensor has its own file.
         overwrite: replace a directory that is not empty.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What follows from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
+"""Tables derived from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
 
 from __future__ import annotations
 

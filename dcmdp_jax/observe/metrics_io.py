@@ -8,7 +8,7 @@ A run directory holds
     tensorboard/    the same scalars ("@" of a name becomes "_": TensorBoard allows no such character)
 
 `step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the initial policy.
-Numbers that are not finite are written as `dcmdp_jax.observe.jsonl` says.
+`dcmdp_jax.observe.jsonl` defines how numbers that are not finite are written.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class MetricsWriter:
     In a run of several hosts only process 0 makes a writer.
 
     Resuming: lines of steps after `resume_step` are dropped atomically and a line torn by a kill is repaired, in both
-    files, so a resumed run records each step once. For that write a step before its checkpoint is saved; otherwise a
-    kill between the two loses the step's line.
+    files, so a resumed run records each step once. Write a step before its checkpoint is saved; otherwise a kill
+    between the two loses the step's line.
 
     Args:
         run_dir: made if absent.
         wandb_project: Weights & Biases project to mirror the scalars to; None for no W&B.
-        resume_step: the last finished step of the checkpoint the run continues from. None begins a new run;
-            lines that an attempt without a checkpoint left are then moved aside to `metrics.jsonl.previous`.
+        resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
+            lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
         ValueError: if `resume_step` is negative.
-        UserError: if the run directory can't be written, or W&B is asked for and not installed or does not start.
+        UserError: if the run directory can't be written, or W&B is requested and is not installed or does not start.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class MetricsWriter:
 
         Args:
             step: finished training steps; not below that of the call before.
-            metrics: name to scalar: a number or an array of shape []. One on a device is waited for.
+            metrics: name to scalar: a number or an array of shape []. Waits for arrays on a device.
 
         Raises:
             ValueError: if the step goes backwards, a value is no scalar, a metric is named "step", or the writer
@@ -123,7 +123,7 @@ class MetricsWriter:
         if step < self._step:
             raise ValueError(f"metrics of step {step} came after those of step {self._step}")
         self._step = step
-        # An explicit device_get is what a transfer guard lets through. A list keeps the order of the names; a dict
+        # A transfer guard allows an explicit device_get. A list keeps the order of the names; a dict
         # would come back sorted.
         host = jax.device_get(list(metrics.values()))
         values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
@@ -146,7 +146,7 @@ class MetricsWriter:
             records: host data: "prompt", "completion", "answer", "reward", "rewards", "discrepancy_mean".
 
         Raises:
-            ValueError: if a record holds something JSON has no form for, or the writer is closed.
+            ValueError: if JSON can't represent a value of a record, or the writer is closed.
         """
         if self._closed:
             raise ValueError(f"samples of step {step} came after close()")
@@ -187,7 +187,7 @@ class MetricsWriter:
 
 
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
-    """Whether a metric of `step` whose name begins with `prefix` is on disk."""
+    """Whether a metric of `step` whose name starts with `prefix` is on disk."""
     records = jsonl.read(Path(run_dir) / METRICS_FILE)
     return any(record.get("step") == step and any(name.startswith(prefix) for name in record) for record in records)
 
@@ -230,7 +230,7 @@ def _series(points: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
 def _is_scalar(value: object) -> bool:
     if not isinstance(value, np.generic | np.ndarray | jax.Array):
         return isinstance(value, int | float)
-    # The dtype is asked of jax: to numpy, bfloat16 is no number.
+    # jax decides: to numpy, bfloat16 is not a number.
     return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
@@ -240,11 +240,11 @@ def _prepare(path: Path, resume_step: int | None) -> None:
     elif path.exists() and path.stat().st_size:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)
-        _LOG.warning("a new run begins in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
+        _LOG.warning("a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
 
 
 def require_wandb(project: str) -> None:
-    """Raises ValueError if Weights & Biases is not installed."""
+    """Raise UserError if Weights & Biases is not installed."""
     try:
         import wandb  # noqa: F401 - only whether it can be imported
     except ImportError:

@@ -1,4 +1,4 @@
-"""The device mesh: how many devices along each axis, in one place."""
+"""The device mesh: the number of devices along each axis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_REPLICATED_PARAMS = 1 << 25
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes data, fsdp and tensor, all of type Auto.
 
-    "data" splits rows and repeats parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary. The
-    library lays the axes over the devices so that the last ones are nearest to each other.
+    "data" splits rows and replicates parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary. JAX
+    places the devices of the last axes nearest to each other.
 
     Args:
-        data, fsdp, tensor: devices along the axis; one of them may be -1, which means all that are left.
-        devices: those to use; None uses all of the backend, of every host.
+        data, fsdp, tensor: devices along the axis; one of them may be -1: all that are left.
+        devices: the devices to use; None for all of the backend, on every host.
 
     Raises:
         ValueError: naming the settings, when a size is neither positive nor -1, more than one is -1, or the sizes
@@ -32,22 +32,22 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
         raise UserError(
             f"config.mesh.{bad[0]}: got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over"
         )
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise UserError(f"config.mesh ({said}): only one axis may be -1")
+        raise UserError(f"config.mesh ({given}): only one axis may be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if len(devices) % fixed:
-            raise UserError(f"config.mesh ({said}): {fixed} does not divide the {len(devices)} devices")
+            raise UserError(f"config.mesh ({given}): {fixed} does not divide the {len(devices)} devices")
         sizes[open_axes[0]] = len(devices) // fixed
     elif fixed != len(devices):
         raise UserError(
-            f"config.mesh ({said}): needs {fixed} devices, there are {len(devices)}; set one axis to -1 to fit"
+            f"config.mesh ({given}): needs {fixed} devices, there are {len(devices)}; set one axis to -1 to fit"
         )
     shape = tuple(sizes[name] for name in AXES)
     # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding rule.
@@ -55,7 +55,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
 
 
 def one_device_mesh() -> Mesh:
-    """The first local device alone, for what is small enough for it."""
+    """A mesh of the first local device, for small models."""
     return jax.make_mesh(
         (1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.local_devices()[:1]
     )

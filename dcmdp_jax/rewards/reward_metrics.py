@@ -8,11 +8,11 @@ from dcmdp_jax.rewards.scoring import Scores
 
 
 def reward_metrics(scores: Scores) -> dict[str, float]:
-    """Metrics of a batch, by the names of observe/metric_names.py.
+    """Metrics of a batch, named as in observe/metric_names.py.
 
-    `reward/NAME/mean` and `/std` of each reward, over the completions that it gave a value; a reward that gave no value
-    at all has neither. `reward/NAME/failed` of each function. `reward/source/SOURCE/mean` and `/std` of the totals,
-    where the scores tell sources apart.
+    `reward/NAME/mean` and `/std` of each reward, over the completions that have a value of it; absent if none has.
+    `reward/NAME/failed` of each function. `reward/source/SOURCE/mean` and `/std` of the totals, if the scores name
+    sources.
     """
     metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
     for name, values in scores.values.items():

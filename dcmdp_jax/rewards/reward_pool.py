@@ -24,7 +24,7 @@ class Failure:
 
     Attributes:
         problem: one line that names the function.
-        row: place of the completion it returned nonsense for, None if it is not about one.
+        row: place of the completion with a bad value, None if it is not about one.
     """
 
     problem: str
@@ -34,16 +34,16 @@ class Failure:
 class RewardPool:
     """Calls each reward function on batches of completions.
 
-    Every function has a process of its own, which starts and imports it at once, and stays until the pool is closed. It
-    is called for one batch at a time, beside the other functions. A call over the time limit is killed by the process
-    itself. What a function prints is lost.
+    Each function has its own process, which imports it at once and runs until the pool is closed. Functions run in
+    parallel, each on one batch at a time. The process kills a call that exceeds the time limit. Output that a function
+    prints is discarded.
 
     Not thread-safe. Close the pool, or use it as a context manager.
 
     Args:
-        functions: names as of `protocol.load_reward`, each once.
+        functions: names as for `protocol.load_reward`, each once.
         columns: names of the columns that every call gets.
-        timeout_s: seconds on the wall that one call may take; the import has its own limit of 5 minutes.
+        timeout_s: wall-clock limit of one call in seconds; the import has its own limit of 5 minutes.
     """
 
     def __init__(self, functions: Sequence[str], columns: Sequence[str], *, timeout_s: float) -> None:
@@ -83,21 +83,21 @@ class RewardPool:
 
         Args:
             prompts, completions, completion_ids: one per completion.
-            columns: the other columns, one element per completion. What JSON does not have (a date, say) arrives as
+            columns: the other columns, one element per completion. Types that JSON lacks, such as dates, arrive as
                 text.
         """
         ids = [np.asarray(each).tolist() for each in completion_ids]
         batch = (dict(columns), list(prompts), list(completions), ids)
         for function, pool in self._pools.items():
-            # Costs nothing in a process that has the function; one that replaces a killed process imports it again.
+            # Free in a process that has the function; a process that replaces a killed one must import it.
             self._load(function)
             pool.submit(Task(key="call", args=("call", function, *batch), cpu_s=None, wall_s=self._timeout_s))
 
     def collect(self, on_wait: Callable[[], None] = lambda: None) -> dict[str, list[float | None] | Failure]:
-        """Wait for the calls that were begun; each function's rewards, or why there are none.
+        """Wait for the started calls; return each function's rewards, or its failure.
 
         Args:
-            on_wait: called ten times a second; what it raises ends the wait.
+            on_wait: called ten times a second; an exception from it ends the wait.
         """
         return {function: self._result(function, self._outcome(function, "call", on_wait)) for function in self._pools}
 

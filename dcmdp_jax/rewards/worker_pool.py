@@ -2,7 +2,7 @@
 
 One thread per process hands it a call at a time, so calls run while the trainer does something else. The worker itself
 enforces the time limit of a call (`worker_process`), by the processor time of that call: the limit does not depend on
-how busy the machine is or on when anybody asks for results.
+the load of the machine or on when results are read.
 
 Why no library: with pebble 5.2.3 the death of one idle worker makes the whole pool unusable, spawned workers import the
 trainer's main module and with it JAX, and a hung worker outlives a killed trainer.
@@ -30,10 +30,10 @@ from dcmdp_jax.rewards.worker_process import TIME_LIMIT_SIGNALS
 
 _START_ATTEMPTS = 3
 _START_SECONDS = 120.0
-# The worker ends a call by itself. This is for one that can't: it is stopped, or the call set an alarm of its own.
+# The worker ends a call by itself, unless it is stopped or the call replaced its alarm.
 _GRACE_SECONDS = 60.0
-# A call gets this much processor time at first, and its whole limit once no other call waits for its first try: slow
-# calls don't delay the others.
+# Processor time of a call's first try. It gets its whole limit once no other call waits for a first try, so slow calls
+# don't delay the others.
 _FIRST_TRY_CPU_SECONDS = 0.5
 _STOP = -1
 
@@ -46,8 +46,8 @@ class Task:
         key: the caller's name for it.
         args: positional arguments, JSON values; others arrive as text.
         cpu_s: seconds of processor time it may take, None for no limit.
-        wall_s: seconds it may take on the wall, for a call that waits instead of computing.
-        cancelled: set by the caller to drop the call where it has not begun.
+        wall_s: wall-clock limit in seconds, for a call that waits instead of computing.
+        cancelled: set by the caller to drop the call if it has not started.
     """
 
     key: Hashable
@@ -59,7 +59,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a call ended.
+    """Result of a call.
 
     Attributes:
         status: "value", "error" (it raised, or killed its worker twice) or "timeout".
@@ -75,13 +75,13 @@ class Outcome:
 class WorkerPool:
     """Processes that each run one program and call its function.
 
-    `submit` and `next_result` are for one thread. Close the pool after use; workers also end by themselves when this
-    process dies, after the call they have in hand.
+    Call `submit` and `next_result` from one thread. Close the pool after use. If this process dies, each worker ends
+    after its current call.
 
     Args:
         program: arguments of the Python interpreter for a program that calls `worker_process.serve`; the file
             descriptor of its socket is appended.
-        num_workers: most processes to run. A process is started when a task waits for one.
+        num_workers: maximum number of processes. A process is started when a task waits for one.
     """
 
     def __init__(self, program: Sequence[str], num_workers: int) -> None:
@@ -107,7 +107,7 @@ class WorkerPool:
         """Wait for the next task to end.
 
         Args:
-            timeout_s: longest wait; None waits for ever.
+            timeout_s: longest wait; None waits without a limit.
 
         Returns:
             A task and its outcome, or None after `timeout_s` without one.
@@ -222,7 +222,7 @@ class _Worker:
             return "it ended at once"
 
     def call(self, args: Sequence[Any], cpu_s: float | None, wall_s: float) -> Outcome | None:
-        """Make one call; None if the worker died under it, for another reason than the time limit."""
+        """Make one call; None if the worker died during it, but not by the time limit."""
         self.usable = False
         try:
             request = {"args": args, "cpu_s": cpu_s, "wall_s": wall_s}

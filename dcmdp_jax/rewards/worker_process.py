@@ -2,7 +2,7 @@
 
 The process loads the function once and forks a child that makes the calls. A call over its time limit ends the child by
 a signal's default action, which works inside C code that never returns to Python; the process then forks the next
-child, with everything loaded. Messages are JSON over one socket. When it is closed the trainer is gone, and both end.
+child, with everything loaded. Messages are JSON over one socket. Both processes end when the trainer closes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def serve(
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    # A trainer that is gone reads no replies: its end of the socket is closed.
+    # The trainer may be gone, with its end of the socket closed.
     with Connection(socket_fd) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
             function = load()

@@ -41,7 +41,7 @@ class PackingPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """What packing cost.
+    """Cost of packing.
 
     Attributes:
         tokens: prompt and completion tokens placed.
@@ -93,7 +93,7 @@ def make_plan(
 
 
 def shared_group_shape(max_prompt_tokens: int, max_completion_tokens: int, group_size: int) -> tuple[int, int]:
-    """Of a group that shares its prompt: positions of the prompt, and of all that is computed, padding included."""
+    """Positions of a group that shares its prompt: those of the prompt, and all that are computed, padding included."""
     # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
     prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
     return prompt_length, prompt_length + group_size * max_completion_tokens
@@ -147,7 +147,7 @@ def pack(
     the mini-batch.
 
     Args:
-        rollout: M * N completions, those of a prompt side by side.
+        rollout: M * N completions, those of a prompt adjacent.
         rewards: [M * N] float32.
         plan: shapes.
         mask_truncated: leave completions that hit the length limit out of the loss.

@@ -1,4 +1,4 @@
-"""What must hold of an engine's input, and of a rollout before anything is learnt from it, whichever engine it is."""
+"""Validation of engine inputs and outputs, shared by all engines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def checked_sequences(
 def scored_rows(
     prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, vocab_size: int, limit: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What `Engine.score` is asked about: the prompts, and each with its completion behind it, as int32 vectors.
+    """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
 
     Raises:
         ValueError: as `checked_sequences`, or for lists of different lengths.

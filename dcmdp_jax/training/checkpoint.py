@@ -293,7 +293,7 @@ def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
 
 
 def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[ModelConfig, int, Path]:
-    """What a checkpoint says of its model, no array read.
+    """A checkpoint's description of its model; reads no array.
 
     Args:
         run_dir: a run directory, its `checkpoints`, or one step's directory inside it.

@@ -55,7 +55,7 @@ class TrainingStopped(RuntimeError):
 
 
 def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
-    """Which problems the positions first .. first + count - 1 of the endless shuffled stream hold.
+    """Problems at positions first .. first + count - 1 of the endless shuffled stream.
 
     Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
     """
@@ -232,7 +232,7 @@ class Trainer:
         return self._pushed[1]
 
     def _evaluation_is_due(self, step: int) -> bool:
-        """Before the first step, at every so many, and after the last."""
+        """Whether to evaluate: before the first step, every N steps, and after the last."""
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 

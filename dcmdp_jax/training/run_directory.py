@@ -30,7 +30,7 @@ _DIGEST = 12
 
 
 def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
-    """What the name of a run directory says of overrides: `-precision=exact`.
+    """Suffix of a run directory's name for overrides, such as `-precision=exact`.
 
     Any two different sets of values have different names. A setting is called by its last word where no other setting
     ends with it. Text that a name can't hold as it is gets a digest of all overrides at its end, and so does a name

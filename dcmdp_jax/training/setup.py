@@ -1,4 +1,4 @@
-"""From a config to everything a run needs, cheapest checks first: bad input is refused before expensive work."""
+"""Build everything that a run needs from a config. Cheap checks come first: bad input fails before expensive work."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
 
 
 def describe(plan: Plan) -> str:
-    """What a run will do, for people: sizes, shapes, memory by arithmetic and what does not fit."""
+    """Description of a run: sizes, shapes, memory by arithmetic and what does not fit."""
     config, model, packing = plan.config, plan.model, plan.packing
     completions = packing.mini_batches * packing.completions
     rows = ", ".join(

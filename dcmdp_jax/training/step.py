@@ -38,7 +38,7 @@ RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What a step is made of; see `make_train_step`."""
+    """Parts of a step; see `make_train_step`."""
 
     row_logprobs: RowLogprobs
     settings: AlgorithmSettings
@@ -51,7 +51,7 @@ class _Parts:
 
 
 class _Constants(NamedTuple):
-    """What every micro-batch of an update sees, and no gradient reaches.
+    """Constants of an update that every micro-batch gets; no gradient reaches them.
 
     Attributes:
         advantages, weights: [N] float32, of each completion.
@@ -68,7 +68,7 @@ class _Constants(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What the micro-batches of an update add up to.
+    """Sums over the micro-batches of an update.
 
     Attributes:
         gradient, loss: to be divided by the total weight of the tokens in the loss.
@@ -83,7 +83,7 @@ class _Sums(NamedTuple):
 
 
 class _Learner(NamedTuple):
-    """What an update changes; as in `TrainState`."""
+    """State that an update changes, as in `TrainState`."""
 
     params: Params
     opt_state: Any
@@ -371,5 +371,5 @@ def _norm(grads: Params) -> jax.Array:
 
 
 def _applied(opt_state: optax.OptState) -> jax.Array:
-    """How many updates the optimizer has made; skipped ones don't count, for its schedule either."""
+    """Number of updates the optimizer has made. Skipped ones don't count, for its schedule either."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]

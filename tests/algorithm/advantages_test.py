@@ -42,7 +42,7 @@ def test_all_equal_group_is_exactly_zero(reward, normalize_std):
         np.testing.assert_array_equal(advantages, np.zeros(8))
 
 
-def test_single_valid_member_is_zero_and_invalid_ones_are_not_looked_at():
+def test_single_valid_member_is_zero_and_invalid_ones_are_ignored():
     # group 1 has one valid member (n - 1 = 0), group 0 lost its NaN: (2, 0) -> +-0.7071, not a mean over three.
     rewards, groups = np.array([2.0, np.nan, 0.0, 5.0, np.inf]), np.array([0, 0, 0, 1, 1])
     valid = np.array([True, False, True, True, False])

@@ -97,7 +97,7 @@ def test_listener_gets_host_values_when_the_line_is_written(tmp_path):
         (1j, "1j"),
     ],
 )
-def test_what_is_no_scalar_is_named(tmp_path, value, shown):
+def test_a_value_that_is_no_scalar_is_named(tmp_path, value, shown):
     with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError) as error:
         writer.write(1, {"reward/mean": value})
     assert str(error.value) == f"metric reward/mean is {shown}; allowed: a number or a numeric array of shape []"
@@ -138,7 +138,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     ]
 
 
-def test_tensorboard_gets_the_scalars_and_hides_what_a_resume_repeats(tmp_path):
+def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"reward/mean": 0.25, "policy/ratio_max": math.inf})
         writer.write(2, {"reward/mean": 0.5})
@@ -153,7 +153,7 @@ def test_tensorboard_gets_the_scalars_and_hides_what_a_resume_repeats(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
-def test_a_new_run_moves_what_is_there_aside(tmp_path, caplog):
+def test_a_new_run_moves_old_files(tmp_path, caplog):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"a": 1.0})
     with MetricsWriter(tmp_path) as writer:
@@ -243,7 +243,7 @@ def test_read_merges_lines_of_a_step_and_sorts(tmp_path):
         ('{"step": 1, "a": [1]}\n', r"record 1: a is \[1\]; allowed: a number"),
     ],
 )
-def test_read_says_what_is_wrong(tmp_path, content, message):
+def test_read_names_the_bad_record(tmp_path, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""What a command asks of its machine, each time in a process that has not started JAX."""
+"""CPU devices, meshes and the compile cache, each in a process that has not started JAX."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _report(
     asked: tuple[tuple[int, ...], ...] = ((1, -1, 1, 1000),),
     **environment: str,
 ) -> dict[str, Any]:
-    """Of a process with so many cores that asks for meshes of (data, fsdp, tensor, parameters of the model)."""
+    """Run a process on `cores` cores that makes meshes of (data, fsdp, tensor, parameters of the model)."""
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
     done = subprocess.run(
         [sys.executable, "-c", _REPORT, when, str(count), str(cores), json.dumps(asked)],
@@ -47,7 +47,7 @@ def _report(
     return json.loads(done.stdout)
 
 
-def test_cpu_devices_split_rows_alone(tmp_path: Path) -> None:
+def test_cpu_devices_are_data_parallel(tmp_path: Path) -> None:
     # The default, axes left open by name, and sizes that are said: as many of the devices as they need.
     asked = ((1, -1, 1), (-1, 1, 1), (1, 1, 1), (1, 3, 1), (2, 1, 1), (1, 1, -1), (1, -1, 3))
     report = _report(tmp_path, "first", 3, asked=tuple((*sizes, 1000) for sizes in asked))
@@ -56,7 +56,7 @@ def test_cpu_devices_split_rows_alone(tmp_path: Path) -> None:
     assert report["training"] == [rows, rows, [1, 1, 1], [1, 3, 1], [2, 1, 1], rows, [1, 1, 3]]
 
 
-def test_a_large_model_is_held_once(tmp_path: Path) -> None:
+def test_a_large_model_is_not_replicated(tmp_path: Path) -> None:
     limit = 2**25
     report = _report(tmp_path, "first", 3, asked=((1, -1, 1, limit), (1, -1, 1, limit + 1)))
     assert report["training"] == [[3, 1, 1], [1, 1, 1]]

@@ -23,7 +23,7 @@ PROGRAM = (str(Path(__file__).resolve()),)
 
 
 def act(kind: str, value: Any = None) -> Any:
-    """What a planted worker does for a call."""
+    """Actions of a planted worker."""
     if kind == "echo":
         return value
     if kind == "compute":

@@ -35,7 +35,7 @@ def test_functions_are_called_with_one_batch_after_the_other():
         assert pool.collect() == {length: [4.0, 3.0, 5.0], maths: [None] * 3}
 
 
-def test_what_json_does_not_have_arrives_as_text(tmp_path):
+def test_types_that_json_lacks_arrive_as_text(tmp_path):
     (tmp_path / "own.py").write_text("def f(day, **columns):\n    return [float(d == '2026-11-22') for d in day]\n")
     name = f"{tmp_path}/own.py:f"
     with RewardPool([name], ["source", "day"], timeout_s=_LONG_S) as pool:
@@ -68,7 +68,7 @@ def test_a_function_that_fails_is_named_and_hurts_no_other(function, timeout_s, 
             assert other.collect() == {good: [1.0, 2.0]}
 
 
-def test_who_waits_can_stop_waiting_and_a_hanging_function_is_killed():
+def test_a_wait_can_be_ended_and_a_hanging_function_is_killed():
     def stop():
         raise KeyboardInterrupt
 

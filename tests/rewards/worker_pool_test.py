@@ -61,7 +61,7 @@ def test_the_time_limit_is_the_calls_own_processor_time(pool, computes, limit, s
     assert _run(pool, "compute", computes, cpu_s=limit).status == status
 
 
-def test_a_call_that_only_waits_has_the_limit_on_the_wall(pool) -> None:
+def test_a_waiting_call_has_a_wall_clock_limit(pool) -> None:
     assert _run(pool, "sleep", 0.5, cpu_s=0.1).status == "value"
     assert _run(pool, "sleep", 10 * HANGS_S, cpu_s=0.1, wall_s=0.5).status == "timeout"
 
@@ -95,7 +95,7 @@ def test_a_call_that_kills_its_worker_is_made_once_more(pool, tmp_path) -> None:
     assert _run(pool, "echo", 3) == Outcome("value", 3)
 
 
-def test_what_a_call_raises_is_its_outcome(pool) -> None:
+def test_an_exception_is_the_outcome_of_its_call(pool) -> None:
     assert _run(pool, "raise", "two\nlines") == Outcome("error", message="ValueError: two lines")
     assert _run(pool, "exit", 0) == Outcome("error", message="SystemExit: 0")
 

@@ -157,7 +157,7 @@ def test_sampling_is_a_function_of_seed_step_and_row(engine):
 
 
 def test_more_rows_than_fit_wait_their_turn(engine):
-    """1,000 requests through 64 places: none is lost or changed, and some are told of before the others end."""
+    """1,000 requests through 64 places: none is lost or changed, and some are reported before the others end."""
     asked, told = prompts(500, engine.config), {}
     rollout = engine.generate(
         asked, SAMPLED, seed=1, step=1, on_finished=lambda rows, ids: told.update(zip(rows, ids, strict=True))

@@ -53,7 +53,7 @@ def test_a_known_problem() -> None:
     )
 
 
-def test_splits_are_disjoint_whatever_the_seeds() -> None:
+def test_splits_are_disjoint_for_all_seeds() -> None:
     train = {
         problem.prompt for seed in range(3) for problem in arithmetic_problems(ArithmeticSpec(1, 1200, seed, "train"))
     }

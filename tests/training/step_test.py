@@ -372,7 +372,7 @@ def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
 
 
 def _exchanges(program, loops=0):
-    """How many loops stand around each exchange between devices."""
+    """Number of loops around each exchange between devices."""
     for equation in program.eqns:
         if equation.primitive.name in ("psum", "pmax", "pmin", "all_gather"):
             yield loops

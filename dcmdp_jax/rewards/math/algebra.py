@@ -71,7 +71,7 @@ def same_value(left: str, right: str, factor: Any = 1) -> bool:
         return False  # the parser takes a cross product for a product
     if sorted(_OWN_MEANING.findall(left)) != sorted(_OWN_MEANING.findall(right)):
         return False  # the parser takes `n!!` for `(n!)!` and an inverse function for a reciprocal
-    left, right = _apart(_with_named_parts(left), _with_named_parts(right))
+    left, right = _with_distinct_case(_with_named_parts(left), _with_named_parts(right))
     if not (_is_readable(left) and _is_readable(right)):
         return False
     if sorted(_ABBREVIATION.findall(left)) != sorted(_ABBREVIATION.findall(right)):  # `SRMC` is a name, no product
@@ -106,7 +106,7 @@ def within(left: str, right: str, tolerance: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> list[Any]:
-    """What math-verify's parser makes of an answer: sympy objects, none where it can't read it."""
+    """Parse an answer with math-verify: sympy objects, an empty list where it can't be parsed."""
     read, _ = _math_verify()
     text = _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
     if _PERIODIC.search(text):
@@ -147,10 +147,10 @@ def _with_named_parts(text: str) -> str:
     return _GAMMA.sub("{z_{gamma}}", text)
 
 
-def _apart(left: str, right: str) -> tuple[str, str]:
-    r"""Renames `R` where the two answers also hold an `r`, `\Delta` beside `\delta`: the parser folds their case.
+def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
+    r"""Rename `R` where the two answers also hold an `r`, `\Delta` beside `\delta`: the parser folds case.
 
-    Except for `C`, which is a constant of integration in either case.
+    `C` is kept: it is a constant of integration in either case.
     """
     names = set(_LETTER_OR_COMMAND.findall(left + right))
     lower = {name.lower() for name in names if name != name.lower()} & names
@@ -161,7 +161,7 @@ def _apart(left: str, right: str) -> tuple[str, str]:
     letters = {name for name in names if len(name) == 1}
     free = [letter for letter in "abghjklmnpqrstuvwxyz" if not {letter, letter.upper()} & letters]
     if len(free) < len(both):
-        raise ValueError(f"too many letters to tell apart: {left!r}, {right!r}")
+        raise ValueError(f"too many letters to distinguish: {left!r}, {right!r}")
     new_names = dict(zip(both, free, strict=False))
     rename = functools.partial(
         _LETTER_OR_COMMAND.sub, lambda match: f"{{{new_names[match[0]]}}}" if match[0] in new_names else match[0]

@@ -1,8 +1,7 @@
-r"""Answers as text: taking one out of a completion and comparing it as far as that needs no algebra.
+r"""Answers as text: extract one from a completion, and compare two as far as that needs no algebra.
 
-Only string work and exact rationals; nothing here imports an algebra system, so the trainer's process can use all of
-it, and all of it takes time linear in the text's length. What these functions leave open (`compare_literals` returns
-None) is decided by `equivalence`, in a worker.
+Only strings and exact rationals: nothing here imports an algebra system, and all of it takes time linear in the text's
+length, so the trainer's process can run it. `equivalence` decides, in a worker, where `compare_literals` returns None.
 
 The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that ends in
 `\tolerance{d}` is matched by every number at most d away from it.
@@ -28,7 +27,7 @@ from dcmdp_jax.rewards.math.units import factors, measures
 __all__ = ["answer_defect", "compare_literals", "extract_answer", "last_boxed", "split_elements", "split_tolerance"]
 
 MAX_ANSWER_CHARACTERS = 2000
-"""A longer answer is no answer: it is not graded."""
+"""A longer answer is not graded."""
 
 _ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+:[\s*]{0,8}+([^\n]*+)", re.IGNORECASE)
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
@@ -68,7 +67,7 @@ def extract_answer(completion: str) -> str | None:
 
 
 def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
-    r"""Splits `4.2\tolerance{1e-1}` into the answer and its tolerance, absolute; None when it states none.
+    r"""Split `4.2\tolerance{1e-1}` into the answer and its tolerance, absolute; None when it states none.
 
     Raises:
         ValueError: if the tolerance is not a positive number.
@@ -83,7 +82,7 @@ def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
 
 
 def compare_literals(prediction: str, gold: str) -> bool | None:
-    r"""Compares two answers without algebra; None when only algebra can tell.
+    r"""Compare two answers without algebra; None when only algebra can tell.
 
     Decides equal strings, two literal numbers (integers as integers, whatever their size) with their units (a unit that
     one answer alone has is dropped; two units must measure the same), percentages (25\% is matched by 25 and by 0.25),
@@ -128,7 +127,7 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
 
 
 def answer_defect(answer: str) -> str | None:
-    r"""Why no verifier could match anything against a reference answer, in a few words; None when nothing is wrong.
+    r"""Describe in a few words why nothing could match a reference answer; None when nothing is wrong.
 
     Structural: empty, nothing but punctuation, braces or environments that do not balance, an ill-written tolerance,
     over `MAX_ANSWER_CHARACTERS`. Fast enough for a whole dataset at start-up.

@@ -1,10 +1,10 @@
-r"""Whether two answers mean the same: literal comparison first, then structure, then `algebra`.
+r"""Equivalence of two answers: literal comparison first, then structure, then `algebra`.
 
-Nothing here limits time or memory; a hostile answer (`9^{9^{9^9}}`) runs for ever, so training grades through
-`verifier.Verifier`, which runs this in processes it can kill.
+Nothing here limits time or memory, and a hostile answer (`9^{9^{9^9}}`) never ends: training grades through
+`verifier.Verifier`, which runs this in processes that it can kill.
 
-A false reward is worse than a missed one: it is what a policy learns. What neither rule nor algebra can prove equal is
-not rewarded.
+A false reward is worse than a missed one, because the policy learns it. Answers that neither a rule nor algebra proves
+equal get no reward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def judge(completion: str, answer: str) -> bool:
         answer: reference answer in the verifier's notation, `$...$` or a box around it allowed.
 
     Returns:
-        False when the completion commits to no answer.
+        False when the completion has no answer.
     """
     prediction = extract_answer(completion)
     return prediction is not None and equivalent(prediction, answer)
@@ -101,7 +101,7 @@ def _same(left: str, right: str) -> bool:
 
 
 def _measured(left: str, right: str) -> bool | None:
-    """Compares the values of answers with units; None when neither has any."""
+    """Compare the values of answers with units; None when neither has any."""
     left_measure, right_measure = measures(left, right)
     if left_measure.is_plain and right_measure.is_plain:
         return None
@@ -138,7 +138,7 @@ def _without_approximation(text: str, *, trusted: bool = False) -> str | None:
 
 
 def _same_lists(left: list[str], right: list[str]) -> bool:
-    """Compares as multisets; in order where only one side gives its elements different names."""
+    """Compare as multisets; in order where only one side gives its elements different names."""
     left_labels, right_labels = _labels(left), _labels(right)
     if len(left) == 1 and None not in right_labels:
         left = _tuple_elements(left[0])
@@ -182,7 +182,7 @@ def _tuple_elements(item: str) -> list[str]:
 
 
 def _match_all(left: list[str], right: list[str]) -> bool:
-    """Whether a one-to-one matching of equal elements exists, whatever the order."""
+    """Whether a one-to-one matching of equal elements exists, in any order."""
     remaining = list(left)
     for item in right:
         match = next((index for index, other in enumerate(remaining) if _same(other, item)), None)
@@ -193,7 +193,7 @@ def _match_all(left: list[str], right: list[str]) -> bool:
 
 
 def _ordered(left: str, right: str) -> bool | None:
-    """Compares two tuples or intervals element by element; None when either is neither."""
+    """Compare two tuples or intervals element by element; None unless both are."""
     left_body, right_body = _bracketed(left), _bracketed(right)
     if left_body is None or right_body is None:
         return None
@@ -208,7 +208,7 @@ def _ordered(left: str, right: str) -> bool | None:
 
 
 def _matrices(left: str, right: str) -> bool | None:
-    """Compares two matrices cell by cell; None when either is none."""
+    """Compare two matrices cell by cell; None unless both are."""
     found = [_MATRIX.fullmatch(text) for text in (left, right)]
     if found[0] is None or found[1] is None:
         return None
@@ -223,7 +223,7 @@ def _matrices(left: str, right: str) -> bool | None:
 
 
 def _equations(left: str, right: str) -> bool | None:
-    """Compares what equations say; None where only algebra can tell, and when neither answer is one."""
+    """Compare equations; None where only algebra can decide, and when neither answer is an equation."""
     left_parts, right_parts = equation_parts(left), equation_parts(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
@@ -244,7 +244,7 @@ def _equations(left: str, right: str) -> bool | None:
 
 
 def _ratios(left: str, right: str) -> bool | None:
-    """Compares `11:21` and `12:00` part by part; a ratio is matched by no other in other terms."""
+    """Compare `11:21` and `12:00` part by part; ratios in other terms do not match."""
     left_parts, right_parts = left.split(":"), right.split(":")
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
@@ -254,7 +254,7 @@ def _ratios(left: str, right: str) -> bool | None:
 
 
 def _unions(left: str, right: str) -> bool | None:
-    """Compares unions of as many sets, in any order; None when only algebra can tell."""
+    """Compare unions of equally many sets, in any order; None when only algebra can decide."""
     left_parts, right_parts = ([part.strip() for part in _UNION.split(text)] for text in (left, right))
     if len(left_parts) == 1 or len(left_parts) != len(right_parts):
         return None

@@ -37,7 +37,7 @@ _LETTER = re.compile(r"[a-zA-Z]")
 
 
 def equation_parts(text: str) -> list[str]:
-    r"""What stands between the equals signs and `\in` of an answer, outside of brackets or not."""
+    r"""The parts of an answer between its equals signs and `\in`, outside of brackets or not."""
     return [part.strip() for part in _EQUALS.split(text)]
 
 
@@ -46,7 +46,7 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
 
     Args:
         text: the left-hand side.
-        trusted: whether a reference answer says so: then `|z|` is a name too.
+        trusted: whether this is a reference answer; then `|z|` is a name too.
     """
     text = text.strip()
     if any(pattern.fullmatch(text) for pattern in (_NAME, _APPLIED, _LENGTH, _DERIVATIVE)):
@@ -59,7 +59,7 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
     if ":" in text:
         return all(is_name(part) for part in text.split(":"))
     terms = [term.strip() for term in text.split("+")]
-    if len(terms) > 1:  # the sum that a problem asks for; nobody asks for the sum of a letter with itself
+    if len(terms) > 1:  # a sum that a problem may ask for, unless it repeats a letter
         return len(set(terms)) == len(terms) and all(_LETTER.fullmatch(term) for term in terms)
     return names_of_tuple(text) is not None
 
@@ -73,7 +73,7 @@ def names_of_tuple(text: str) -> list[str] | None:
 
 
 def split_label(item: str, *, trusted: bool = False) -> tuple[str | None, str]:
-    """The name in front of an element and the element; None and all of it if there is none."""
+    """The name in front of an element, or None, and the element without it."""
     parts = equation_parts(item)
     if len(parts) == 2 and all(parts) and is_name(parts[0], trusted=trusted):
         return without_spaces(parts[0]), parts[1]

@@ -1,7 +1,7 @@
 r"""One notation for the many ways an answer is written in LaTeX, and its parts.
 
-The trainer's process runs this on whatever a model writes, so every function takes linear time: runs of space are
-single before any pattern is tried, no quantifier holds another, and what could give back characters does not.
+The trainer's process runs this on arbitrary model output, so every function takes linear time: runs of spaces are
+reduced to one first, quantifiers are not nested, and those that could backtrack are possessive.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def without_spaces(text: str) -> str:
-    """Removes every space but those between digits, where they tell `2 1/2` from `21/2`, and after commands."""
+    """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and after commands."""
     kept = []
     words = text.split()
     for word, following in zip(words, [*words[1:], ""], strict=False):
@@ -166,7 +166,7 @@ def unwrap_text(text: str) -> str:
 
 
 def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> list[str]:
-    """Splits at the separators outside every bracket, dropping empty parts.
+    """Split at the separators outside every bracket, dropping empty parts.
 
     Args:
         text: a list of answers.
@@ -188,7 +188,7 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Each opening brace's position to that of the brace that closes it, in one pass; escaped ones don't count."""
+    """Position of each opening brace -> position of its closing brace, in one pass; escaped braces are skipped."""
     closes: dict[int, int] = {}
     opened: list[int] = []
     position = 0
@@ -213,7 +213,7 @@ def _unwrapped_value(text: str) -> str:
 
 
 def _outside_delimiters(text: str) -> str:
-    """The content of math delimiters; the whole text where the words around them may change what it says."""
+    """The content of math delimiters; the whole text where the words around them may change its meaning."""
     segments, around, start, opened = [], [], 0, ""
     bare = []
     for token in _DELIMITER.finditer(text):

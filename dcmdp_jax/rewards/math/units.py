@@ -107,7 +107,7 @@ _AMBIGUOUS = frozenset(name for name in _BY_NAME if len(name) == 1)
 """Without a text command around it, a lone letter is a variable."""
 
 TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline) ?\{"
-"""Of text whose runs of space are single spaces; the closing brace is to follow."""
+"""Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
 _PIECE = re.compile(
     rf"(?P<text>{TEXT_COMMANDS}[^{{}}]*+\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
@@ -126,13 +126,13 @@ _MAX_PIECES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """An answer taken apart.
+    """A value and its unit.
 
     Attributes:
-        text: the value, without what stands after it.
-        scale: what a word for a number multiplies the value by.
-        dimension: of its unit, each with its exponent, sorted; empty without a unit.
-        size: of its unit, in the dimension's own.
+        text: the value alone.
+        scale: factor of a number word such as `million`.
+        dimension: dimensions of the unit with their exponents, sorted; empty without a unit.
+        size: size of the unit in the dimension's base unit.
         percent: whether it is given in percent.
     """
 
@@ -148,7 +148,7 @@ class Measure:
 
 
 def measures(prediction: str, gold: str) -> tuple[Measure, Measure]:
-    """Takes both answers apart.
+    """Split both answers into value and unit.
 
     A lone letter (`5 m`) is a unit where the other answer states a unit, else a variable.
     """
@@ -161,10 +161,10 @@ def measures(prediction: str, gold: str) -> tuple[Measure, Measure]:
 
 
 def factors(left: Measure, right: Measure) -> list[tuple[Fraction, Fraction]]:
-    """What to multiply the two values by before they are compared, any of the pairs; none if their units disagree.
+    """Factors for the two values, any pair of which makes them comparable; empty if their units disagree.
 
     A unit that only one answer has is dropped. A percentage is matched by its number and by its hundredth; a reference
-    below 1 without a percent sign is no number of percents (0.5% is not 1/2).
+    below 1 without a percent sign is not a number of percent (0.5% is not 1/2).
     """
     if left.dimension and right.dimension:
         if left.dimension != right.dimension or left.percent != right.percent:
@@ -214,7 +214,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Measure:
 
 
 def _tail_start(text: str, letters: bool) -> list[int]:
-    """Where what stands after the value may begin, the longest first. One pass; at most `_MAX_PIECES` places."""
+    """Positions where the unit may start, the longest unit first. One pass; at most `_MAX_PIECES` positions."""
     starts: list[tuple[int, str]] = []
     previous = ""
     for piece in _PIECE.finditer(text):
@@ -241,7 +241,7 @@ def _tail_start(text: str, letters: bool) -> list[int]:
 
 
 def _read(tail: str, *, any_noun: bool, letters: bool) -> Measure | None:
-    """What a tail (` \\text{ cm}^2`, `km/h`, `million dollars`) says; None if it holds a word that is no unit."""
+    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is no unit."""
     plain, in_text = [], False
     for piece in _PIECE.finditer(tail):
         if piece.lastgroup == "text":

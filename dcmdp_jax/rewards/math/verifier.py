@@ -1,16 +1,14 @@
 """Rewards: completions graded against reference answers.
 
-Most of a batch never leaves the trainer's process: a completion without an answer, and every pair of literals
-(integers, decimals, fractions, words), is decided by `answers`. What is left goes to worker processes that run
-math-verify (`worker_pool`).
+Most of a batch is decided in the trainer's process by `answers`: completions without an answer, and pairs of literals
+(integers, decimals, fractions, words). The rest goes to worker processes that run math-verify (`worker_pool`).
 
 A reward is a function of the completion and its reference answer, with two exceptions that are counted:
-- The time limit of a comparison counts the processor time of that comparison, whenever results are asked for. An answer
-  that needs almost exactly the limit can get either reward; so can a slow one on a machine so busy that the limit is
-  not reached in ten times as long.
-- The budget of a batch is time on the wall. A batch that runs out of it gives reward 0 to what is still undecided, so
-  its rewards depend on the machine, and a resumed run need not repeat them. The default is far above what ordinary
-  batches need, and only slow answers wait for long: each gets its whole limit after all others had a first try.
+- The time limit of a comparison counts its own processor time. An answer that needs almost exactly the limit can get
+  either reward; so can a slow answer on a machine so busy that ten times the limit passes first.
+- The budget of a batch is wall-clock time. When it is used up, undecided answers get reward 0, so rewards depend on the
+  machine and a resumed run need not repeat them. The default is far above the need of ordinary batches. Only slow
+  answers wait long: each gets its whole limit after all others had a first try.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ _Pair = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Grades:
-    """Rewards of a batch of completions and what went wrong on the way to them.
+    """Rewards of a batch of completions, and counts of failures.
 
     Attributes:
         rewards: [N] float32, 1 where the completion's answer equals the reference, else 0.
         errors: completions whose comparison raised or killed its worker twice; reward 0.
         timeouts: completions whose comparison was over the time limit; reward 0.
         over_budget: completions that were undecided when the batch's budget ran out; reward 0.
-        unparsed: completions that commit to no answer (no box, no "Answer:" line); reward 0.
+        unparsed: completions without an answer (no box, no "Answer:" line); reward 0.
     """
 
     rewards: np.ndarray
@@ -59,7 +57,7 @@ class Verifier:
     Args:
         num_workers: worker processes, at least 1.
         timeout_s: seconds of processor time one comparison may take in a worker, above 0. On a busy machine it may take
-            ten times as long on the wall, and 10 seconds more.
+            ten times as long in wall-clock time, and 10 seconds more.
         budget_s: longest time `grade` waits for the comparisons of one batch, in seconds; 0 for no budget.
 
     Raises:
@@ -78,7 +76,7 @@ class Verifier:
         self._budget_s = budget_s
         self._warned = False
         self._closed = False
-        # Every pair that was asked about and not yet graded is in one of the two.
+        # Every started pair that is not yet graded is in one of the two.
         self._decided: dict[_Pair, bool | str] = {}
         self._tasks: dict[_Pair, Task] = {}
 
@@ -91,10 +89,10 @@ class Verifier:
         self.close()
 
     def begin(self, completions: Sequence[str], answers: Sequence[str]) -> None:
-        """Start on completions that `grade` will be asked about. Does not wait.
+        """Start to compare completions that `grade` will get. Does not wait.
 
         Args:
-            completions, answers: as of `grade`.
+            completions, answers: as for `grade`.
 
         Raises:
             ValueError, RuntimeError: as `grade`.
@@ -143,7 +141,7 @@ class Verifier:
         self._pool.close()
 
     def _ask(self, completions: Sequence[str], answers: Sequence[str]) -> list[_Pair | None]:
-        """What each completion is compared with, None without an answer. Pairs that need algebra go to the pool."""
+        """The pair to compare for each completion, None without an answer. Pairs that need algebra go to the pool."""
         if len(completions) != len(answers):
             raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
         if self._closed:

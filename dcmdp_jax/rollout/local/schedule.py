@@ -91,14 +91,14 @@ class Completions:
         self.logprobs[rows[:, None], places] = logprobs.T
         self.sampled[rows] = sampled
 
-    def tell_of(self, rows: np.ndarray) -> None:
+    def report(self, rows: np.ndarray) -> None:
         """Report finished rows, maybe none, to `on_finished`."""
         if self._on_finished is not None:
             self._on_finished(rows.tolist(), [self.tokens[row, : self.sampled[row]].copy() for row in rows])
 
 
 @dataclasses.dataclass(eq=False)
-class _Kept:
+class _QueuedCache:
     """A cache whose rows are queued for a batch."""
 
     cache: Cache
@@ -108,7 +108,7 @@ class _Kept:
 class _Waiting(NamedTuple):
     """A queued row of the call, and the location of its cache."""
 
-    kept: _Kept
+    kept: _QueuedCache
     place: int
     row: int
 
@@ -198,7 +198,7 @@ class Scheduler:
                     cache, order = self._take(cache, full, size, self._slots(level))
                     places = _ordered(places[full], order)
             else:
-                self._put_aside(cache, places, full, level + 1)
+                self._preempt(cache, places, full, level + 1)
 
     def _decode(
         self, cache: Cache, places: np.ndarray, live: np.ndarray, level: int, clock: int, prefix: int, more: bool
@@ -227,7 +227,7 @@ class Scheduler:
         completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live])
         ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
         places[live] = np.where(ended, -1, of)
-        completions.tell_of(of[ended])
+        completions.report(of[ended])
         return cache, steps
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
@@ -258,7 +258,7 @@ class Scheduler:
         cache, hidden = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
         rows = (np.asarray(members)[:, None] * group + np.arange(group)).reshape(-1)
         of = np.repeat(np.arange(len(members), dtype=np.int32), group)
-        kept = _Kept(cache, len(members))
+        kept = _QueuedCache(cache, len(members))
         for start in range(0, rows.size, self._sizes.rows):
             part, prompts = rows[start : start + self._sizes.rows], of[start : start + self._sizes.rows]
             tokens, logprobs = jax.device_get(
@@ -276,7 +276,7 @@ class Scheduler:
             tokens, logprobs = tokens[: part.size], logprobs[: part.size]
             completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32))
             going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
-            completions.tell_of(part[~going])
+            completions.report(part[~going])
             pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)
             self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
 
@@ -290,7 +290,7 @@ class Scheduler:
             cache = self._insert(cache, rows[0].kept.cache, [row.place for row in rows], to)
         return cache
 
-    def _put_aside(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
+    def _preempt(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
         """Preempt rows of a batch and queue them for `level`."""
         queue, size = self._queues[level], self._sizes.rows
         while full.size:
@@ -298,7 +298,7 @@ class Scheduler:
             if kept is None or kept.used == size:
                 part, full = full[:size], full[size:]
                 filled = np.resize(np.asarray(part, np.int32), size)
-                kept = _Kept(take(cache, filled, extra=0, sharding=self._program.rows), 0)
+                kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.rows), 0)
             else:
                 part, full = full[: size - kept.used], full[size - kept.used :]
                 kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))

@@ -39,7 +39,7 @@ class SidecarBroken(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How to start a sidecar.
+    """Arguments that start a sidecar.
 
     Attributes:
         name: of the engine, in errors and logs.
@@ -122,7 +122,7 @@ class Sidecar:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the sidecar."""
         return self._process.pid
 
     def request(
@@ -135,7 +135,7 @@ class Sidecar:
         timeout_s: float | None = None,
         on_progress: Callable[[Mapping[str, np.ndarray]], None] = lambda arrays: None,
     ) -> wire.Message:
-        """Asks and waits for the answer; signs of progress on the way begin the time limit anew.
+        """Asks and waits for the answer; signs of progress restart the time limit.
 
         Raises:
             ValueError: if the sidecar refuses the request; it is unharmed.

@@ -22,7 +22,7 @@ class Segment:
         if size > (available := available_bytes()):
             # Asked for more than there is, Linux (6.18) hands out page after page until it kills a process.
             raise MemoryError(
-                f"shared memory {name}: {size / 2**30:.2f} GiB are not to be had ({available / 2**30:.2f} GiB are free)"
+                f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({available / 2**30:.2f} GiB free)"
             )
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -30,7 +30,7 @@ class Segment:
             self.bytes: np.ndarray | None = attach(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
-            raise MemoryError(f"shared memory {name}: {size / 2**30:.2f} GiB are not to be had ({error})") from error
+            raise MemoryError(f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({error})") from error
 
     def close(self) -> None:
         """Gives the memory back once no array points into it. Safe to call twice."""

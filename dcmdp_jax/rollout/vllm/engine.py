@@ -90,7 +90,7 @@ class VllmEngine:
 
         Raises:
             ValueError: for a setting, an interpreter, a vLLM version that can't be; before anything is started.
-            MemoryError: if shared memory for two copies of the weights is not to be had, saying how much is.
+            MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """
         cpu = launch.check_installation(settings, precision)
@@ -145,7 +145,7 @@ class VllmEngine:
 
     @property
     def policy_version(self) -> int | None:
-        """Of the weights last published; None before."""
+        """Version of the weights last published; None before."""
         return None if self._publication is None else self._publication.policy_version
 
     def publish_weights(self, params: Params, policy_version: int) -> None:
@@ -238,7 +238,7 @@ class VllmEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
-            on_finished: called with the sidecar's signs of progress, every half second; told of all rows again after a
+            on_finished: called with the sidecar's signs of progress, every half second; with all rows again after a
                 restart.
 
         Returns:
@@ -340,7 +340,7 @@ class VllmEngine:
             segment.close()
 
     def _ensure(self, sidecar: Sidecar, publication: _Publication) -> None:
-        """Loads the publication where it is not in use: a sidecar that was started anew has no weights."""
+        """Loads the publication where it is not in use: a restarted sidecar has no weights."""
         if sidecar.serial != publication.serial:
             self._load(sidecar, publication)
 

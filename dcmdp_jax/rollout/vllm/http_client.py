@@ -66,7 +66,7 @@ class VllmHttpClient:
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
         self._timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
-        # Reading the certificates takes 40 ms, which a client of its own would do anew for each call.
+        # Reading the certificates takes 40 ms, which a new client would do for each call.
         self._tls = httpx.create_ssl_context()
         self.model, self.max_model_len = asyncio.run(self._inspect())
 

@@ -1,4 +1,4 @@
-"""From a run's settings to vLLM's arguments and environment: what is ours to say, and what a user may add."""
+"""vLLM's arguments and environment from a run's settings: those that are fixed, and those that a user may add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
 
 SUPPORTED = ((0, 32), (0, 34))
-"""vLLM versions: the first that works, and the first that was not looked at."""
+"""vLLM versions: the first that works, and the first that was not tried."""
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
@@ -318,7 +318,7 @@ def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
             # Threads that spin while others work made two of them forty times slower than one.
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Huge pages where the kernel has them: loading weights takes memory anew, and page by page that is half
+            # Huge pages where the kernel has them: loading weights maps memory again, and page by page that is half
             # its time.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }

@@ -116,7 +116,7 @@ class RemoteEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; at temperature 0 `top_p` has no meaning.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            on_finished: told of each row once, when its answer has come.
+            on_finished: called once for each row, when its reply has arrived.
 
         Returns:
             The completions in order, `prompt * group_size + member`. The log-probs are NaN where the server's belong to

@@ -1,4 +1,4 @@
-"""What the sidecar says it sampled, held against what can be known of it."""
+"""Validation of the sidecar's replies."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 
 def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
-    """Holds the manifest against the model that transformers builds from the same config.json, on no device.
+    """Compare the manifest with the model that transformers builds from the same config.json, on no device.
 
     A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.
     """

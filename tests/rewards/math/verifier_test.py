@@ -90,7 +90,7 @@ def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(m
     assert (grades.rewards.tolist(), grades.timeouts) == ([1.0], 0)
 
 
-def test_comparisons_go_on_while_nobody_asks(monkeypatch, tmp_path: Path) -> None:
+def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path: Path) -> None:
     """All of what was begun is compared before `grade` is called, not only what the first idle worker was given."""
     log = tmp_path / "log"
     monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._PROGRAM", (*PROGRAM, "log", str(log)))
