@@ -62,9 +62,9 @@ def _texts():
     paths = [path for folder in folders for path in (_ROOT / folder).rglob("*")]
     paths += [*_ROOT.glob("*.md"), _ROOT / "Makefile", _ROOT / ".ci" / "run", _ROOT / "pyproject.toml"]
     for path in paths:
-        if path != Path(__file__).resolve() and path.suffix in (".py", ".md", ".html", ".jinja", ".toml", ""):
-            if path.is_file():
-                yield path.relative_to(_ROOT).as_posix(), path.read_text(encoding="utf-8")
+        text = path.suffix in (".py", ".md", ".html", ".jinja", ".toml") or path.name in ("Makefile", "run")
+        if path != Path(__file__).resolve() and text and path.is_file():
+            yield path.relative_to(_ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
 _TEXTS = dict(_texts())
