@@ -29,6 +29,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
@@ -142,7 +143,7 @@ def client(repeats: int) -> None:
             times: dict[str, list[float]] = {"LLM.generate": [], "client": []}
             for repeat in range(repeats + 1):
                 began = time.perf_counter()
-                engine.generate(asked, sampling, seed=0, step=0)
+                collect(engine.generate(asked, sampling, seed=0, step=0))
                 ours = time.perf_counter() - began
                 direct.stdin.write("\n")
                 direct.stdin.flush()
@@ -185,7 +186,7 @@ def sampler(repeats: int, models: str) -> None:
             for repeat in range(repeats + 1):
                 for way, engine in engines.items():
                     began = time.perf_counter()
-                    engine.generate(asked, sampling, seed=0, step=repeat)
+                    collect(engine.generate(asked, sampling, seed=0, step=repeat))
                     if repeat:
                         times[way].append(time.perf_counter() - began)
             for engine in engines.values():

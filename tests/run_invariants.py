@@ -20,7 +20,7 @@ _RANGES = {
     "correlation": (-1.0, 1.0),
     "tokens": (1.0, np.inf),
     **dict.fromkeys(
-        ("completions", "discrepancy", "nats", "ratio", "norm", "1", "updates", "seconds", "tokens / s",
+        ("completions", "discrepancy", "nats", "ratio", "norm", "1", "updates", "steps", "seconds", "tokens / s",
          "advantage / discrepancy"),
         _NOT_NEGATIVE,
     ),
@@ -32,6 +32,7 @@ _ORDERED = (
     ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
     ("discrepancy/p50", "discrepancy/p99", "discrepancy/max"),
     ("discrepancy/mean", "discrepancy/max"),
+    ("rollout/staleness_mean", "rollout/staleness_max"),
 )
 # Only rewards of the verifier lie in [0, 1]; those of users are any number.
 _JUDGED = ("math", "math_verify")

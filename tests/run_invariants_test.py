@@ -17,6 +17,7 @@ def _step(step, multiplier, discrepancy):
         "reward/verifier_timeouts": 1, "reward/verifier_errors": 0, "reward/no_answer_fraction": 0.125,
         "completion/length_mean": 5.0, "completion/length_min": 2, "completion/length_max": 16,
         "completion/truncated_fraction": 0.125, "rollout/dropped_completions": 0, "rollout/padding_fraction": 0.5,
+        "rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0,
         "discrepancy/mean": discrepancy, "discrepancy/p50": 0.1, "discrepancy/p99": 0.9, "discrepancy/max": 0.95,
         "discrepancy/completions_over_tolerance": 0.5, "mismatch/k1": -0.1, "mismatch/pearson": 0.9,
         "policy/ratio_min": 0.5, "policy/ratio_mean": 1.0, "policy/ratio_max": 2.0, "policy/loss": -0.1,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.tasks.prompts import load_tokenizer
 from dcmdp_jax.training import loop
 from dcmdp_jax.training.setup import make_plan_of_run
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.types import Params
 
 _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -56,7 +58,7 @@ def sampler(job: Job, rounds: Rounds) -> None:
     rounds.hello(_PACKAGES)
     step = 0
     while rounds.boundary():
-        job.check_completions(engine.generate(prompts, sampling, seed=0, step=step).completion_ids)
+        _check(job, collect(engine.generate(prompts, sampling, seed=0, step=step)))
         step += 1
 
 
@@ -75,11 +77,8 @@ def reinforce(job: Job, rounds: Rounds) -> None:
         if not rounds.boundary():
             raise Ended
 
-    def check(rollout: Rollout) -> None:
-        job.check_completions(rollout.completion_ids)
-
     make_engine = loop.make_engine
-    loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), begin, check)
+    loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), begin, functools.partial(_check, job))
     rounds.hello(_PACKAGES)
     try:
         loop.train(plan, show=print)
@@ -87,11 +86,18 @@ def reinforce(job: Job, rounds: Rounds) -> None:
         return
 
 
+def _check(job: Job, episodes: list[Episode]) -> None:
+    job.check_completions([episode.completion_ids for episode in episodes])
+
+
 class SteppedEngine:
     """An engine that calls `begin` before a step, whose first act is to push the weights, and `check` on samples."""
 
     def __init__(
-        self, engine: Engine, begin: Callable[[Params], None], check: Callable[[Rollout], None] = lambda rollout: None
+        self,
+        engine: Engine,
+        begin: Callable[[Params], None],
+        check: Callable[[list[Episode]], None] = lambda episodes: None,
     ) -> None:
         self._engine, self._begin, self._check = engine, begin, check
 
@@ -99,10 +105,14 @@ class SteppedEngine:
         self._begin(params)
         return self._engine.push_weights(params, policy_version)
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, **settings: Any) -> Rollout:
-        rollout = self._engine.generate(prompts, sampling, **settings)
-        self._check(rollout)
-        return rollout
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, **settings: Any
+    ) -> Iterator[list[Episode]]:
+        episodes: list[Episode] = []
+        for complete in self._engine.generate(prompts, sampling, **settings):
+            episodes += complete
+            yield complete
+        self._check(in_prompt_order(episodes))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

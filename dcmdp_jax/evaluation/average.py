@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -72,13 +73,16 @@ def evaluate(
         check_stop: called now and then while sampling; what it raises ends the evaluation.
     """
     grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
-
-    def on_finished(rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-        check_stop()
-        grading.begin(rows, completion_ids)
-
-    rollout = engine.generate(prompts, sampling, seed=seed, step=0, on_finished=on_finished)
-    _, grades = grading.finish(rollout.completion_ids)
+    lengths: dict[int, int] = {}
+    truncated = 0
+    with contextlib.closing(engine.generate(prompts, sampling, seed=seed, step=0)) as groups:
+        for episodes in groups:
+            check_stop()
+            rows = [episode.group * sampling.group_size + episode.member for episode in episodes]
+            grading.begin(rows, [episode.completion_ids for episode in episodes])
+            lengths |= zip(rows, (episode.num_sampled for episode in episodes), strict=True)
+            truncated += sum(episode.finish_reason == "length" for episode in episodes)
+    grades = grading.grade()
     scores = np.asarray(grades.rewards, np.float32).reshape(len(prompts), sampling.group_size)
     per_problem = scores.mean(axis=1)
     spread = per_problem.std(ddof=1) / np.sqrt(len(prompts)) if len(prompts) > 1 else np.nan
@@ -89,8 +93,8 @@ def evaluate(
         average=float(scores.mean()),
         pass_at_k=float((scores > 0).any(axis=1).mean()),
         standard_error=float(spread),
-        length_mean=float(np.mean([len(ids) for ids in rollout.completion_ids])),
-        truncated_fraction=float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
+        length_mean=float(np.mean(list(lengths.values()))),
+        truncated_fraction=truncated / len(lengths),
         verifier_timeouts=grades.timeouts,
         verifier_errors=grades.errors,
         verifier_over_budget=grades.over_budget,

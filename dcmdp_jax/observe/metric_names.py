@@ -63,6 +63,8 @@ _TABLE = (
     ),
     Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
     Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
+    Metric("rollout/staleness_mean", "steps", "mean age of the sampled tokens: the trained policy's step minus theirs"),
+    Metric("rollout/staleness_max", "steps", "the same of the oldest sampled token"),
     Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),
     Metric(
         "dual/multiplier", "advantage / discrepancy", "lambda, the price of a unit of discrepancy, as this step used it"

@@ -107,8 +107,8 @@ class Scorer:
 class BatchScoring:
     """Texts and rewards of the completions that one call of an engine's `generate` samples.
 
-    `math` grades a completion as soon as it is sampled. A function is called once, on the whole batch, when all are: it
-    may compare completions, or send all its requests at once.
+    `math` grades a completion as soon as its group is sampled. A function is called once, on the whole batch, when all
+    are: it may compare completions, or send all its requests at once.
 
     Args:
         scorer: calls the functions.
@@ -120,31 +120,33 @@ class BatchScoring:
         self._scorer, self._problems = scorer, problems
         self.answers = [problem.answer for problem in problems]
         self._grading = Grading(scorer.verifier, tokenizer, self.answers)
+        self._completion_ids: dict[int, np.ndarray] = {}
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-        """Start to grade completions that have ended. Pass it to the engine as `on_finished`."""
+        """Start to score completions, each row once, while others are still sampled."""
         if MATH in self._scorer.names:
             self._grading.begin(rows, completion_ids)
+        else:
+            self._grading.decode(rows, completion_ids)
+        self._completion_ids |= zip(rows, completion_ids, strict=True)
 
-    def finish(
-        self, completion_ids: Sequence[np.ndarray], on_wait: Callable[[], None] = lambda: None
-    ) -> tuple[list[str], Scores]:
-        """Texts and scores of all rows, in their order.
+    def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], Scores]:
+        """Texts and scores of all rows, in their order, once `begin` got each.
 
         Args:
-            completion_ids: of all rows.
             on_wait: called while functions run; what it raises ends the wait.
 
         Raises:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
         scorer = self._scorer
-        texts = self._grading.texts(completion_ids)
+        texts = self._grading.texts()
         scorer.pool.begin(
-            [problem.prompt for problem in self._problems], texts, completion_ids,
+            [problem.prompt for problem in self._problems], texts,
+            [self._completion_ids[row] for row in range(len(texts))],
             {name: [self._cell(problem, name) for problem in self._problems] for name in scorer.columns},
         )  # fmt: skip
-        grades = self._grading.grade(texts) if MATH in scorer.names else None
+        grades = self._grading.grade() if MATH in scorer.names else None
         results = scorer.pool.collect(on_wait)
         if grades is not None:
             results[MATH] = grades.rewards.tolist()

@@ -7,29 +7,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.types import Rollout
+from dcmdp_jax.rollout.episode import Episode
 
 
-def unusable_completions(rollout: Rollout, *, drop: bool) -> np.ndarray:
-    """[N] bool: completions with a log-prob that is NaN, infinite or above 0 by more than rounding.
+def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
+    """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more than rounding.
 
     Args:
-        rollout: what the engine returned.
+        episodes: what the engine returned.
         drop: return them to be left out and counted; otherwise any is an error.
 
     Raises:
         EngineError: naming the first such completion, token and value, unless `drop`; or if all are unusable.
     """
-    unusable = np.zeros(len(rollout.completion_ids), bool)
-    for i, logprobs in enumerate(rollout.rollout_logprobs):
-        wrong = ~np.isfinite(logprobs) | (logprobs > 1e-3)
+    unusable = np.zeros(len(episodes), bool)
+    for i, episode in enumerate(episodes):
+        logprobs = episode.rollout_logprobs
+        wrong = episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
         if not wrong.any():
             continue
         if not drop:
             t = int(np.argmax(wrong))
+            token = f"token {t - episode.prompt_length} (id {episode.token_ids[t]}) of completion {i}"
             raise EngineError(
-                f"rollout: log-prob of token {t} (id {rollout.completion_ids[i][t]}) of completion {i} is "
-                f"{logprobs[t]}; the engine's numbers are broken, or set rollout.on_non_finite=drop to leave it out"
+                f"rollout: log-prob of {token} is {logprobs[t]}; the engine's numbers are broken, or set "
+                "rollout.on_non_finite=drop to leave it out"
             )
         unusable[i] = True
     if unusable.all():

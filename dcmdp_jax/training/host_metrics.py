@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from dcmdp_jax.rewards.math.verifier import Grades
-from dcmdp_jax.types import Rollout
+from dcmdp_jax.rollout.episode import Episode
+from dcmdp_jax.types import Batch
 
 
 class PhaseTimer:
@@ -26,11 +27,11 @@ class PhaseTimer:
         yield
         self.seconds[f"time/{name}"] = time.monotonic() - began
 
-    def metrics(self, rollout: Rollout) -> dict[str, float]:
+    def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """The phases, the total, and tokens per second."""
         total = time.monotonic() - self._began
-        sampled = sum(len(ids) for ids in rollout.completion_ids)
-        tokens = sampled + sum(len(ids) for ids in rollout.prompt_ids)
+        sampled = sum(episode.num_sampled for episode in episodes)
+        tokens = sum(len(episode.token_ids) for episode in episodes)
         return self.seconds | {
             "time/total": total,
             "throughput/tokens_per_second": tokens / total,
@@ -38,9 +39,9 @@ class PhaseTimer:
         }
 
 
-def rollout_metrics(rollout: Rollout, grades: Grades | None) -> dict[str, float]:
-    """Lengths, truncations and, with the math reward, the verifier's failures; named as in observe/metric_names.py."""
-    lengths = [len(ids) for ids in rollout.completion_ids]
+def rollout_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:
+    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of observe/names.py."""
+    lengths = [episode.num_sampled for episode in episodes]
     judged = {} if grades is None else {
         "reward/verifier_timeouts": grades.timeouts,
         "reward/verifier_errors": grades.errors,
@@ -51,5 +52,16 @@ def rollout_metrics(rollout: Rollout, grades: Grades | None) -> dict[str, float]
         "completion/length_mean": float(np.mean(lengths)),
         "completion/length_min": min(lengths),
         "completion/length_max": max(lengths),
-        "completion/truncated_fraction": float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
+        "completion/truncated_fraction": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
     }
+
+
+def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
+    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a synchronous run.
+
+    Args:
+        batch: packed, before it goes to the devices.
+        policy_version: the training step of the parameters that the batch trains.
+    """
+    lag = np.concatenate([policy_version - rows.policy_versions[rows.completion_mask] for rows in batch.rows])
+    return {"rollout/staleness_mean": float(lag.mean()), "rollout/staleness_max": float(lag.max())}

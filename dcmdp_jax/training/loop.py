@@ -27,12 +27,13 @@ from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
 from dcmdp_jax.rewards.scoring import BatchScoring, Scorer, Scores
 from dcmdp_jax.rollout.engine import Engine, EngineError
+from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.rollout.validation import unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.training.checkpoint import Checkpoints, PolicyScore
-from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics
+from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan, initial_params, make_engine
@@ -40,7 +41,7 @@ from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, t
 from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
 from dcmdp_jax.training.stop_signal import StopSignal
 from dcmdp_jax.training.warmup import warm_up
-from dcmdp_jax.types import Batch, Params, Rollout, TrainState
+from dcmdp_jax.types import Batch, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -196,22 +197,22 @@ class Trainer:
             chosen = self._choose(step)
             scoring = self._scoring(chosen)
             with timer.phase("generate"):
-                rollout = self._generate(chosen, step, scoring, check_stop)
-            floor = self._noise_floor(rollout) if step == 0 else {}
+                episodes = self._generate(chosen, step, scoring, check_stop)
+            floor = self._noise_floor(episodes) if step == 0 else {}
             with timer.phase("verify"):
-                texts, scores = self._score(scoring, rollout, state, step)
+                texts, scores = self._score(scoring, state, step)
             with timer.phase("pack"):
-                batch, packed = self._pack(rollout, scores.totals, state)
+                batch, packed = self._pack(episodes, scores.totals, state, step)
             check_stop()
             with timer.phase("step"):
                 state, metrics = self.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
             step += 1
             completions = metrics.pop("completions/discrepancy")
-            metrics |= pushed | packed | floor | timer.metrics(rollout)
-            metrics |= rollout_metrics(rollout, scores.grades) | reward_metrics(scores)
+            metrics |= pushed | packed | floor | timer.metrics(episodes)
+            metrics |= rollout_metrics(episodes, scores.grades) | reward_metrics(scores)
             writer.write(step, metrics)
-            self._write_samples(step, writer, rollout, chosen, texts, scoring.answers, scores, completions)
+            self._write_samples(step, writer, chosen, texts, scoring.answers, scores, completions)
             self._check_skipped(metrics)
             due = self._evaluation_is_due(step)
             if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
@@ -246,10 +247,10 @@ class Trainer:
         rows = np.repeat(chosen, self.plan.sampling.group_size)
         return BatchScoring(self.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
 
-    def _score(self, scoring: BatchScoring, rollout: Rollout, state: TrainState, step: int) -> tuple[list[str], Scores]:
+    def _score(self, scoring: BatchScoring, state: TrainState, step: int) -> tuple[list[str], Scores]:
         """Texts and rewards of a rollout. A reward function that fails may end the run: then its state is saved."""
         try:
-            return scoring.finish(rollout.completion_ids, functools.partial(self._check_stop, state, step))
+            return scoring.finish(functools.partial(self._check_stop, state, step))
         except RewardError as error:
             self._save(state, step)
             raise UserError(
@@ -259,22 +260,27 @@ class Trainer:
 
     def _generate(
         self, chosen: np.ndarray, step: int, scoring: BatchScoring, check_stop: Callable[[], None]
-    ) -> Rollout:
-        def on_finished(rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-            check_stop()
-            scoring.begin(rows, completion_ids)
+    ) -> list[Episode]:
+        """Episodes of the chosen problems in prompt order; their rewards are begun as groups come in."""
+        prompts, sampling = [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling
+        episodes: list[Episode] = []
+        sampled = self.engine.generate(prompts, sampling, seed=self.config.training.seed, step=step)
+        with contextlib.closing(sampled) as groups:
+            for complete in groups:
+                check_stop()
+                rows = [episode.group * sampling.group_size + episode.member for episode in complete]
+                scoring.begin(rows, [episode.completion_ids for episode in complete])
+                episodes += complete
+        return in_prompt_order(episodes)
 
-        prompts = [self.plan.train.token_ids[i] for i in chosen]
-        seed = self.config.training.seed
-        return self.engine.generate(prompts, self.plan.sampling, seed=seed, step=step, on_finished=on_finished)
-
-    def _noise_floor(self, rollout: Rollout) -> dict[str, float]:
+    def _noise_floor(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
-        usable = np.flatnonzero(~unusable_completions(rollout, drop=True))[:_NOISE_FLOOR_COMPLETIONS]
+        unusable = unusable_completions(episodes, drop=True)
+        usable = [episodes[i] for i in np.flatnonzero(~unusable)[:_NOISE_FLOOR_COMPLETIONS]]
         try:
             scored = self.engine.score(
-                [rollout.prompt_ids[i] for i in usable],
-                [rollout.completion_ids[i] for i in usable],
+                [episode.prompt_ids for episode in usable],
+                [episode.completion_ids for episode in usable],
                 temperature=self.plan.sampling.temperature,
             )
         except EngineError as error:
@@ -283,23 +289,27 @@ class Trainer:
                 raise
             logger.warning("no noise floor: %s", error)
             return {}
-        sampled = np.concatenate([rollout.rollout_logprobs[i] for i in usable])
+        masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable]
+        again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
+        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable])
         algorithm = self.config.algorithm
         # Compiled as one: each operation alone would be a program of its own.
         measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
-        return {"mismatch/noise_floor": float(np.mean(measure(np.concatenate(scored), sampled)))}
+        return {"mismatch/noise_floor": float(np.mean(measure(again, sampled)))}
 
-    def _pack(self, rollout: Rollout, rewards: np.ndarray, state: TrainState) -> tuple[Batch, dict[str, Any]]:
-        dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
+    def _pack(
+        self, episodes: Sequence[Episode], rewards: np.ndarray, state: TrainState, step: int
+    ) -> tuple[Batch, dict[str, Any]]:
+        dropped = unusable_completions(episodes, drop=self.config.rollout.on_non_finite == "drop")
         batch, report = pack(
-            rollout,
+            episodes,
             rewards,
             self.plan.packing,
             mask_truncated=self.config.algorithm.mask_truncated,
             dropped=dropped,
         )
+        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum()), **staleness_metrics(batch, step)}
         batch = jax.device_put(batch, self.batch_shardings)
-        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum())}
         metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if self.rescore is not None:
             batch, metrics["mismatch/sampler"] = self.rescore(state.params, batch)
@@ -353,7 +363,6 @@ class Trainer:
         self,
         step: int,
         writer: MetricsWriter,
-        rollout: Rollout,
         chosen: np.ndarray,
         texts: list[str],
         answers: Sequence[str],
@@ -368,7 +377,7 @@ class Trainer:
         picked = [group * self.plan.sampling.group_size for group in range(min(settings.samples, len(chosen)))]
         writer.write_samples(step, [
             {
-                "prompt": self.plan.train.problems[chosen[rollout.group_ids[i]]].prompt,
+                "prompt": self.plan.train.problems[chosen[i // self.plan.sampling.group_size]].prompt,
                 "completion": texts[i],
                 "answer": answers[i],
                 "reward": float(scores.totals[i]),

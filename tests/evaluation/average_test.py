@@ -9,8 +9,8 @@ import pytest
 from dcmdp_jax.evaluation.average import evaluate
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.types import Rollout
 
 
 @dataclasses.dataclass
@@ -20,27 +20,24 @@ class _Script:
     texts: list[list[str]]
     calls: list[tuple] = dataclasses.field(default_factory=list)
 
-    def generate(self, prompts, sampling, *, seed, step, on_finished):
+    def generate(self, prompts, sampling, *, seed, step):
+        """The last group first, and a list without any."""
         self.calls.append((prompts, sampling, seed, step))
         tokenizer = build_tokenizer()
-        ids, reasons = [], []
-        for text in (text for group in self.texts for text in group):
-            cut = text.endswith("...")
-            tokens = tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
-            ids.append(np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32))
-            reasons.append("length" if cut else "stop")
-        size = sampling.group_size
-        # Some rows, not in order and one of them twice; another text than it ends as is nothing to go by.
-        on_finished([len(ids) - 1, 0], [ids[-1], ids[0]])
-        on_finished([0], [ids[-1]])
-        return Rollout(
-            prompt_ids=[prompts[i // size] for i in range(len(ids))],
-            completion_ids=ids,
-            rollout_logprobs=[np.zeros(len(tokens), np.float32) for tokens in ids],
-            finish_reasons=reasons,
-            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), size),
-            policy_version=0,
-        )
+        for group in reversed(range(len(prompts))):
+            episodes = []
+            for member, text in enumerate(self.texts[group]):
+                cut = text.endswith("...")
+                tokens = tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
+                ids = np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32)
+                episodes.append(
+                    single_turn(
+                        prompts[group], ids, np.zeros(ids.size), policy_version=0, group=group, member=member,
+                        finish_reason="length" if cut else "stop",
+                    )
+                )  # fmt: skip
+            yield episodes
+            yield []
 
 
 @pytest.fixture

@@ -33,14 +33,16 @@ _IDS = [np.zeros(length, np.int32) for length in (1, 2, 2, 3)]
 
 
 def _finish(*rewards, stop_on_error=True, by_source=False):
-    """Scores of two completions of each problem, of which the engine reports two early."""
+    """Scores of two completions of each problem, which come out of order."""
     columns = column_names(_PROBLEMS)
     with Verifier(1) as verifier:
         scorer = Scorer(rewards, verifier, columns, by_source=by_source, timeout_s=_LONG_S, stop_on_error=stop_on_error)
         try:
             scoring = BatchScoring(scorer, _Tokenizer(), [_PROBLEMS[0]] * 2 + [_PROBLEMS[1]] * 2)
             scoring.begin([2, 0], [_IDS[2], _IDS[0]])
-            return scoring.finish(_IDS)
+            scoring.begin([], [])
+            scoring.begin([1, 3], [_IDS[1], _IDS[3]])
+            return scoring.finish()
         finally:
             scorer.close()
 

@@ -16,6 +16,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.vllm import http_client
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
+from tests.rollout.sampling import sample
 from tests.waiting import HANGS_S
 
 CONFIG = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 32)
@@ -101,7 +102,7 @@ _PROMPT = np.array([1, 2], np.int32)
 
 
 def _generate(engine, **sampling):
-    return engine.generate([_PROMPT], SamplingParams(1, 3, **sampling), seed=0, step=0)
+    return sample(engine, [_PROMPT], SamplingParams(1, 3, **sampling), seed=0, step=0)
 
 
 def test_an_answer_that_is_not_spoilt_is_taken(broken):
@@ -261,7 +262,7 @@ def test_the_first_failure_ends_the_others(broken):
 
     broken.spoil = spoil
     with pytest.raises(EngineError, match="refused the request, HTTP 400: no$"):
-        engine.generate([_PROMPT] * 50, SamplingParams(1, 3), seed=0, step=0)
+        sample(engine, [_PROMPT] * 50, SamplingParams(1, 3), seed=0, step=0)
     ended.set()
     # Those in flight with the one that failed; none of the other 46 was sent.
     assert 3 <= broken.asked <= 4

@@ -25,7 +25,8 @@ from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.training.setup import make_probe
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.types import Params
+from tests.rollout.sampling import Rollout
 from tests.waiting import HANGS_S
 
 TOTAL, ROWS, STOP = 64, 64, 3

@@ -7,7 +7,7 @@ import numpy as np
 from dcmdp_jax.observe.metric_names import METRICS
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.training.host_metrics import rollout_metrics
-from dcmdp_jax.types import Rollout
+from tests.rollout.sampling import Rollout
 
 
 def test_each_kind_of_ungraded_answer_has_its_own_count() -> None:
@@ -20,7 +20,7 @@ def test_each_kind_of_ungraded_answer_has_its_own_count() -> None:
         policy_version=0,
     )
     grades = Grades(rewards=np.zeros(4, np.float32), errors=1, timeouts=2, over_budget=3, unparsed=1)
-    metrics = rollout_metrics(rollout, grades)
+    metrics = rollout_metrics(rollout.episodes, grades)
     assert metrics == {
         "completion/length_mean": 2.5,  # (1 + 2 + 3 + 4) / 4
         "completion/length_min": 1,

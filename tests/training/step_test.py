@@ -21,7 +21,7 @@ from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
-from dcmdp_jax.types import Rollout
+from tests.rollout.sampling import Rollout
 
 MODEL = ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
 BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}})
@@ -103,7 +103,8 @@ def _batch(
         plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
     else:
         plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
-    batch, _ = pack(*sampled, plan, mask_truncated=mask_truncated, dropped=dropped)
+    rollout, rewards = sampled
+    batch, _ = pack(rollout.episodes, rewards, plan, mask_truncated=mask_truncated, dropped=dropped)
     return jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows))) if mesh else batch
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ _LOG, _TEMPORARY = "sidecar.log", "tmp"
 _LAST_LINES = 20
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
 _END_S = 5.0
+_CANCEL_S = 30.0
 
 
 class SidecarBroken(RuntimeError):
@@ -65,7 +66,7 @@ class Launch:
 
 
 class Sidecar:
-    """A running sidecar. Any failure ends it."""
+    """A running sidecar. Any failure ends it. For one thread."""
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
         """Starts the process and waits until its engine is ready.
@@ -97,10 +98,12 @@ class Sidecar:
                 start_new_session=True,
             )
         self._connection = wire.Connection(ours)
+        # Identifies the request whose answer is not here yet; None when the sidecar waits for one.
+        self._in_flight: object | None = None
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
         self._log.start()
         try:
-            ready = self._exchange(
+            ready = self.request(
                 "start",
                 {
                     "protocol": wire.PROTOCOL,
@@ -111,7 +114,6 @@ class Sidecar:
                 },
                 answer="ready",
                 timeout_s=launch.start_timeout_s,
-                starting=True,
             ).header
         except BaseException:
             # An interrupt too: nobody else knows of the process yet.
@@ -133,54 +135,64 @@ class Sidecar:
         *,
         answer: str,
         timeout_s: float | None = None,
-        on_progress: Callable[[Mapping[str, np.ndarray]], None] = lambda arrays: None,
     ) -> wire.Message:
-        """Asks and waits for the answer; signs of progress restart the time limit.
+        """Ask, and wait for the answer.
 
         Raises:
             ValueError: if the sidecar refuses the request; it is unharmed.
-            SidecarBroken: if it dies, stalls, or answers something else. It is gone then, as after what `on_progress`
-                raises, which is given the arrays of such signs.
+            SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
         """
-        limit = timeout_s or self._launch.stall_timeout_s
-        return self._exchange(op, header, arrays, answer=answer, timeout_s=limit, on_progress=on_progress)
+        *_, last = self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s)
+        return last
 
-    def _exchange(
+    def stream(
         self,
         op: str,
         header: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
         *,
         answer: str,
-        timeout_s: float,
-        starting: bool = False,
-        on_progress: Callable[[Mapping[str, np.ndarray]], None] = lambda arrays: None,
-    ) -> wire.Message:
-        def told(arrays: Mapping[str, np.ndarray]) -> None:
-            try:
-                on_progress(arrays)
-            except BaseException:
-                # It goes on with a request whose answer nobody waits for.
-                self.kill()
-                raise
+        timeout_s: float | None = None,
+    ) -> Iterator[wire.Message]:
+        """Ask, and yield each sign of progress, then the answer. The time limit holds between two of them.
 
+        Closed before the answer is there, it cancels the request, and so does the next request. A sidecar that does
+        not cancel in time is killed.
+
+        Raises:
+            ValueError, SidecarBroken: as `request`.
+        """
+        limit = timeout_s or self._launch.stall_timeout_s
+        self._cancel()
+        self._in_flight = mine = object()
         try:
-            self._connection.send(op, header, arrays, timeout_s=timeout_s)
-            while (message := self._connection.receive(timeout_s=timeout_s)).header["op"] == "progress":
-                told(message.arrays)
+            self._connection.send(op, header, arrays, timeout_s=limit)
+            while (message := self._connection.receive(timeout_s=limit)).header["op"] == "progress":
+                yield message
+                if self._in_flight is not mine:
+                    raise EngineError(f"{op}: ended by a later request to the sidecar")
+        except GeneratorExit:
+            if self._in_flight is mine:
+                self._cancel()
+            raise
         except (wire.WireError, TimeoutError) as error:
             broken = self._broken(f"{op}: {error}")
-            if starting:
+            if op == "start":
                 last = self._lines[-1] if self._lines else "nothing"
                 broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
             raise broken from error
+        self._in_flight = None
+        yield self._checked(message, op, answer)
+
+    def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
+        """The answer, if it is the one that was asked for."""
         received = message.header["op"]
         if received == "refused":
             raise ValueError(str(message.header.get("message")))
         if received == "failed":
             reason = str(message.header.get("message"))
             self.kill()
-            if starting:
+            if op == "start":
                 raise EngineError(
                     f"{self._launch.name} does not start: {reason}; its log is {self._launch.directory / _LOG}"
                 )
@@ -188,6 +200,19 @@ class Sidecar:
         if received != answer:
             raise self._broken(f"{op}: answered {received!r}, not {answer!r}")
         return message
+
+    def _cancel(self) -> None:
+        """End the request in flight, if there is one; its answer is dropped."""
+        if self._in_flight is None:
+            return
+        self._in_flight = None
+        try:
+            self._connection.send("cancel", timeout_s=_CANCEL_S)
+            while self._connection.receive(timeout_s=_CANCEL_S).header["op"] != "cancelled":
+                pass
+        except (wire.WireError, TimeoutError):
+            logger.warning("%s sidecar: did not cancel a request; killed", self._launch.name)
+            self.kill()
 
     def _broken(self, what: str) -> SidecarBroken:
         # A process that just died has not been collected yet; one that hangs is not going to end.
@@ -213,6 +238,7 @@ class Sidecar:
 
     def kill(self) -> None:
         """Ends it and what it started, and removes its temporary files. Safe to call twice."""
+        self._in_flight = None
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -248,7 +274,7 @@ class Sidecar:
 
 
 class Supervisor:
-    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit."""
+    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread."""
 
     def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
         """Starts the first sidecar.
@@ -261,7 +287,6 @@ class Supervisor:
         self._name, self._start = name, start
         self._max_restarts = max_restarts
         self._sidecar: Sidecar | None = self._started()
-        self._lock = threading.Lock()
 
     def _started(self) -> Sidecar:
         try:
@@ -285,35 +310,50 @@ class Supervisor:
         Raises:
             EngineError: after `max_restarts` restarts in a row without success, with the reason and the end of the log.
         """
+        (result,) = self.stream(lambda sidecar: iter([call(sidecar)]))
+        return result
+
+    def stream(self, call: Callable[[Sidecar], Iterator[T]]) -> Iterator[T]:
+        """What `call` yields on a sidecar that works.
+
+        Args:
+            call: made again for the next sidecar if one breaks on the way; it must not repeat what it yielded.
+
+        Raises:
+            EngineError: as `run`.
+        """
         failures = 0
-        with self._lock:
-            while True:
-                lines = ""
-                try:
-                    if self._sidecar is None:
-                        self._sidecar = self._restarted()
-                    return call(self._sidecar)
-                except SidecarBroken as error:
-                    failures += 1
-                    if self._sidecar is not None:
-                        self._sidecar.kill()
-                        lines = self._sidecar.last_lines()
-                        self._sidecar = None
-                    if failures > self._max_restarts:
-                        raise EngineError(
-                            f"the {self._name} sidecar failed {failures} times in a row, at last: {error}"
-                            + (f"; the end of its log:\n{lines}" if lines else "")
-                        ) from error
-                    pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
-                    logger.warning("%s sidecar: %s; restart %d in %.1f s", self._name, error, failures, pause)
-                    time.sleep(pause)
+        while True:
+            try:
+                if self._sidecar is None:
+                    self._sidecar = self._restarted()
+                yield from call(self._sidecar)
+                return
+            except SidecarBroken as error:
+                failures += 1
+                self._recover(error, failures)
+
+    def _recover(self, error: SidecarBroken, failures: int) -> None:
+        """Clear away what is broken and wait a moment, or give up."""
+        lines = ""
+        if self._sidecar is not None:
+            self._sidecar.kill()
+            lines = self._sidecar.last_lines()
+            self._sidecar = None
+        if failures > self._max_restarts:
+            raise EngineError(
+                f"the {self._name} sidecar failed {failures} times in a row, at last: {error}"
+                + (f"; the end of its log:\n{lines}" if lines else "")
+            ) from error
+        pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
+        logger.warning("%s sidecar: %s; restart %d in %.1f s", self._name, error, failures, pause)
+        time.sleep(pause)
 
     def close(self) -> None:
         """Ends the sidecar. Safe to call twice."""
-        with self._lock:
-            if self._sidecar is not None:
-                self._sidecar.close()
-                self._sidecar = None
+        if self._sidecar is not None:
+            self._sidecar.close()
+            self._sidecar = None
 
 
 def _environment(launch: Launch) -> dict[str, str]:

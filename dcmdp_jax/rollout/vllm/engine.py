@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
-from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
 from dcmdp_jax.rollout.sidecar.manifest import differing
 from dcmdp_jax.rollout.sidecar.probe import Probe, probe_ids
@@ -21,15 +21,13 @@ from dcmdp_jax.rollout.sidecar.process import Launch, Sidecar, SidecarBroken, Su
 from dcmdp_jax.rollout.sidecar.shared_memory import Segment, available_bytes
 from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.vllm import launch
-from dcmdp_jax.rollout.vllm.replies import checked_progress, checked_reply
+from dcmdp_jax.rollout.vllm.replies import checked_completions
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.types import Array, Params, Rollout
+from dcmdp_jax.types import Array, Params
 
 logger = logging.getLogger(__name__)
 
 SCRIPT = Path(__file__).with_name("sidecar.py")
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +56,8 @@ class VllmEngine:
 
     A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of shared memory, and
     is asked again; log-probs that are not finite are asked for once more of a new one before they are believed.
+
+    For one thread, but for `publish_weights`.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class VllmEngine:
     def publish_weights(self, params: Params, policy_version: int) -> None:
         """Writes the parameters into the free half of the double buffer; the next call has the engine load them.
 
-        Disturbs no call that another thread is waiting for: that one ends with the weights it began with, even if its
-        sidecar has to be started again. That is one call's worth of room: publish again only when it has ended.
+        Disturbs no call in progress: that one ends with the weights it began with, even if its sidecar has to be
+        started again. That is one call's worth of room: publish again only when it has ended.
 
         Raises:
             ValueError: for parameters that are not those of the model.
@@ -224,25 +224,20 @@ class VllmEngine:
         return difference
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+    ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt.
+
+        A sidecar that breaks on the way is started again and samples the whole call again, which gives the same bits;
+        what was yielded is not yielded again.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
-            on_finished: called with the sidecar's signs of progress, every half second; with all rows again after a
-                restart.
 
         Returns:
-            The completions in order, `prompt * group_size + member`; arrays are read-only views of shared memory.
+            The groups that are complete, maybe none, every half second.
 
         Raises:
             ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
@@ -256,8 +251,6 @@ class VllmEngine:
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
         )  # fmt: skip
-        count = len(prompts) * sampling.group_size
-        rows = np.repeat(np.arange(len(prompts), dtype=np.int32), sampling.group_size)
         header = {
             "sampling": {
                 "temperature": sampling.temperature,
@@ -266,35 +259,49 @@ class VllmEngine:
                 "stop_token_ids": list(sampling.stop_token_ids),
             }
         }
+        group_size, count = sampling.group_size, len(prompts) * sampling.group_size
         arrays = {
             "prompt_ids": np.concatenate(prompts),
             "prompt_lengths": np.array([prompt.size for prompt in prompts], np.int32),
-            "rows": rows,
+            "prompt_of_row": np.repeat(np.arange(len(prompts), dtype=np.int32), group_size),
             "seeds": request_seeds(seed, step, np.arange(count)),
         }
-
         publication = self._publication
+        version = publication.policy_version
+        trust = _Trust()
+        delivered: set[int] = set()
 
-        def tell(finished: Mapping[str, np.ndarray]) -> None:
-            if on_finished is not None:
-                on_finished(*checked_progress(finished, count, self.config.vocab_size) if finished else ([], []))
-
-        def sample(sidecar: Sidecar) -> Rollout:
+        def sample(sidecar: Sidecar) -> Iterator[list[Episode]]:
             self._ensure(sidecar, publication)
-            reply = sidecar.request("generate", header, arrays, answer="generated", on_progress=tell)
-            tokens, logprobs = checked_reply(reply.arrays, count, sampling, self.config.vocab_size)
-            if reply.header.get("policy_version") != publication.policy_version:
-                raise SidecarBroken(f"generate: sampled with version {reply.header.get('policy_version')}")
-            return Rollout(
-                prompt_ids=[prompts[row] for row in rows],
-                completion_ids=tokens,
-                rollout_logprobs=logprobs,
-                finish_reasons=["stop" if stopped else "length" for stopped in reply.arrays["stopped"]],
-                group_ids=rows,
-                policy_version=publication.policy_version,
-            )
+            rows: set[int] = set()
+            waiting = OpenGroups(group_size)
+            for message in sidecar.stream("generate", header, arrays, answer="generated"):
+                completions = checked_completions(message.arrays, count, sampling, self.config.vocab_size)
+                if message.header.get("policy_version") != version:
+                    raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
+                trust.check([completion.logprobs for completion in completions])
+                if again := [completion.row for completion in completions if completion.row in rows]:
+                    raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
+                rows.update(completion.row for completion in completions)
+                episodes = waiting.add(
+                    single_turn(
+                        prompts[row // group_size],
+                        tokens,
+                        logprobs,
+                        policy_version=version,
+                        group=row // group_size,
+                        member=row % group_size,
+                        finish_reason=reason,
+                    )
+                    for row, tokens, logprobs, reason in completions
+                )
+                fresh = [episode for episode in episodes if episode.group not in delivered]
+                delivered.update(episode.group for episode in fresh)
+                yield fresh
+            if len(rows) < count:
+                raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
 
-        return self._believed(sample, lambda rollout: rollout.rollout_logprobs)
+        return self._supervisor.stream(sample)
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -322,13 +329,15 @@ class VllmEngine:
             prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
         )
 
-        publication = self._publication
+        publication, trust = self._publication, _Trust()
 
         def scored(sidecar: Sidecar) -> list[np.ndarray]:
             self._ensure(sidecar, publication)
-            return self._scored(sidecar, rows, [prompt.size for prompt in prompts], temperature or 1.0)
+            values = self._scored(sidecar, rows, [prompt.size for prompt in prompts], temperature or 1.0)
+            trust.check(values)
+            return values
 
-        results = self._believed(scored, lambda arrays: arrays)
+        results = self._supervisor.run(scored)
         check_finite(results)
         return results
 
@@ -344,24 +353,6 @@ class VllmEngine:
         if sidecar.serial != publication.serial:
             self._load(sidecar, publication)
 
-    def _believed(self, call: Callable[[Sidecar], T], values: Callable[[T], Sequence[np.ndarray]]) -> T:
-        """The call's result; if it has a value that is not finite, that of a new sidecar, whatever it is.
-
-        A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what
-        becomes of those is the trainer's to decide (`validation.unusable_completions`).
-        """
-        doubted = False
-
-        def tried(sidecar: Sidecar) -> T:
-            nonlocal doubted
-            result = call(sidecar)
-            if not doubted and not all(np.isfinite(array).all() for array in values(result)):
-                doubted = True
-                raise SidecarBroken("log-probs that are not finite")
-            return result
-
-        return self._supervisor.run(tried)
-
     def _scored(
         self, sidecar: Sidecar, rows: list[np.ndarray], starts: list[int], temperature: float
     ) -> list[np.ndarray]:
@@ -376,3 +367,20 @@ class VllmEngine:
         if logprobs.shape != (lengths.sum(),):
             raise SidecarBroken(f"score: {logprobs.shape} log-probs for {lengths.sum()} tokens")
         return np.split(logprobs, np.cumsum(lengths)[:-1])
+
+
+class _Trust:
+    """Doubts the first log-probs of a call that are not finite, once.
+
+    A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what becomes
+    of those is the trainer's to decide (`validation.unusable_completions`).
+    """
+
+    def __init__(self) -> None:
+        self._doubted = False
+
+    def check(self, values: Sequence[np.ndarray]) -> None:
+        """Raise SidecarBroken if a value is not finite, unless one was not finite before."""
+        if not self._doubted and not all(np.isfinite(array).all() for array in values):
+            self._doubted = True
+            raise SidecarBroken("log-probs that are not finite")

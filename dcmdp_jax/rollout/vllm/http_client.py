@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import math
 import os
+import queue
 import re
 import stat
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +26,7 @@ T = TypeVar("T")
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _INSPECTION_S = 30.0
+_PROGRESS_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 # All that shapes the distribution is said: what is left out comes from the model's generation_config.json.
 _PLAIN: dict[str, Any] = {
@@ -45,8 +50,7 @@ _PLAIN: dict[str, Any] = {
 class VllmHttpClient:
     """What a server said of itself, and requests to it.
 
-    No connection is held between calls. A call must not be made from within a running asyncio event loop; an interrupt
-    cancels what is in flight, on the server too.
+    No connection is held between calls. Requests run in a thread of their own while the caller does something else.
 
     Attributes:
         address: as given.
@@ -71,37 +75,70 @@ class VllmHttpClient:
         self.model, self.max_model_len = asyncio.run(self._inspect())
 
     def complete(
-        self,
-        what: str,
-        payloads: Sequence[dict[str, Any]],
-        read: Callable[[int, dict[str, Any]], T],
-        on_read: Callable[[int, T], None] = lambda number, result: None,
-    ) -> list[T]:
-        """One completion for each payload, as many at a time as `max_concurrent`; the first failure ends them all.
+        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+    ) -> Iterator[list[tuple[int, T]]]:
+        """Request one completion for each payload, `max_concurrent` at a time; the first failure ends them all.
+
+        Closed before its end, or interrupted, it cancels what is in flight, on the server too.
 
         Args:
             what: begins the name of a request in errors; its number follows.
             payloads: fields of /v1/completions, with "prompt" a list of token ids; what is not named is neutral.
             read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError, TypeError and
                 IndexError mean an answer that can't be used.
-            on_read: called with each number and what `read` returned, as answers come.
 
-        Returns:
-            What `read` returned, in the order of the payloads.
+        Yields:
+            (number, what `read` returned) as answers come; twice a second an empty list, where none does.
 
         Raises:
             EngineError: in one line that names the request.
         """
-        return asyncio.run(self._complete(what, payloads, read, on_read))
+        arrived: queue.SimpleQueue[tuple[int, T] | BaseException | None] = queue.SimpleQueue()
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._complete(what, payloads, read, arrived.put))
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(task)
+                arrived.put(None)
+            except BaseException as error:
+                arrived.put(error)
+            finally:
+                loop.close()
+
+        thread = threading.Thread(target=work, name="vllm-http-client", daemon=True)
+        thread.start()
+        try:
+            while True:
+                try:
+                    answer = arrived.get(timeout=_PROGRESS_S)
+                except queue.Empty:
+                    yield []
+                    continue
+                if answer is None:
+                    return
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield [answer]
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+
+    def complete_all(
+        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+    ) -> list[T]:
+        """All that `complete` yields, in the order of the payloads."""
+        results = dict(itertools.chain.from_iterable(self.complete(what, payloads, read)))
+        return [results[index] for index in range(len(payloads))]
 
     async def _complete(
         self,
         what: str,
         payloads: Sequence[dict[str, Any]],
         read: Callable[[int, dict[str, Any]], T],
-        on_read: Callable[[int, T], None],
-    ) -> list[T]:
-        results: dict[int, T] = {}
+        on_read: Callable[[tuple[int, T]], None],
+    ) -> None:
         waiting = iter(range(len(payloads)))
 
         async def work(client: httpx.AsyncClient) -> None:
@@ -112,11 +149,11 @@ class VllmHttpClient:
                     (choice,) = answer["choices"]
                     if choice["prompt_token_ids"] != body["prompt"]:
                         raise ValueError("its prompt_token_ids are not those sent")
-                    results[index] = read(index, choice)
+                    result = read(index, choice)
                 except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
                     found = f"no {error} in it" if isinstance(error, KeyError) else _one_line(error)
                     raise EngineError(f"{name}: the answer of {self.address} can't be used: {found}") from None
-                on_read(index, results[index])
+                on_read((index, result))
 
         async with self._client() as client:
             workers = [asyncio.create_task(work(client)) for _ in range(min(self._max_concurrent, len(payloads)))]
@@ -126,7 +163,6 @@ class VllmHttpClient:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-        return [results[index] for index in range(len(payloads))]
 
     async def _inspect(self) -> tuple[str, int]:
         """The model's name and context length, of a healthy server of a version we know."""

@@ -1,8 +1,9 @@
-"""Validation of the sidecar's replies."""
+"""Checks of what the sidecar says it sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,31 +11,42 @@ from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.sidecar.process import SidecarBroken
 
 
-def checked_progress(
-    arrays: Mapping[str, np.ndarray], count: int, vocab_size: int
-) -> tuple[list[int], list[np.ndarray]]:
-    """Rows and token ids that can be those of completions; the answer alone says what they are."""
-    try:
-        rows, tokens, lengths = (arrays[name] for name in ("rows", "token_ids", "lengths"))
-    except KeyError as error:
-        raise SidecarBroken(f"generate: no {error} in a sign of progress") from None
-    fits = rows.shape == lengths.shape == (rows.size,) and tokens.shape == (lengths.sum(),)
-    inside = fits and not np.any((rows < 0) | (rows >= count) | (lengths < 1))
-    if not inside or np.any((tokens < 0) | (tokens >= vocab_size)):
-        raise SidecarBroken(f"generate: a sign of progress with {rows.size} rows that can't be right")
-    return rows.tolist(), np.split(tokens, np.cumsum(lengths)[:-1])
+class Completion(NamedTuple):
+    """A completion that has ended.
+
+    Attributes:
+        row: `prompt * group_size + member`.
+        token_ids: [T] int32.
+        logprobs: [T] float32 nats.
+        finish_reason: "stop" or "length".
+    """
+
+    row: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
 
 
-def checked_reply(
+def checked_completions(
     arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids and log-probs by completion, after everything about them that can be known was checked."""
+) -> list[Completion]:
+    """The completions of one frame, after everything about them that can be known was checked; none without arrays.
+
+    Raises:
+        SidecarBroken: saying what can't be right.
+    """
+    if not arrays:
+        return []
     try:
-        tokens, logprobs, lengths, stopped = (arrays[name] for name in ("token_ids", "logprobs", "lengths", "stopped"))
+        rows, tokens, logprobs, lengths, stopped = (
+            arrays[name] for name in ("rows", "token_ids", "logprobs", "lengths", "stopped")
+        )
     except KeyError as error:
         raise SidecarBroken(f"generate: no {error} in the answer") from None
-    if lengths.shape != (count,) or stopped.shape != (count,):
-        raise SidecarBroken(f"generate: {lengths.size} completions for {count} requests")
+    if not rows.shape == lengths.shape == stopped.shape == (rows.size,) or not rows.size:
+        raise SidecarBroken(f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} rows")
+    if rows.min() < 0 or rows.max() >= count or np.unique(rows).size < rows.size:
+        raise SidecarBroken(f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {count} requests")
     if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
         raise SidecarBroken(
             f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
@@ -48,4 +60,6 @@ def checked_reply(
     last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
     if not np.array_equal(last_is_stop, stopped.astype(bool)):
         raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
-    return np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
+    reasons = ["stop" if end else "length" for end in stopped]
+    cut = np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
+    return [Completion(*parts) for parts in zip(rows.tolist(), *cut, reasons, strict=True)]
