@@ -61,6 +61,16 @@ class ModelSettings:
     compute_dtype: str = setting(
         "bfloat16", "Activations and matrix products.", choices=("float32", "bfloat16"), source="paper [6.1]: BF16"
     )
+    forward_precision: str = setting(
+        "full",
+        "Matrices in the forward pass. full: compute_dtype. int8, fp8: the values that the local engine has with "
+        "rollout.precision of the same name, so that both agree; gradients pass straight through to the full weights.",
+        choices=("full", "int8", "fp8"), source="paper: full; Jet-RL, QaRL",
+    )  # fmt: skip
+    head_dtype: str = setting(
+        "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",
+        choices=("compute", "float32"),
+    )  # fmt: skip
     remat: str = setting(
         "full",
         "What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs (full).",

@@ -105,8 +105,9 @@ class Trainer:
         self.optimizer = make_optimizer(config.optimizer, schedule)
         self.dual = initial_dual(config.algorithm)
         self.row_logprobs = make_row_logprobs(
-            plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh
-        )
+            plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh,
+            forward_precision=config.model.forward_precision, head_dtype=config.model.head_dtype,
+        )  # fmt: skip
         self.shardings = train_state_shardings(
             plan.model, self.optimizer, self.dual, config.model.param_dtype, plan.mesh
         )
