@@ -34,7 +34,7 @@ _MAY_IMPORT = {
     "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models", "dcmdp_jax.parallel"},
     "dcmdp_jax.rollout.vllm": {"dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
     "dcmdp_jax.observe": set(),
-    "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
+    "dcmdp_jax.evaluation": {"dcmdp_jax.inputs", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.memory", "dcmdp_jax.inputs", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.algorithm", "dcmdp_jax.models",
@@ -61,7 +61,7 @@ _LIBRARIES = {
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.tasks", "dcmdp_jax.rewards.plain_math_verify"),
     "matplotlib": ("dcmdp_jax.observe",),
-    "scipy": ("dcmdp_jax.theory",),
+    "scipy": ("dcmdp_jax.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),

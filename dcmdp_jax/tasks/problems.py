@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten
+from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten, shorten_name
 from dcmdp_jax.tasks.answers import answer_defect, last_boxed, split_elements
 from dcmdp_jax.tasks.numbers import parse_number
 
@@ -224,7 +224,7 @@ def _parse_json(text: str | bytes) -> Mapping[str, Any]:
 def _prompt(row: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], str]:
     field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}")
+        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}; {_describe_fields(row)}")
     value = row[field]
     context: tuple[tuple[str, str], ...] = ()
     if isinstance(value, list):
@@ -249,7 +249,7 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     field = next((name for name in _ANSWER_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise UserError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}")
+        raise UserError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
     value, solution = row[field], _solution(row)
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
@@ -264,6 +264,12 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
     return _answer_text(value, field), solution.strip()
+
+
+def _describe_fields(row: Mapping[str, Any]) -> str:
+    """The fields that a row has, null ones aside, for an error about those it lacks."""
+    found = [name for name in row if row[name] is not None]
+    return f"the row has {shorten_name(', '.join(map(str, found)))}" if found else "the row has none"
 
 
 def _solution(row: Mapping[str, Any]) -> str:
