@@ -88,7 +88,8 @@ def _decide(**changes):
 
 def test_the_noise_floor_decides_what_is_clean():
     mean = _NOISE.mean
-    assert _decide(floor=mean / 2.9)[0].cause == "clean"
+    assert _decide(floor=mean * 1.01)[0].cause == "clean"
+    assert _decide(floor=mean / 2.9)[0].cause == "rounding"
     assert _decide(floor=mean / 3.1)[0].cause == "undetermined"
 
 
