@@ -152,12 +152,12 @@ def _explained(e: Evidence, least: float, most: float) -> Iterator[Finding]:
     if best is None or not least <= best.share < most:
         return
     cause = best.cause
-    lines = [f"{best.name} explains {best.share:.0%} of the mismatch."]
+    lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
         cause, said = _which_temperature(e)
         lines.append(said)
     if second := _runner_up(e, best):
-        lines.append(f"Next best: {second.name}, {max(second.share, 0):.0%}.")
+        lines.append(f"Next best: {second.name}: {max(second.share, 0):.0%}.")
     yield Finding(cause, tuple(lines))
 
 

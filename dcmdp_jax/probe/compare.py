@@ -77,9 +77,10 @@ def compare(
         train, entropies = scorer.score_with_entropies(prompts, sampled.completion_ids, temperature=setup.temperature)
     else:
         train = scorer.score(prompts, sampled.completion_ids, temperature=setup.temperature)
+    asked = prompts, sampled.completion_ids
     floors = {}
-    for engine_name, engine in engines.items():
-        floors[engine_name] = noise_floor(engine, prompts, sampled.completion_ids, temperature=setup.temperature)
+    for (engine_name, engine), together in zip(engines.items(), (None, train), strict=True):
+        floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
     explanations, rounding = [], None
     if rescore:
         scored = Scored(
@@ -90,7 +91,7 @@ def compare(
         rescoring = Rescoring(scored, compute=setup.compute, max_rows=setup.max_rows)
         rounding = rescoring.rounding()
         for explanation in rescoring.explanations():
-            show(f"{name}: {explanation.name} explains {max(explanation.share, 0):.0%}")
+            show(f"{name}: scoring with {explanation.name} explains {max(explanation.share, 0):.0%}")
             explanations.append(explanation)
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
@@ -98,22 +99,33 @@ def compare(
 
 
 def noise_floor(
-    engine: Scorer, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    engine: Scorer,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    *,
+    temperature: float,
+    together: Sequence[np.ndarray] | None = None,
 ) -> float | None:
-    """Mean |p - p'| of an engine against itself: the first 16 completions together, and each alone.
+    """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all together.
+
+    Args:
+        engine: the engine.
+        prompts, completions: token ids.
+        temperature: that it scores at.
+        together: what it gave for all of them in one call; None asks it.
 
     Returns:
         The floor, or None if the engine can't score them.
     """
-    prompts, completions = prompts[:_FLOOR_COMPLETIONS], completions[:_FLOOR_COMPLETIONS]
     try:
-        together = engine.score(prompts, completions, temperature=temperature)
+        if together is None:
+            together = engine.score(prompts, completions, temperature=temperature)
         alone = [
             engine.score([prompt], [completion], temperature=temperature)[0]
-            for prompt, completion in zip(prompts, completions, strict=True)
+            for prompt, completion in zip(prompts[:_FLOOR_COMPLETIONS], completions, strict=False)
         ]
     except EngineError as error:
         logger.warning("no noise floor: %s", error)
         return None
-    first, second = (np.exp(np.concatenate(x).astype(np.float64)) for x in (together, alone))
+    first, second = (np.exp(np.concatenate(x).astype(np.float64)) for x in (together[: len(alone)], alone))
     return float(np.mean(np.abs(first - second)))

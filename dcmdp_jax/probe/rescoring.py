@@ -184,7 +184,7 @@ class Rescoring:
             if len(differing) > 1 and candidates:
                 shares = {each: share(names) for each, names in candidates.items()}
                 best = max(shares, key=shares.get)
-                yield Explanation(f"{best} of {name}, all else as it is,", "unsynchronized_tensor", shares[best])
+                yield Explanation(f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best])
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -106,8 +106,8 @@ def test_the_best_rescoring_names_the_cause():
     found = _decide(explanations=[cache, weights])
     assert found[0].cause == "quantized_weights"
     assert (
-        found[0].evidence[0] == "int8 weights explains 97% of the mismatch."
-        and "fp8 cache, 40%" in found[0].evidence[1]
+        found[0].evidence[0] == "Scoring with int8 weights explains 97% of the mismatch."
+        and "fp8 cache: 40%" in found[0].evidence[1]
     )
     assert _decide(explanations=[cache])[0].cause == "undetermined"
 

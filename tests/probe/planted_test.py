@@ -102,7 +102,7 @@ def test_bfloat16_is_rounding_noise():
 def test_quantization_is_named_by_what_is_quantised(settings, cause, name):
     engine = local(**settings)
     finding = named(engine, sampled(engine), compute=settings.get("compute_dtype", "float32"))[0]
-    assert finding.cause == cause and finding.evidence[0].startswith(name)
+    assert finding.cause == cause and finding.evidence[0].startswith(f"Scoring with {name}")
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
@@ -135,7 +135,7 @@ def test_stale_weights():
     finding = named(engine, sampled(engine))[0]
     assert (
         finding.cause == "stale_weights"
-        and finding.evidence[0] == "the weights of step 3 explains 100% of the mismatch."
+        and finding.evidence[0] == "Scoring with the weights of step 3 explains 100% of the mismatch."
     )
 
 
@@ -143,7 +143,7 @@ def test_one_tensor_that_was_not_synchronised_is_named():
     engine = local(with_one_stale_tensor())
     finding = named(engine, sampled(engine))[0]
     assert finding.cause == "unsynchronized_tensor"
-    assert finding.evidence[0].startswith("model.layers.1.mlp.down_proj.weight of step 3")
+    assert finding.evidence[0].startswith("Scoring with model.layers.1.mlp.down_proj.weight of step 3")
 
 
 def test_an_engine_with_another_chat_template():
