@@ -47,7 +47,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, num_params: int) -> Mesh:
+def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int) -> Mesh:
     """`make_mesh`; where `prepare_host` made several devices of the CPU, the devices left over split rows alone.
 
     Each core with rows of its own waits for the others once in an update, not at the end of every operation: a step of
@@ -56,17 +56,17 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, num_params:
     cores.
 
     Args:
-        data, fsdp, tensor: of `make_mesh`, from the config.
+        data, fsdp, tensor, expert: of `make_mesh`, from the config.
         num_params: of the model.
     """
-    devices, sizes = jax.devices(), (data, fsdp, tensor)
+    devices, sizes = jax.devices(), (data, fsdp, tensor, expert)
     if _cpu_is_divided():
         fixed = math.prod(size for size in sizes if size != -1)
         if -1 not in sizes:
             devices = devices[:fixed]
         elif fixed == 1:
             alone = num_params > _MOST_REPEATED_PARAMS or len(devices) < usable_cores()
-            devices, sizes = devices[:1] if alone else devices, (-1, 1, 1)
+            devices, sizes = devices[:1] if alone else devices, (-1, 1, 1, 1)
     return make_mesh(*sizes, devices=devices)
 
 

@@ -10,17 +10,20 @@ from jax.sharding import AxisType, Mesh
 
 from dcmdp_jax.errors import UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes data, fsdp and tensor, all of type Auto.
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh with the axes data, fsdp, tensor and expert, all of type Auto.
 
-    "data" splits rows and repeats parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary. The
-    library lays the axes over the devices so that the last ones are nearest to each other.
+    "data" splits rows and repeats parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary, "expert"
+    splits rows and the experts of each layer. The library lays the axes over the devices so that the last ones are
+    nearest to each other.
 
     Args:
-        data, fsdp, tensor: devices along the axis; one of them may be -1, which means all that are left.
+        data, fsdp, tensor, expert: devices along the axis; one of them may be -1, which means all that are left.
         devices: those to use; None uses all of the backend, of every host.
 
     Raises:
@@ -28,7 +31,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
             don't multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     said = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
         raise UserError(
@@ -60,4 +63,4 @@ def one_device_mesh() -> Mesh:
 
 def row_shards(mesh: Mesh) -> int:
     """Over how many devices rows are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]

@@ -30,6 +30,8 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "experts": "expert",
+        "expert_mlp": "tensor",
         "norm": None,
         "head_dim": None,
     }
@@ -37,7 +39,7 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
 """Parameters. "embed" is split over fsdp whichever side of a matrix it is on; "layers" is what the scan runs over."""
 
 ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
-    {"rows": (DATA, "fsdp"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
+    {"rows": (DATA, "fsdp", "expert"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
 )
 """Activations. Rows are split over every device that holds other rows; the residual stream is whole on each. How a
 table is split over its vocabulary is left to the compiler."""
@@ -149,7 +151,7 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
         manual = set(around.manual_axes)
         parts = []
         for name, part, size in zip(axes, partition_spec(axes, ACTIVATION_AXES), x.shape, strict=True):
-            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual)
+            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1)
             if size % _ways(free, mesh):
                 product = " * ".join(free)
                 raise ValueError(
@@ -167,7 +169,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def shard_rows(mesh: Mesh) -> NamedSharding:
-    """For packed rows [M, A, R, ...]: R split over data and fsdp."""
+    """For packed rows [M, A, R, ...]: R split over data, fsdp and expert."""
     return NamedSharding(mesh, P(None, None, *partition_spec(("rows",), ACTIVATION_AXES)))
 
 
@@ -177,7 +179,7 @@ def data_axis(mesh: Mesh | None) -> str | None:
 
 
 def data_parallel_only(mesh: Mesh | None) -> bool:
-    """Whether each device computes whole rows by itself: the compiler splits nothing over fsdp or tensor."""
+    """Whether each device computes whole rows by itself: the compiler splits nothing over another axis."""
     return mesh is None or mesh.size == mesh.shape[DATA]
 
 
@@ -187,7 +189,7 @@ def shard_map_over_data(
     """Run `function` once along each index of the data axis, on the rows there.
 
     Within it the data axis is manual: nothing travels along it but what `function` sends itself, so that gradients
-    are summed once after all micro-batches and not in each. The axes fsdp and tensor stay with the compiler.
+    are summed once after all micro-batches and not in each. The other axes stay with the compiler.
 
     A data axis of one device is left to the compiler too: there is nothing to map, and XLA (jax 0.10.2) refuses a
     reduction over it beside other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
