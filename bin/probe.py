@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dcmdp_jax.parallel.host import prepare_host
-
 from bin.arguments import real, temperature, whole
 from bin.cli import Parser, run_main
 from bin.flags import parse as parse_config
@@ -27,6 +25,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.mismatch import page
 from dcmdp_jax.mismatch.analysis import Measured, analyse
 from dcmdp_jax.mismatch.recording import Columns, read_recording
+from dcmdp_jax.parallel.cpu import prepare_host
 from dcmdp_jax.probe.models import load_model
 from dcmdp_jax.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.probe.specs import EngineSpec, parse_spec

@@ -17,8 +17,9 @@ from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.probe.specs import EngineSpec
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.training.setup import make_probe
 from dcmdp_jax.types import Params
 
@@ -52,8 +53,12 @@ class Sampled:
 
 def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int) -> Sampled:
     """Sample from an engine; the one place that reads what `Engine.generate` gives."""
-    rollout = engine.generate(prompts, sampling, seed=seed, step=0)
-    return Sampled(np.asarray(rollout.group_ids), list(rollout.completion_ids), list(rollout.rollout_logprobs))
+    episodes = collect(engine.generate(prompts, sampling, seed=seed, step=0))
+    return Sampled(
+        np.array([episode.group for episode in episodes]),
+        [episode.completion_ids for episode in episodes],
+        [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
+    )
 
 
 def build(
