@@ -26,6 +26,7 @@ _MAY_IMPORT = {
     "dcmdp_jax.config_text": {"dcmdp_jax.config", "dcmdp_jax.config_fields"},
     "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
     "dcmdp_jax.theory": set(),
+    "dcmdp_jax.studies": {"dcmdp_jax.observe", "dcmdp_jax.evaluation"},
     "dcmdp_jax.models": {"dcmdp_jax.types", "dcmdp_jax.inputs"},
     "dcmdp_jax.parallel": {"dcmdp_jax.types", "dcmdp_jax.models"},
     "dcmdp_jax.tasks": {"dcmdp_jax.inputs"},
@@ -41,13 +42,14 @@ _MAY_IMPORT = {
         "dcmdp_jax.parallel", "dcmdp_jax.tasks", "dcmdp_jax.rewards", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe", "dcmdp_jax.evaluation",
     },
-    "configs": {"dcmdp_jax.config"},
+    "configs": {"dcmdp_jax.config", "dcmdp_jax.studies"},
     "bin": {
         "dcmdp_jax.memory", "dcmdp_jax.inputs", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.config_text", "dcmdp_jax.models",
         "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
-        "dcmdp_jax.evaluation", "dcmdp_jax.training", "dcmdp_jax.theory", "configs",
+        "dcmdp_jax.evaluation", "dcmdp_jax.training", "dcmdp_jax.theory",
+        "dcmdp_jax.studies", "configs",
     },
 }  # fmt: skip
 
