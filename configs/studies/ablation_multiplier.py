@@ -23,5 +23,4 @@ def get_study(arg: str = "") -> Study:
             QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
         ),
         baseline="0.1",
-        evaluate=True,
     )

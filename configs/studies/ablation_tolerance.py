@@ -28,5 +28,4 @@ def get_study(arg: str = "") -> Study:
             QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
         ),
         baseline="0.0037",
-        evaluate=True,
     )

@@ -23,16 +23,14 @@ def make_study(
     demo: Mapping[str, Arm],
     paper: Mapping[str, Arm],
     baseline: str,
-    evaluate: bool = False,
 ) -> Study:
-    """A study at demo size, or with `paper` as its argument at the paper's.
+    """A study at demo size, or with `paper` as its argument at the paper's, evaluated on the six benchmarks.
 
     Args:
         arg: "" or "paper".
         title: heading.
         demo, paper: arms of the two.
         baseline: an arm of both.
-        evaluate: whether the paper's size is evaluated on the six benchmarks, `data/*.jsonl`.
 
     Raises:
         ValueError: for another argument.
@@ -40,8 +38,7 @@ def make_study(
     if arg not in ("", "paper"):
         raise ValueError(f"study argument {arg!r}: allowed is paper")
     if arg == "paper":
-        tasks = ("--tasks", SIX_BENCHMARKS) if evaluate else ()
-        return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, tasks)
+        return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, ("--tasks", SIX_BENCHMARKS))
     return Study(f"{title} (demo size)", demo, baseline, SEEDS)
 
 

@@ -3,8 +3,8 @@
     python -m bin.sweep --study=configs/studies/main_results.py
     python -m bin.sweep --study=configs/studies/main_results.py:paper          8 GPUs with vLLM
 
-The paper's size is evaluated on the six benchmarks, `data/*.jsonl`. The paper's FP8 engine is vLLM with FP8 weights and
-activations; the nearest here is `fp8_per_block`. Qwen3-30B-A3B has the same grid with lambda_0 = 0.05 and c = 0.0050.
+The paper's FP8 engine is vLLM with FP8 weights and activations; the nearest here is `fp8_per_block`. Qwen3-30B-A3B has
+the same grid with lambda_0 = 0.05 and c = 0.0050.
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
@@ -26,5 +26,4 @@ def get_study(arg: str = "") -> Study:
         demo=arms(DEMO, settings({"bf16": {"rollout.precision": "bfloat16"}, "fp8": {"rollout.precision": "fp8"}})),
         paper=arms(QWEN3_8B, settings({"bf16": vllm, "fp8": {**vllm, "rollout.precision": "fp8_per_block"}})),
         baseline="bf16_grpo",
-        evaluate=True,
     )

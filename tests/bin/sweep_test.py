@@ -45,7 +45,7 @@ def _fails(capsys, *argv):
     return lines[0].removeprefix("error: ")
 
 
-def test_a_stopped_study_continues_and_compares(tmp_path, capsys):
+def test_a_stopped_study_continues_and_compares(tmp_path):
     study, out = tmp_path / "tiny.py", tmp_path / "out"
     study.write_text(_HEAD + _TINY)
     words = [f"--study={study}", f"--out={out}"]
@@ -61,7 +61,6 @@ def test_a_stopped_study_continues_and_compares(tmp_path, capsys):
     assert "stopped; the same command continues" in rest and "Not finished: 1 of 2 runs." in rest
     before = (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns
     assert main(["sweep", *words]) == 0
-    text = capsys.readouterr().out
     assert (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns == before
     for arm in ("grpo", "dc"):
         assert read_metrics(out / arm / "seed3")["reward/mean"][0].tolist() == [1, 2]
