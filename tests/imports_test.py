@@ -35,21 +35,25 @@ _MAY_IMPORT = {
     "dcmdp_jax.rollout.vllm": {
         "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.models",
     },
+    "dcmdp_jax.rollout.engines": {
+        "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar",
+        "dcmdp_jax.rollout.vllm", "dcmdp_jax.models",
+    },
     "dcmdp_jax.observe": set(),
     "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.memory", "dcmdp_jax.inputs", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.algorithm", "dcmdp_jax.models",
         "dcmdp_jax.parallel", "dcmdp_jax.tasks", "dcmdp_jax.rewards", "dcmdp_jax.rollout",
-        "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
-        "dcmdp_jax.evaluation",
+        "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
+        "dcmdp_jax.observe", "dcmdp_jax.evaluation",
     },
     "configs": {"dcmdp_jax.config"},
     "bin": {
         "dcmdp_jax.memory", "dcmdp_jax.inputs", "dcmdp_jax.config", "dcmdp_jax.config_checks",
         "dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.config_text", "dcmdp_jax.models",
         "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
-        "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
+        "dcmdp_jax.rollout", "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
         "dcmdp_jax.evaluation", "dcmdp_jax.training", "configs",
     },
 }  # fmt: skip
