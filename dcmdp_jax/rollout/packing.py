@@ -1,4 +1,4 @@
-"""Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes compile.
+"""Episodes to batches: ragged episodes packed into rows of few lengths, so that few shapes compile.
 
 A mini-batch's rows come in buckets of one length each. A bucket holds as many micro-batches as the worst case needs,
 and the step runs only those that hold a row: shapes stay, and padding costs memory on the host but no computation.
@@ -43,7 +43,7 @@ class PackingPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """What packing cost.
+    """Cost of packing.
 
     Attributes:
         tokens: prompt and completion tokens placed.
@@ -95,7 +95,7 @@ def make_plan(
 
 
 def shared_group_shape(max_prompt_tokens: int, max_completion_tokens: int, group_size: int) -> tuple[int, int]:
-    """Of a group that shares its prompt: positions of the prompt, and of all that is computed, padding included."""
+    """Positions of the prompt that a group shares, and of all that is computed for the group, padding included."""
     # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
     prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
     return prompt_length, prompt_length + group_size * max_completion_tokens

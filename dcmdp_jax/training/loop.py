@@ -222,7 +222,7 @@ class Trainer:
     def _generate(
         self, chosen: np.ndarray, step: int, scoring: BatchScoring, check_stop: Callable[[], None]
     ) -> list[Episode]:
-        """Episodes of the chosen problems in prompt order; their rewards are begun as groups come in."""
+        """Sample the chosen problems; start the rewards of each group as it comes in. Returns prompt order."""
         prompts, sampling = [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling
         episodes: list[Episode] = []
         sampled = self.engine.generate(prompts, sampling, seed=self.config.training.seed, step=step)
@@ -245,7 +245,7 @@ class Trainer:
                 temperature=self.plan.sampling.temperature,
             )
         except EngineError as error:
-            # A diagnostic does not end a run that was told to go on without what is broken.
+            # A diagnostic does not end a run that is set to go on without what is broken.
             if self.config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)

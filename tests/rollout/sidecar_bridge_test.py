@@ -460,7 +460,7 @@ def test_memory_that_is_not_there_is_refused_unasked(no_large_files):
         with pytest.raises(MemoryError) as raised:
             Segment("weights", size)
         line = str(raised.value)
-        assert line.startswith(f"shared memory weights: {size / 2**30:.2f} GiB are not to be had (")
+        assert line.startswith(f"shared memory weights: {size / 2**30:.2f} GiB cannot be allocated (")
         assert line.endswith(" GiB are free)") and "\n" not in line
     assert _descriptors() == before
 
@@ -468,7 +468,7 @@ def test_memory_that_is_not_there_is_refused_unasked(no_large_files):
 def test_memory_that_the_system_refuses_is_one_line(no_large_files):
     """What looks free may be refused all the same; the descriptor is closed then."""
     before = _descriptors()
-    with pytest.raises(MemoryError, match=r"^shared memory weights: 0\.12 GiB are not to be had \(.*File too large"):
+    with pytest.raises(MemoryError, match=r"^shared memory weights: 0\.12 GiB cannot be allocated \(.*File too large"):
         Segment("weights", 128 << 20)  # 2^27 / 2^30 = 0.125, to even
     assert _descriptors() == before
 

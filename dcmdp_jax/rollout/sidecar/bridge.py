@@ -20,7 +20,7 @@ from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 from dcmdp_jax.types import Params
 
 _THREADS = min(4, os.cpu_count() or 1)
-# A converted block; larger ones are mapped anew each time, and clearing their pages takes longer than writing them.
+# A converted block; larger ones are mapped again each time, and clearing their pages takes longer than writing them.
 _BLOCK_BYTES = 1 << 24
 # Rows transposed together: read in full, written as runs of that many items. One row at a time is six times slower.
 _TRANSPOSED_ROWS = 128
@@ -58,7 +58,7 @@ class WeightBridge:
         self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
         """In the order of `hf_tensors`: layer by layer, which is how engines like to load."""
         self.num_bytes: int = end
-        """Of a segment."""
+        """Size of a segment."""
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
         """Writes the tensors.

@@ -1,4 +1,4 @@
-"""What lies where in the weight segments, and checksums of it: the part of the weight bridge that both sides share."""
+"""Layout and checksums of the weight segments, shared by trainer and sidecar."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 

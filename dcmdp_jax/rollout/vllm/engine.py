@@ -1,4 +1,4 @@
-"""The trainer's side of vLLM: the `Engine` protocol over a sidecar."""
+"""The `Engine` protocol over a vLLM sidecar."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class VllmEngine:
 
         Raises:
             ValueError: for a setting, an interpreter, a vLLM version that can't be; before anything is started.
-            MemoryError: if shared memory for two copies of the weights is not to be had, saying how much is.
+            MemoryError: if shared memory for two copies of the weights cannot be allocated, saying how much is free.
             EngineError: if vLLM does not start.
         """
         cpu = launch.check_installation(settings, precision)
@@ -145,7 +145,7 @@ class VllmEngine:
 
     @property
     def policy_version(self) -> int | None:
-        """Of the weights last published; None before."""
+        """Version of the weights last published; None before."""
         return None if self._publication is None else self._publication.policy_version
 
     def publish_weights(self, params: Params, policy_version: int) -> None:
@@ -241,7 +241,7 @@ class VllmEngine:
 
         Raises:
             ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
-                begun then.
+                sent then.
             EngineError: if no weights were published, or the sidecar fails again and again.
         """
         if self._publication is None:
@@ -342,14 +342,14 @@ class VllmEngine:
         return results
 
     def close(self) -> None:
-        """Ends the sidecar and gives the shared memory back. Safe to call twice."""
+        """End the sidecar and free the shared memory. Safe to call twice."""
         self._supervisor.close()
         self._publication = None
         for segment in self._segments:
             segment.close()
 
     def _ensure(self, sidecar: Sidecar, publication: _Publication) -> None:
-        """Loads the publication where it is not in use: a sidecar that was started anew has no weights."""
+        """Load the publication unless it is in use: a restarted sidecar has no weights."""
         if sidecar.serial != publication.serial:
             self._load(sidecar, publication)
 

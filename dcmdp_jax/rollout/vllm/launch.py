@@ -17,7 +17,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
 
 SUPPORTED = ((0, 32), (0, 34))
-"""vLLM versions: the first that works, and the first that was not looked at."""
+"""vLLM versions: the first that works, and the first that is not supported."""
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
@@ -317,8 +317,8 @@ def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
             # Threads that spin while others work made two of them forty times slower than one.
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Huge pages where the kernel has them: loading weights takes memory anew, and page by page that is half
-            # its time.
+            # Huge pages where the kernel has them: loading weights allocates memory, and page by page that is half its
+            # time.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return variables

@@ -1,4 +1,4 @@
-"""What the trainer adds to vLLM's workers: weights out of shared memory, in place.
+"""The extension of vLLM's workers: loads weights from shared memory, in place.
 
 vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in every process that holds a part of the
 model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
@@ -73,7 +73,7 @@ class WeightReceiver:
 
 @functools.cache
 def _attached(path: str, size: int) -> np.ndarray:
-    """One mapping for all pushes: taking each page in anew costs as much as reading it."""
+    """One mapping for all pushes: mapping each page again costs as much as reading it."""
     return attach(path, size)
 
 
