@@ -47,7 +47,7 @@ class Regime(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """What an engine differs by.
+    """Differences of an engine from the trainer.
 
     Attributes:
         probability: mean |p_train - p_engine| over the sampled tokens.
@@ -86,7 +86,7 @@ def model(family: str) -> ModelConfig:
 
 
 def mean_difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
-    """Of probabilities, over all tokens."""
+    """Statistics of probabilities, over all tokens."""
     return float(np.mean(np.abs(np.exp(np.concatenate(first)) - np.exp(np.concatenate(second)))))
 
 

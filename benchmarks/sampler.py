@@ -32,8 +32,9 @@ from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
-from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local import decode, sampler
@@ -168,7 +169,8 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
     parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     print(machine() + "\n")
     if arguments.lengths == "longtail":
         print(

@@ -1,4 +1,4 @@
-"""What the vLLM sidecar costs: weight pushes, the way there and back, and its speed beside the embedded engine's.
+"""Cost of the vLLM sidecar: weight pushes, round trips, and its speed compared with the embedded engine's.
 
     python -m benchmarks.vllm push --repeats 7         0.6B parameters, against one memcpy of the same bytes
     python -m benchmarks.vllm client --repeats 9       generate through the client against LLM.generate itself
@@ -161,7 +161,7 @@ def client(repeats: int) -> None:
 
 
 def _answer(process: subprocess.Popen, word: str) -> str:
-    """What follows `word` in the next line that begins with it; vLLM logs in between."""
+    """The rest of the next line that starts with `word`; vLLM logs in between."""
     for line in process.stdout:
         if line.startswith(word):
             return line.removeprefix(word)

@@ -14,7 +14,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.parallel.host import training_mesh
+from dcmdp_jax.parallel.cpu import training_mesh
 from dcmdp_jax.rollout.episode import Episode, single_turn
 from dcmdp_jax.rollout.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -64,7 +64,7 @@ def batch_of(sampled: list[Episode], plan: PackingPlan, config: ModelConfig) -> 
 
 
 def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
-    """How a step on 16 x 8 completions of 64 tokens computes, and its shapes: a group's prompt once, no padding."""
+    """Settings and shapes of a step on 16 x 8 completions of 64 tokens: a group's prompt once, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,

@@ -62,7 +62,8 @@ def _check(directory: Path) -> None:
     check_values(manifest)
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
-    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(set(manifest.files.values()))} file(s)")
+    files = {place.path for place in manifest.tensors.values()}
+    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s)")
     print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
     print(f"tokenizer    {'present' if has_tokenizer(directory) else 'none'}")
     print(f"{directory}: fits its config.json, all values are finite")

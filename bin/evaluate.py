@@ -27,25 +27,27 @@ from transformers import PreTrainedTokenizerBase
 from bin.arguments import UNLIMITED, real, split_tasks, temperature, whole
 from bin.cli import Parser, keep_tracebacks_in, run_main
 from configs.base import get_config
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import ENGINE_CHOICES, VllmSettings, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.size import check_size
 from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.parallel.host import prepare_host
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
+from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
 from dcmdp_jax.rollout.vllm.launch import check_installation, check_temperature
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.training.memory_parts import plan_engine_memory
 from dcmdp_jax.training.memory_plan import free_host_bytes, this_machine
@@ -59,7 +61,7 @@ _MOST_ROWS = 65536
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is to be evaluated, found and checked, its weights not read yet.
+    """A model to evaluate, found and checked; its weights are not read yet.
 
     Attributes:
         name: for people.
@@ -83,7 +85,8 @@ class _Model:
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), check all input, evaluate task by task, print the table."""
     arguments = _parser().parse_args(argv[1:])
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     model = _find_model(arguments.model, arguments.step)
     if model.run is not None:
         keep_tracebacks_in(model.run[0])
@@ -109,7 +112,7 @@ def main(argv: list[str]) -> None:
     with contextlib.closing(_engine(model, tasks, settings, out)) as engine:
         if settings["engine"] != "remote":
             engine.push_weights(model.load(settings["precision"]), model.step or 0)
-            give_back_freed()
+            release_freed_memory()
         results = _evaluate(engine, model, tokenizer, tasks, sampling, settings, arguments.method, out)
     print(format_table(arguments.method or model.name, results))
     if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:
@@ -147,7 +150,8 @@ def _evaluate(
             results.append(result)
             _report_progress(result, len(tasks), len(results), time.monotonic() - began)
             # After every task: a long evaluation that dies keeps what it has.
-            _write(out, _record(method or model.name, model, settings, results, tasks))
+            record = _record(method or model.name, model, settings, results, tasks)
+            atomic_write(out, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return results
 
 
@@ -193,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         type=whole(1, _MOST_ROWS),
         default=256,
         metavar="N",
-        help="decoded side by side (default: %(default)s)",
+        help="completions decoded at a time (default: %(default)s)",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
@@ -376,17 +380,6 @@ def _record(
         "average": plain_average(results),
         "tasks": {result.task: record(result) for result in results},
     }
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """All of it or nothing: a hidden sibling, synced and renamed."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: float) -> None:

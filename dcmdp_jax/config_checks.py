@@ -39,7 +39,7 @@ def validate(config: Any) -> None:
 
 
 def engine_choices(kind: type, engine: str) -> dict[str, tuple[str, ...]]:
-    """What an engine has of the settings that depend on it: dotted name -> allowed values."""
+    """Allowed values of the settings that depend on the engine, by dotted name."""
     settings = declared(kind).values()
     return {one.name: one.about.engine_choices[engine] for one in settings if engine in one.about.engine_choices}
 

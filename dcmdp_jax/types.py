@@ -17,7 +17,7 @@ Params = dict[str, Any]
 
 
 class DualState(NamedTuple):
-    """What the dual ascent remembers between steps.
+    """State of the dual ascent between steps.
 
     Attributes:
         multiplier: [] float32, lambda, in advantage units per unit of discrepancy.

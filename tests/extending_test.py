@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bin.flags import parse
-from dcmdp_jax.rewards.pool import RewardPool
+from dcmdp_jax.rewards.reward_pool import RewardPool
 
 _ROOT = Path(__file__).resolve().parents[1]
 _RECIPES = (_ROOT / "docs" / "extending.md").read_text()
@@ -19,7 +19,7 @@ def _commands(text):
 
 
 def _rewards(directory, monkeypatch, command, *completion_ids):
-    """What the functions of a command give completions of a problem, but for math."""
+    """Rewards that the functions of a command, without math, give completions of a problem."""
     monkeypatch.chdir(directory)
     config = parse(command).config
     functions = [name for name in config.rewards.names if name != "math"]

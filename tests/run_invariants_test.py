@@ -82,7 +82,7 @@ def test_a_sound_record_has_no_contradiction(tmp_path):
         ("3e", {"eval/arithmetic/pass@2": 0.25}, "eval/arithmetic/avg@2: above eval/arithmetic/pass@2 at step 3"),
     ],
 )  # fmt: skip
-def test_each_lie_is_seen(tmp_path, line, change, said):
+def test_each_contradiction_is_found(tmp_path, line, change, said):
     _write(tmp_path, (line, change))
     assert any(found.startswith(said) for found in contradictions(tmp_path)), contradictions(tmp_path)
 
@@ -111,8 +111,8 @@ def test_a_users_reward_may_be_any_number_and_missing_where_it_gave_none(tmp_pat
     [
         ({"reward/own/std": -1.0}, "reward/own/std: -1.0 at step 2, outside 0.0 .. inf"),
         ({"reward/own/failed": 9}, "reward/own/failed: above all completions at step 2"),
-        ({"reward/own/median": 0.5}, "reward/own/median: observe/names.py does not know it"),
+        ({"reward/own/median": 0.5}, "reward/own/median: observe/metric_names.py does not know it"),
     ],
 )
-def test_what_can_not_be_of_a_users_reward_is_seen(tmp_path, change, said):
+def test_contradictions_of_a_users_reward_are_found(tmp_path, change, said):
     assert said in _with_own_reward(tmp_path, ("2", change))

@@ -1,4 +1,4 @@
-"""What every contender is given: one random model as a Hugging Face directory, one file of problems."""
+"""Inputs of all contenders: one random model as a Hugging Face directory, one file of problems."""
 
 from __future__ import annotations
 

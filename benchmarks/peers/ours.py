@@ -17,12 +17,13 @@ from benchmarks.peers.rounds import Ended, Job, Rounds, work
 from benchmarks.workload import MICRO_BATCH_TOKENS, step_inputs, step_layout, stepper
 from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
-from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -55,7 +56,7 @@ def sampler(job: Job, rounds: Rounds) -> None:
         mesh=sampling_mesh(one_device_mesh()),
     )
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
-    give_back_freed()  # as bin.evaluate does
+    release_freed_memory()  # as bin.evaluate does
     sampling = SamplingParams(job.group, job.new_tokens)
     rounds.hello(_PACKAGES)
     step = 0
@@ -164,5 +165,6 @@ def _model(job: Job) -> ModelConfig:
 
 
 if __name__ == "__main__":
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})

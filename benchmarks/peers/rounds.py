@@ -86,7 +86,7 @@ class Rounds:
         self._answer({"versions": {"python": platform.python_version(), **versions}})
 
     def boundary(self) -> bool:
-        """Ends the round under way, if one is, and waits for the next; False when no more are wanted."""
+        """End the current round, if any, and wait for the next; False when there is none."""
         if self._began is not None:
             wall, cpu = self._began
             self._answer({

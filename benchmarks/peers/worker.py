@@ -92,7 +92,7 @@ class Worker:
         Raises:
             WorkerFailed: if it fails, dies or takes too long.
         """
-        with contextlib.suppress(BrokenPipeError):  # a dead one is told of below
+        with contextlib.suppress(BrokenPipeError):  # a dead one is reported below
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         return self._answer()

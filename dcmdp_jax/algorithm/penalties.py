@@ -1,4 +1,4 @@
-"""How the discrepancy is charged to the advantages: one pure function for each method.
+"""Penalties on the advantages for the discrepancy: one pure function for each method.
 
 A penalty is a function
 

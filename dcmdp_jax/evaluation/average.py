@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.tasks.grading import Grading
-from dcmdp_jax.tasks.verifier import Verifier
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How the forward pass runs; none of it changes what is computed beyond rounding.
+    """Execution of the forward pass; nothing here changes its result beyond rounding.
 
     Attributes:
         dtype: "float32" or "bfloat16", of activations and products.
@@ -74,11 +74,13 @@ class Attention(nnx.Module):
         fused: W_q, W_k and W_v are one matrix `qkv`; see `fuse_projections`.
     """
 
-    def __init__(self, config: ModelConfig, *, hf_name: str, stack: Stack | None = None, fused: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
+    ) -> None:
         self.config, self.fused = config, fused
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         embed, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
-        options = {"std": config.initializer_range, "stack": stack}
+        options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
             self.qkv = Linear((embed, width + 2 * kv_width), ("embed", "heads"), hf_name=None, bias=bias, **options)
         else:
@@ -87,8 +89,8 @@ class Attention(nnx.Module):
             self.k = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options)
             self.v = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.q_norm", stack=stack)
-            self.k_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.k_norm", stack=stack)
+            self.q_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.q_norm", stacks=stacks)
+            self.k_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.k_norm", stacks=stacks)
         outward = ("heads", "embed")
         self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=config.output_bias, **options)
 
@@ -134,16 +136,16 @@ class Block(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        stack: Stack | None = None,
+        stacks: tuple[Stack, ...] = (),
         fused_attention: bool = False,
         fused_mlp: bool = False,
     ) -> None:
-        layer = "model.layers.{layer}"
-        norm = {"size": config.hidden_size, "eps": config.rms_norm_eps, "axis": "norm", "stack": stack}
-        self.attention_norm = RMSNorm(hf_name=f"{layer}.input_layernorm", **norm)
-        self.attention = Attention(config, hf_name=f"{layer}.self_attn", stack=stack, fused=fused_attention)
-        self.mlp_norm = RMSNorm(hf_name=f"{layer}.post_attention_layernorm", **norm)
-        self.mlp = MLP(config, hf_name=f"{layer}.mlp", stack=stack, fused=fused_mlp)
+        prefix = "model.layers.{layers}"
+        norm = {"size": config.hidden_size, "eps": config.rms_norm_eps, "axis": "norm", "stacks": stacks}
+        self.attention_norm = RMSNorm(hf_name=f"{prefix}.input_layernorm", **norm)
+        self.attention = Attention(config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention)
+        self.mlp_norm = RMSNorm(hf_name=f"{prefix}.post_attention_layernorm", **norm)
+        self.mlp = MLP(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
 
     def __call__(
         self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
@@ -163,7 +165,7 @@ class Decoder(nnx.Module):
         self.config = config
         normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
-        self.layers = Block(config, stack=Stack("layers", config.num_layers))
+        self.layers = Block(config, stacks=(Stack("layers", config.num_layers),))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, axis="norm", hf_name="model.norm")
         if not config.tie_word_embeddings:
             self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)

@@ -33,12 +33,12 @@ def quantized_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     return (product * kernel.scale).astype(x.dtype)
 
 
-def widen(weights: Params, dtype: jnp.dtype) -> Params:
+def dequantize(weights: Params, dtype: jnp.dtype) -> Params:
     """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts anything.
 
     Exact for int8 and float8 values in float32 and bfloat16 alike (at most 7 significant bits); scales stay float32.
-    XLA on CPU widens a matrix in memory before each product with it, which doubled the time of a [64, 1024] x
-    [1024, 3072] product; a loop that uses a matrix again and again wants it widened once, before the loop. The
+    XLA on CPU dequantizes a matrix in memory before each product with it, which doubled the time of a [64, 1024] x
+    [1024, 3072] product; a loop that uses a matrix again and again wants it dequantized once, before the loop. The
     converter's own speed then matters little: 4M float8 values take 1.6 ms by `astype`, 0.9-1.8 ms by bit operations or
     a table of 256.
     """

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from dcmdp_jax.observe.metrics import Series
-from dcmdp_jax.observe.names import PHASES
+from dcmdp_jax.observe.metric_names import PHASES
+from dcmdp_jax.observe.metrics_io import Series
 
 Runs = Mapping[str, Series]
 
@@ -343,10 +343,6 @@ def _style(axes: Axes) -> None:
         spine.set_color("#bbbbbb")
 
 
-def _percent(value: float, _: int) -> str:
-    return f"{100 * value:.4g}%"
-
-
 def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = True, percent: bool = False) -> None:
     _style(axes)
     axes.set_xlabel("training step", color=_MUTED, fontsize=9)
@@ -361,6 +357,6 @@ def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = Tr
         room = max(0.5 * abs(level), 1e-3)
         low, high = 0.0 if from_zero and level >= 0 else level - room, level + room
     axes.set_ylim(low, high)
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else lambda value, _: f"{value:.6g}"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1) if percent else StrMethodFormatter("{x:.6g}"))
     if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(**_LEGEND, loc="best")

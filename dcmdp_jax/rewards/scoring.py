@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.rewards.pool import Failure, RewardPool
+from dcmdp_jax.rewards.math.verifier import Grades, Verifier
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError, short_names, weighted_total
+from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
 from dcmdp_jax.tasks.grading import Grading
 from dcmdp_jax.tasks.problems import Problem
-from dcmdp_jax.tasks.verifier import Grades, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
-# Of every problem, whatever its row has by these names.
+# Columns of every problem; a field of the row with this name is ignored.
 _OWN_COLUMNS = ("answer", "source")
 
 
@@ -30,9 +30,9 @@ class Scores:
     Attributes:
         totals: [N] float32, the weighted sum over rewards; 0 for a completion without any value.
         values: short name of each reward -> [N] float32, NaN where it gave no value.
-        failed: short name of each function -> completions that it was called for in vain.
-        grades: what the verifier says of them, None without the reward `math`.
-        sources: the data source of each; None where all data have one.
+        failed: short name of each function -> completions of its failed calls.
+        grades: the verifier's results, None without the reward `math`.
+        sources: the data source of each; None if all data have the same.
     """
 
     totals: np.ndarray
@@ -53,10 +53,10 @@ def column_names(problems: Sequence[Problem]) -> list[str]:
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
-    """Import every reward function in a process of its own, and end it.
+    """Import every reward function in its own process, then end the processes.
 
     Raises:
-        RewardError: in one line, for a function that can't be imported, or not be called with these columns.
+        RewardError: in one line, for a function that can't be imported or can't be called with these columns.
     """
     functions = [reward.function for reward in rewards if reward.function != MATH]
     with RewardPool(functions, columns, timeout_s=1.0) as pool:
@@ -68,12 +68,12 @@ class Scorer:
 
     Args:
         rewards: at least one, each function once.
-        verifier: for the reward `math`. It stays the caller's.
+        verifier: for the reward `math`. The caller closes it.
         columns: names of the columns that functions get, from `column_names`.
-        by_source: whether scores tell data sources apart.
-        timeout_s: seconds on the wall that one call of a function may take.
-        stop_on_error: whether a call that fails raises. Otherwise it is counted, and its completions get no value of
-            this reward.
+        by_source: whether scores name each completion's data source.
+        timeout_s: wall-clock limit of one call of a function, in seconds.
+        stop_on_error: whether a failed call raises. Otherwise it is counted, and its completions get no value of this
+            reward.
     """
 
     def __init__(

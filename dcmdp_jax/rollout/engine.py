@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use.
 
         Returns:
-            What was measured on the way, by the names of observe/names.py.
+            What was measured on the way, by the names of observe/metric_names.py.
         """
 
     def generate(

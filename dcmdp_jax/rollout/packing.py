@@ -1,4 +1,4 @@
-"""Episodes to batches: ragged episodes packed into rows of few lengths, so that few shapes compile.
+"""Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes compile.
 
 A mini-batch's rows come in buckets of one length each. A bucket holds as many micro-batches as the worst case needs,
 and the step runs only those that hold a row: shapes stay, and padding costs memory on the host but no computation.
@@ -95,7 +95,7 @@ def make_plan(
 
 
 def shared_group_shape(max_prompt_tokens: int, max_completion_tokens: int, group_size: int) -> tuple[int, int]:
-    """Positions of the prompt that a group shares, and of all that is computed for the group, padding included."""
+    """Positions of a group that shares its prompt: those of the prompt, and all that are computed, padding included."""
     # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
     prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
     return prompt_length, prompt_length + group_size * max_completion_tokens
@@ -154,7 +154,7 @@ def pack(
     the mini-batch.
 
     Args:
-        episodes: M * N, those of a prompt side by side.
+        episodes: M * N, grouped by prompt.
         rewards: [M * N] float32.
         plan: shapes.
         mask_truncated: leave completions that hit the length limit out of the loss.

@@ -77,7 +77,7 @@ def checked_sequences(
 def scored_rows(
     prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, vocab_size: int, limit: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Prompts, and prompts with their completions, as int32 vectors: the input of `Engine.score`.
+    """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
 
     Raises:
         ValueError: as `checked_sequences`, or for lists of different lengths.

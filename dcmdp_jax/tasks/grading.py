@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.tasks.verifier import Grades, Verifier
+from dcmdp_jax.rewards.math.verifier import Grades, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, mismatch_statistics
-from dcmdp_jax.config import AlgorithmSettings
+from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.types import Batch, Rows
 
 Metrics = dict[str, jax.Array]
@@ -24,7 +24,7 @@ def batch_metrics(batch: Batch, rows: tuple[tuple[jax.Array, jax.Array], ...], s
         settings: what the discrepancy may be, and the statistics of groups.
 
     Returns:
-        [] float32 metrics named as in observe/names.py, and `completions/discrepancy` [M * N].
+        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy` [M * N].
     """
     mini_batches, completions = batch.rewards.shape
 

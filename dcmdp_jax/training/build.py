@@ -1,4 +1,4 @@
-"""From a checked run to its parts: the engine, the rewards, the checkpoints, the compiled step."""
+"""The parts of a checked run: the engine, the rewards, the checkpoints, the compiled step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
-from dcmdp_jax.parallel.host import sampling_mesh
-from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings, shard_map_over_data
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import Scorer
 from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
 from dcmdp_jax.rollout.sidecar.probe import Probe
-from dcmdp_jax.tasks.verifier import Verifier
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.setup import Plan
@@ -35,7 +34,7 @@ from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What the training loop works with.
+    """The parts that the training loop works with.
 
     Attributes:
         engine: samples; has no weights yet.

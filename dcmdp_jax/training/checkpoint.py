@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dcmdp_jax.array_checksum import array_checksum
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
@@ -39,19 +40,7 @@ class CheckpointError(UserError):
 
 @jax.jit
 def _digests(tree: Any) -> Any:
-    """uint32 per leaf: sum over elements of bits * (2 index + 1) modulo 2^32; sees changes, swaps and missing parts."""
-
-    def digest(leaf: jax.Array) -> jax.Array:
-        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
-        # The flat index without flattening, which would gather a sharded leaf onto every device.
-        index, stride = jnp.zeros((), jnp.uint32), 1
-        for axis in reversed(range(leaf.ndim)):
-            index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
-            stride *= leaf.shape[axis]
-        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(digest, tree)
+    return jax.tree.map(array_checksum, tree)
 
 
 def digests(tree: Any) -> dict[str, int]:
@@ -76,7 +65,7 @@ def _learner(state: TrainState) -> dict[str, Any]:
 
 
 class PolicyScore(NamedTuple):
-    """What the best checkpoints are chosen by: higher is better, among scores of one name."""
+    """The score that the best checkpoints are chosen by: higher is better, among scores of one name."""
 
     name: str
     value: float
@@ -176,12 +165,7 @@ class Checkpoints:
         self.wait()
         path = self._directory / str(step) / "metrics" / "metrics"
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name("metrics.new")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"name": score.name, "score": float(score.value)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        atomic_write(path, json.dumps({"name": score.name, "score": float(score.value)}))
         self._manager.reload()
 
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
@@ -309,7 +293,7 @@ def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
 
 
 def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[ModelConfig, int, Path]:
-    """What a checkpoint says of its model, no array read.
+    """A checkpoint's description of its model; reads no array.
 
     Args:
         run_dir: a run directory, its `checkpoints`, or one step's directory inside it.

@@ -17,13 +17,13 @@ import numpy as np
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import evaluate
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.params import param_shapes
-from dcmdp_jax.observe.metrics import MetricsWriter, has_record
+from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
-from dcmdp_jax.rewards.measures import reward_metrics
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
+from dcmdp_jax.rewards.reward_metrics import reward_metrics
 from dcmdp_jax.rewards.scoring import BatchScoring, Scores
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.rollout.episode import Episode, in_prompt_order
@@ -33,7 +33,7 @@ from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.training.build import Parts, build_parts, initial_params
 from dcmdp_jax.training.checkpoint import PolicyScore
-from dcmdp_jax.training.measures import PhaseTimer, rollout_metrics, staleness_metrics
+from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.state import new_state
@@ -55,7 +55,7 @@ class TrainingStopped(RuntimeError):
 
 
 def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
-    """Which problems the positions first .. first + count - 1 of the endless shuffled stream hold.
+    """Problems at positions first .. first + count - 1 of the endless shuffled stream.
 
     Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
     """
@@ -194,7 +194,7 @@ class Trainer:
         return self._pushed[1]
 
     def _evaluation_is_due(self, step: int) -> bool:
-        """Before the first step, at every so many, and after the last."""
+        """Whether to evaluate: before the first step, every N steps, and after the last."""
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
@@ -375,7 +375,7 @@ def train(
         parts = build(plan, stack)
         trainer = Trainer(plan, parts, stop, show)
         state, resumed = trainer.start()
-        give_back_freed()
+        release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
             raise UserError(

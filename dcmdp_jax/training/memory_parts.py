@@ -1,4 +1,4 @@
-"""How much memory a run takes, by arithmetic: parts of a `memory_plan.MemoryPlan`, before anything is allocated."""
+"""Memory of a run, by arithmetic: parts of a `memory_plan.MemoryPlan`, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.parallel.host import sampling_mesh
-from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS
 from dcmdp_jax.rollout.local.weights import convert
@@ -104,7 +103,7 @@ def plan_engine_memory(
         machine: what there is.
         precision, compute_dtype, kv_cache_dtype: of the engine.
         param_dtype: that the parameters are loaded in.
-        max_rows: completions decoded side by side, at most.
+        max_rows: maximum number of completions decoded at a time.
         completions: sampled in one call, at most.
         prompt_lengths: tokens of the prompts.
         max_completion_tokens: of each.
@@ -130,7 +129,7 @@ def plan_engine_memory(
 
 
 def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[Part]:
-    """What is kept from step to step, and the gradients."""
+    """State that is kept between steps, and the gradients."""
     shapes = param_shapes(model, config.model.param_dtype)
     shardings = param_shardings(logical_axes(model), shapes, mesh)
     sizes = [
@@ -226,13 +225,13 @@ def _local_engine_parts(
     devices: int,
     options: str,
 ) -> list[Part]:
-    """The embedded engine: weights whole on each device (in a CPU's memory once), rows split over devices.
+    """The embedded engine: weights replicated (in a CPU's memory once), rows split over devices.
 
     `options` is what the names of its settings begin with, for what to lower.
     """
     cpu, sample = machine.platform == "cpu", frozenset({"sample"})
     item = _item(compute_dtype, machine)
-    weights, widened = _engine_weights(model, precision, param_dtype, item)
+    weights, dequantized = _engine_weights(model, precision, param_dtype, item)
     lower = f"a smaller model, or {options}engine=vllm"
     weights_lower = f"{options}precision=bfloat16, {lower}" if precision in ("exact", "float32") else lower
     parts = []
@@ -242,9 +241,9 @@ def _local_engine_parts(
         parts.append(exact("parameters gathered by a push", **placed, phases=frozenset({"push"}), lower=lower))
     # Devices that the CPU was made into read the same weights.
     parts.append(exact("engine's weights", **machine.on_each(weights, 1), lower=weights_lower))
-    if widened:
+    if dequantized:
         # One copy in each device's program, for as long as it runs.
-        copies = machine.on_each(widened, devices)
+        copies = machine.on_each(dequantized, devices)
         parts.append(Part("engine's weights as they are multiplied", **copies, phases=sample, lower=weights_lower))
     rows = -(-rows // devices)
     stored = 1 if kv_cache_dtype == "fp8" else jnp.dtype(compute_dtype).itemsize

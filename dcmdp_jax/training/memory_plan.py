@@ -23,7 +23,7 @@ MORE_DEVICES = "a smaller model, or more devices along mesh.fsdp or mesh.tensor"
 
 
 class Machine(NamedTuple):
-    """What there is to allocate from.
+    """Memory of the machine.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import Config, from_saved, setting_names, to_dict, to_saved
 from dcmdp_jax.config_checks import may_change
 from dcmdp_jax.config_fields import flatten
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.observe.run_files import CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
 # Text that a directory's name can hold as it is: without capitals, which some file systems do not tell apart, and
@@ -29,7 +30,7 @@ _DIGEST = 12
 
 
 def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
-    """What the name of a run directory says of overrides: `-precision=exact`.
+    """Suffix of a run directory's name for overrides, such as `-precision=exact`.
 
     Any two different sets of values have different names. A setting is called by its last word where no other setting
     ends with it. Text that a name can't hold as it is gets a digest of all overrides at its end, and so does a name
@@ -136,6 +137,4 @@ def claimed(config: Config) -> Iterator[Path]:
 def record_config(config: Config) -> None:
     """Writes config.json, atomically. Only once the run has a state: a config that failed must bind no directory."""
     path = Path(config.run_dir) / CONFIG_FILE
-    temporary = path.with_name(CONFIG_FILE + ".new")
-    temporary.write_text(json.dumps(to_saved(config), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    atomic_write(path, json.dumps(to_saved(config), indent=2) + "\n")

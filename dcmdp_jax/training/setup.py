@@ -1,4 +1,4 @@
-"""From a config to everything a run needs, cheapest checks first: bad input is refused before expensive work."""
+"""Build everything that a run needs from a config. Cheap checks come first: bad input fails before expensive work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.observe.metrics import require_wandb
-from dcmdp_jax.parallel.host import prepare_host, training_mesh
-from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.observe.metrics_io import require_wandb
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import row_shards, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
@@ -95,7 +96,8 @@ def make_plan_of_run(config: Config) -> Plan:
         check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
-    prepare_host(config.mesh.cpu_devices)
+    enable_compile_cache()
+    set_cpu_devices(config.mesh.cpu_devices)
     # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
     # for a config.json that it reads too.
     model = _saved_model(config)
@@ -311,7 +313,7 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
 
 
 def describe(plan: Plan) -> str:
-    """What a run will do, for people: sizes, shapes, memory by arithmetic and what does not fit."""
+    """Description of a run: sizes, shapes, memory by arithmetic and what does not fit."""
     config, model, packing = plan.config, plan.model, plan.packing
     completions = packing.mini_batches * packing.completions
     rows = ", ".join(

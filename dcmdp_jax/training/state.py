@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
-from dcmdp_jax.config import AlgorithmSettings
+from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings

@@ -16,7 +16,7 @@ from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config import WarmupSettings
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.parallel.host import MOST_UNDER_WAY, compiler_options
+from dcmdp_jax.parallel.cpu import MAX_IN_FLIGHT_PROGRAMS, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate
@@ -85,7 +85,7 @@ def warm_up(
         batch = jax.tree.map(lambda x: x[order[position : position + size]], rows)  # noqa: B023 - used at once
         position += size
         params, opt_state, loss = step(params, opt_state, batch)
-        if done % MOST_UNDER_WAY == 0:
+        if done % MAX_IN_FLIGHT_PROGRAMS == 0:
             jax.block_until_ready(loss)
         if done % 50 == 0 or done == settings.steps:
             if not np.isfinite(value := float(loss)):

@@ -67,7 +67,7 @@ def test_window_averages_what_is_there():
     assert int(state.filled) == 3
 
 
-def test_unfilled_window_entries_are_not_looked_at():
+def test_unfilled_window_entries_are_ignored():
     state = DualState(np.float32(0.5), np.array([np.nan, 9.0, 0.5], np.float32), np.int32(1))
     assert float(dual.effective_discrepancy(state)) == 0.5
     after, multipliers = run(state, [1.0])  # 0.5 + ((0.5 + 1) / 2 - 0.25) = 1.0

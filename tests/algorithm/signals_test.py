@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import losses, signals, stats
+from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 
 # Completion 0 has tokens 0, 1, 2 of row 0, completion 1 tokens 0, 1 of row 1; the rest is padding.
@@ -66,10 +67,10 @@ def test_no_gradient_flows_through_any_signal():
     np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(OLD)), np.zeros(OLD.shape))
 
 
-def _keep_close(old, rollout, mask, index, completions):
+def _keep_close(tokens):
     """Tokens whose probabilities differ by a factor above 3 are dropped, the others weighed by p / q."""
-    del mask, index, completions
-    return jnp.exp(old - rollout), jnp.abs(old - rollout) <= np.log(3)
+    apart = tokens.old_logprobs - tokens.rollout_logprobs
+    return Corrected(jnp.exp(apart), jnp.abs(apart) <= np.log(3), jnp.zeros(apart.shape, bool))
 
 
 def test_correction_drops_tokens_and_the_total_counts_the_rest():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
 
 
 @dataclasses.dataclass

@@ -137,7 +137,7 @@ def test_masked_tokens_take_no_part() -> None:
 
 
 def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
-    """Of 64 chunks: a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a float32 one is not."""
+    """With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a float32 one is not."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 1025, 16)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(16, 32)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What the figures show: the curves' own numbers, read back from the axes."""
+"""Figures: the numbers of the curves, read back from the axes."""
 
 import io
 import math

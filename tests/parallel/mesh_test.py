@@ -50,7 +50,7 @@ def test_devices() -> None:
         ({"tensor": -2}, "config.mesh.tensor: got -2, must be at least 1, or -1 for the devices left over"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(sizes: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         make_mesh(**sizes, devices=jax.devices()[:8])
     assert str(caught.value) == message

@@ -80,7 +80,7 @@ def test_param_shardings() -> None:
     assert mlp["down"]["kernel"] == P(None, "tensor", "fsdp")
 
 
-def test_a_size_that_does_not_divide_is_whole_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_that_does_not_divide_is_replicated(caplog: pytest.LogCaptureFixture) -> None:
     axes = {"embedding": ("vocab", "embed"), "up": ("embed", "mlp")}
     shapes = {
         "embedding": jax.ShapeDtypeStruct((97, 32), jnp.float32),
@@ -128,7 +128,7 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFix
     ],
     ids=["adamw", "chain", "masked", "multi_transform"],
 )
-def test_moments_lie_where_their_parameters_lie(optimizer: optax.GradientTransformation) -> None:
+def test_moments_are_sharded_like_their_parameters(optimizer: optax.GradientTransformation) -> None:
     mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     state = jax.eval_shape(optimizer.init, shapes)
     shardings = state_shardings({"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh)

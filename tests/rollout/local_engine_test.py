@@ -31,6 +31,7 @@ QWEN3 = ModelConfig(
     initializer_range=0.3,
 )
 QWEN2 = dataclasses.replace(QWEN3, model_type="qwen2", attention_bias=True, tie_word_embeddings=False)
+LLAMA = dataclasses.replace(QWEN3, model_type="llama", tie_word_embeddings=False)
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
 
 
@@ -99,7 +100,7 @@ def assert_same_samples(first: Rollout, second: Rollout, *, atol: float) -> None
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("config", [QWEN3, QWEN2], ids=["qwen3-tied", "qwen2-untied"])
+@pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=["qwen3-tied", "qwen2-untied", "llama-untied"])
 @pytest.mark.parametrize("precision", ["float32", "exact"])
 def test_sampled_logprobs_are_the_training_stacks(config, precision):
     # cache_block 4 grows the cache twice on the way.

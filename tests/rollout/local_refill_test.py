@@ -72,7 +72,7 @@ def assert_same(first: Rollout, second: Rollout, atol: float = 1e-5) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> dict[str, list]:
-    """What the scheduler asked for: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
+    """Calls of the scheduler: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
     seen = {"decode": [], "insert": []}
     originals = decode.decode, schedule.insert
 
@@ -90,7 +90,7 @@ def calls(monkeypatch) -> dict[str, list]:
     return seen
 
 
-def test_rows_that_enter_later_are_the_rows_alone(calls):
+def test_rows_that_enter_later_equal_rows_by_themselves(calls):
     refilled = generate(**STAGGERED)
     lengths = [ids.size for ids in refilled.completion_ids]
     assert min(lengths) == 1 and max(lengths) == 16 and len(set(lengths)) > 8
@@ -135,7 +135,7 @@ def test_rows_of_one_length_stay_together(calls):
     for seen in calls.values():
         seen.clear()
     assert_same(generate(ENDLESS, **STAGGERED), expected)
-    # Neither put aside nor filled up; 27 rows in five batches, each of them through the three levels.
+    # Neither preempted nor refilled; 27 rows in five batches, each of them through the three levels.
     assert not calls["insert"]
     assert [(rows, slots) for rows, slots, *_ in calls["decode"]] == (
         [(6, 20), (6, 24), (6, 32)] * 4 + [(3, 20), (3, 24), (3, 32)]
@@ -164,7 +164,7 @@ def test_prompts_of_several_buckets():
     assert_same(generate(prompt_buckets=(8, 16), **STAGGERED), alone())
 
 
-def test_what_is_put_aside_is_bounded(monkeypatch):
+def test_preempted_rows_are_bounded(monkeypatch):
     aside, refused, original = [], [], schedule.Scheduler._blocked
 
     def blocked(self, level):
@@ -182,7 +182,7 @@ def test_what_is_put_aside_is_bounded(monkeypatch):
     assert max(aside) <= 6 * (32 + 24)
 
 
-def test_batches_of_rows_put_aside_are_filled_up_too(monkeypatch, calls):
+def test_batches_of_preempted_rows_are_refilled_too(monkeypatch, calls):
     monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
     monkeypatch.setattr(schedule.Scheduler, "_blocked", lambda *args: False)
     assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcmdp_jax.rollout.episode import Episode, OpenGroups, collect
 from dcmdp_jax.rollout.packing import default_row_lengths, make_plan, make_shared_plan, pack
-from dcmdp_jax.training.measures import staleness_metrics
+from dcmdp_jax.training.host_metrics import staleness_metrics
 from tests.rollout.sampling import Rollout
 
 
@@ -79,7 +79,7 @@ def test_shared_prompts_by_hand():
         max_prompt_tokens=4, max_completion_tokens=4, group_size=2, micro_batch_tokens=20, mini_batches=1,
         completions=4, row_shards=1,
     )  # fmt: skip
-    # Rows of 4 + 1 tokens, of which 4 are computed; prompts of 4 - 1 tokens, widened to 12 so that a row sees 16.
+    # Rows of 4 + 1 tokens, of which 4 are computed; prompts of 4 - 1 tokens, padded to 12 so that a row sees 16.
     # 20 tokens hold one group: 2 x 4 + 12.
     assert (plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches) == ((5,), (2,), (2,))
     assert plan.prompt_length == 12

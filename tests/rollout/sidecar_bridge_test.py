@@ -162,7 +162,7 @@ def test_torch_finds_the_same_tensors(precision, segment):
 
 @pytest.mark.parametrize(("precision", "sizes"), [("float32", (1, 8, 1)), ("int8", (2, 2, 2))])
 def test_sharded_parameters_give_the_same_bytes(precision, sizes, segment):
-    """A shard in the place of a leaf, or a scale of one shard's rows alone, would differ."""
+    """A shard in the place of a leaf, or a scale of the rows of one shard, would differ."""
     config = MODELS["qwen2"]
     params = _params(config)
     dtype = "float32" if precision == "float32" else "bfloat16"
@@ -461,12 +461,12 @@ def test_memory_that_is_not_there_is_refused_unasked(no_large_files):
             Segment("weights", size)
         line = str(raised.value)
         assert line.startswith(f"shared memory weights: {size / 2**30:.2f} GiB cannot be allocated (")
-        assert line.endswith(" GiB are free)") and "\n" not in line
+        assert line.endswith(" GiB free)") and "\n" not in line
     assert _descriptors() == before
 
 
 def test_memory_that_the_system_refuses_is_one_line(no_large_files):
-    """What looks free may be refused all the same; the descriptor is closed then."""
+    """Memory that looks free may be refused; the descriptor is closed then."""
     before = _descriptors()
     with pytest.raises(MemoryError, match=r"^shared memory weights: 0\.12 GiB cannot be allocated \(.*File too large"):
         Segment("weights", 128 << 20)  # 2^27 / 2^30 = 0.125, to even

@@ -48,7 +48,7 @@ def _raw(**limits):
 
 
 def _descriptors():
-    """How many this process has open; the one that lists them is always among them."""
+    """Number of descriptors this process has open, including the one that lists them."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -389,7 +389,7 @@ _SHARED = _with(["a", "uint8", [4096]], shared=4096)
     ],
 )
 def test_shared_memory_that_does_not_fit_is_refused(header, make, sizes, line):
-    """Memory that its sender can shrink kills the reader (SIGBUS); a descriptor that is kept is one lost for ever."""
+    """Memory that its sender can shrink kills the reader (SIGBUS); a descriptor that is kept is lost."""
     descriptors = [make(size) for size in sizes]
     try:
         assert line in _refusal(_frame(header), descriptors)
@@ -511,7 +511,7 @@ def test_what_can_not_be_sent_is_refused_whole(case, share):
 
 
 def _received(data, descriptors=()):
-    """What `receive` makes of bytes and the end of the file; anything but a message, WireError, TimeoutError fails."""
+    """Result of `receive` for bytes and an end of file; anything but a message, WireError, TimeoutError fails."""
     with _raw() as (peer, connection):
         if descriptors and data:
             data = data[socket.send_fds(peer, [data], list(descriptors)) :]
@@ -538,7 +538,7 @@ _ENTRIES = st.tuples(st.text(max_size=2), st.sampled_from(_DTYPES), st.lists(_DI
 
 
 def _bytes(listed):
-    """Of all arrays, if each is one and they are small."""
+    """Total bytes of the arrays, if all are arrays and small."""
     if isinstance(listed, list) and all(isinstance(entry, tuple) and len(entry[2]) <= 4 for entry in listed):
         size = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in listed)
         return size if size < 1 << 16 else None

@@ -1,4 +1,4 @@
-"""What happens to the sidecar, and what must not come of it: killed, stopped, orphaned, out of disk, refused."""
+"""Faults of the sidecar and their consequences: killed, stopped, orphaned, out of disk, refused."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_where_the_mode_can_not_be_told_log_probs_are_not_known(broken):
     engine = _engine(broken)
     for asked in (3, 6):
         assert np.isnan(_generate(engine, temperature=0.5).rollout_logprobs[0]).all()
-        # Measured anew, by two requests, each time.
+        # Measured again, by two requests, each time.
         assert broken.asked == asked
 
 

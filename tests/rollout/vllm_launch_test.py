@@ -1,4 +1,4 @@
-"""What vLLM is told and what is refused before it is started: by hand, and with interpreters that are none."""
+"""Arguments of vLLM, and what is refused before it is started: by hand, and with fake interpreters."""
 
 import importlib.util
 import json
@@ -79,7 +79,7 @@ def test_engine_args_as_a_dict():
     ],
 )
 def test_what_a_setting_says_engine_args_must_not(name, place):
-    """Two places for one value: whichever is not looked at is believed by somebody."""
+    """Two places for one value: one of them is ignored, and somebody believes it."""
     assert place in setting_names()
     with pytest.raises(ValueError) as raised:
         launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
@@ -433,7 +433,7 @@ def interpreter(tmp_path):
     ],
 )
 def test_the_installed_version(versions, found, interpreter):
-    """Of the other interpreter, not of ours; the CPU build is known by name or by version."""
+    """The version of the other interpreter, not of ours; the CPU build is known by name or by version."""
     assert launch.installed_vllm(interpreter(**versions)) == found
 
 

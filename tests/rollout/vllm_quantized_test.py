@@ -103,7 +103,7 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_
 
 
 def _checkpoint(directory: Path, config, params, regime: Regime, live: Path) -> Path:
-    """What vLLM's own loader takes: BF16, or for int8 compressed-tensors quantised here, not by our code."""
+    """Weights for vLLM's own loader: BF16, or for int8 compressed-tensors quantised here, not by our code."""
     wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)
     save_params(params, wide, directory, dtype="bfloat16")
     if regime.precision == "int8":

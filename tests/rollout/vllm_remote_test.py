@@ -43,7 +43,7 @@ import ctypes, signal, sys
 if not any("resource_tracker" in argument for argument in sys.orig_argv):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 """
-# One server costs half a minute: it is told --logprobs-mode anew instead of being started anew.
+# One server costs half a minute: its --logprobs-mode is changed instead of starting another.
 _WORKER = """
 import torch
 if torch.cpu._is_amx_tile_supported():

@@ -1,4 +1,4 @@
-"""What the tests of the vLLM sidecar share: small sharp models, settings, and a look at what is left behind."""
+"""Shared by the tests of the vLLM sidecar: small sharp models, settings, and a check of what is left behind."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def sidecars(parent: int | None = None) -> set[int]:
 
 
 def left_behind() -> set[str]:
-    """What a sidecar could leave: shared memory with a name, files and sockets in the temporary directory.
+    """Things a sidecar could leave: shared memory with a name, files and sockets in the temporary directory.
 
     Not Python's own temporary files: a sidecar has a directory of its own for these, and other processes have them.
     """

@@ -1,4 +1,4 @@
-"""What a run takes of memory: figures by hand for known models, and one measured run."""
+"""Memory of a run: figures by hand for known models, and one measured run."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
     plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (1, 8, 1))
     params = 8_190_735_360
-    # Norms are whole on each device: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
+    # Norms are replicated: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
     share = (params - 308_224) // 8 + 308_224
     assert share == 1_024_111_616
     assert _part(plan, "parameters").each == 4 * share
@@ -57,7 +57,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     gathered = _part(plan, "parameters gathered")
     assert (gathered.first, gathered.each, gathered.phases) == (4 * params, 0, {"push"})
     assert round(gathered.first / _GIB, 1) == 30.5
-    # bfloat16 weights, whole on each device: 15.3 GiB.
+    # bfloat16 weights, replicated: 15.3 GiB.
     assert _part(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
     # 256 rows over 8 devices; 1,024 + 8,192 slots; 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot.
     cache = _part(plan, "key-value cache")
@@ -146,8 +146,8 @@ def test_the_engines_weights_by_precision(precision, compute, kept, cast):
         param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
     )  # fmt: skip
     assert _part(plan, "engine's weights").each == kept
-    widened = [part.each for part in plan.parts if part.name.startswith("engine's weights as")]
-    assert widened == ([cast] if cast else [])
+    dequantized = [part.each for part in plan.parts if part.name.startswith("engine's weights as")]
+    assert dequantized == ([cast] if cast else [])
 
 
 def test_vllms_two_copies_are_counted_in_the_host():

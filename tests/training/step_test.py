@@ -52,8 +52,8 @@ def _params(seed=1):
 
 
 @functools.cache
-def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
-    """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
+def _programs(settings, mini_batches, mesh, compute, exact):
+    """The function that makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
@@ -62,7 +62,7 @@ def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
     step = make_train_step(
         row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
-        schedule=schedule, mesh=mesh, correction=correction, always_recompute=exact, shardings=shardings,
+        schedule=schedule, mesh=mesh, always_recompute=exact, shardings=shardings,
     )  # fmt: skip
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
     return create, step, make_rescore(row_logprobs, mesh=mesh)
@@ -70,7 +70,7 @@ def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
 
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None, shared=False, correction=None,
+    exact=False, rollout=None, dropped=None, ref_params=None, shared=False,
 ):  # fmt: skip
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
 
@@ -81,7 +81,7 @@ def _run(
     )  # fmt: skip
     # Another chunk for other shapes, so that their step is not found in the cache of these.
     compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
-    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact, correction)
+    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, _params()))
     history = []
     for _ in range(steps):
@@ -137,7 +137,7 @@ def _pull_back(params, ids, slopes):
 def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None, corrected=False):
     """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out.
 
-    With `corrected` tokens weigh as in `_correction`, and the loss is divided by what is left."""
+    With `corrected` tokens weigh as `CORRECTIONS` says, and the loss is divided by what is left."""
     n = len(rewards)
     ids, spans = _padded(rollout)
     table = np.asarray(_naive_logprobs(params, ids), np.float64)
@@ -214,11 +214,8 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     return jax.tree.unflatten(tree, leaves), np.mean(losses), np.mean(norms), mean_delta, bounded
 
 
-def _correction(old, rollout, mask, index, completions):
-    """A user's correction: drop tokens that the engines see far apart, weigh the others by min(p / q, 2)."""
-    del mask, index, completions
-    apart = old - rollout
-    return jnp.minimum(jnp.exp(apart), 2.0), jnp.abs(apart) < MAX_APART
+CORRECTIONS = f"tis(high=2),token_k1(high={MAX_APART})"
+"""Drop tokens that the engines see far apart, weigh the others by min(p / q, 2)."""
 
 
 def _close(a, b, tolerance=2e-5):
@@ -262,7 +259,7 @@ def test_step_is_algorithm_one(mini_batches, changes):
     ("mini_batches", "aggregation"), [(1, "seq_mean_token_mean"), (2, "token_mean"), (2, "fixed_length")]
 )
 def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batches, aggregation, mesh):
-    settings = dataclasses.replace(ALGORITHM, aggregation=aggregation)
+    settings = dataclasses.replace(ALGORITHM, aggregation=aggregation, corrections=CORRECTIONS)
     rollout, rewards = _rollout()
     old = np.asarray(_naive_logprobs(_params(), _padded(rollout)[0]))
     apart = np.concatenate([
@@ -274,12 +271,23 @@ def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batche
         settings, mini_batches, _params(), rollout, rewards, settings.multiplier, corrected=True
     )
     mesh = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)]) if mesh else None
-    state, history, _ = _run(settings=settings, mini_batches=mini_batches, correction=_correction, mesh=mesh)
+    state, history, _ = _run(settings=settings, mini_batches=mini_batches, mesh=mesh)
     _close(state.params, expected)
     assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
     assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
     # The constraint counts every token.
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
+    if mesh is None:
+        weights = np.where(np.abs(apart) < MAX_APART, np.minimum(np.exp(apart), 2.0), 0.0)
+        of_kept = weights[weights > 0]
+        for name, value in {
+            "dropped_fraction": np.mean(weights == 0),
+            "truncated_fraction": np.sum(of_kept == 2.0) / len(apart),
+            "weight_mean": weights.mean(),
+            "effective_sample_size": weights.sum() ** 2 / (len(apart) * (weights**2).sum()),
+        }.items():
+            assert history[0][f"correction/{name}"] == pytest.approx(value, rel=1e-5), name
+        assert "correction/weight_square_mean" not in history[0]
 
 
 @pytest.mark.parametrize(("mini_batches", "tokens"), [(1, 64), (2, 1000), (4, 1)])
@@ -365,7 +373,7 @@ def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
 
 
 def _exchanges(program, loops=0):
-    """How many loops stand around each exchange between devices."""
+    """Number of loops around each exchange between devices."""
     for equation in program.eqns:
         if equation.primitive.name in ("psum", "pmax", "pmin", "all_gather"):
             yield loops

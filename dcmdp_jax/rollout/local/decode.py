@@ -18,7 +18,7 @@ from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
-from dcmdp_jax.models.quantize import QuantizedKernel, widen
+from dcmdp_jax.models.quantize import QuantizedKernel, dequantize
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
 from dcmdp_jax.types import Params
@@ -145,7 +145,7 @@ def _prefill_local(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array]:
     """Run `prefill` on one device, with its share of the prompts."""
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         hidden, stored = forward_rows(weights, *part, program)
@@ -185,7 +185,7 @@ def first_tokens(
     Returns:
         [R] int32 tokens and [R] float32 log-probs.
     """
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
     words = token_words(keys, jnp.zeros(row_prompts.shape, jnp.int32))
     return choose_tokens(logits(weights, rows), words, inverse_temperature, top_p, mode)
@@ -290,7 +290,7 @@ def _decode_local(
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
-    weights = widen(weights, dtype)
+    weights = dequantize(weights, dtype)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.

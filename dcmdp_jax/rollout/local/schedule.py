@@ -93,7 +93,7 @@ class Completions:
 
 
 @dataclasses.dataclass(eq=False)
-class _Kept:
+class _QueuedCache:
     """A cache whose rows are queued for a batch."""
 
     cache: Cache
@@ -103,7 +103,7 @@ class _Kept:
 class _Waiting(NamedTuple):
     """A queued row of the call, and the location of its cache."""
 
-    kept: _Kept
+    kept: _QueuedCache
     place: int
     row: int
 
@@ -197,7 +197,7 @@ class Scheduler:
                     cache, order = self._take(cache, full, size, self._slots(level))
                     places = _ordered(places[full], order)
             else:
-                self._put_aside(cache, places, full, level + 1)
+                self._preempt(cache, places, full, level + 1)
 
     def _decode(
         self, cache: Cache, places: np.ndarray, live: np.ndarray, level: int, clock: int, prefix: int, more: bool
@@ -257,7 +257,7 @@ class Scheduler:
         cache, hidden = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
         rows = (np.asarray(members)[:, None] * group + np.arange(group)).reshape(-1)
         of = np.repeat(np.arange(len(members), dtype=np.int32), group)
-        kept = _Kept(cache, len(members))
+        kept = _QueuedCache(cache, len(members))
         for start in range(0, rows.size, self._sizes.rows):
             part, prompts = rows[start : start + self._sizes.rows], of[start : start + self._sizes.rows]
             tokens, logprobs = jax.device_get(
@@ -289,7 +289,7 @@ class Scheduler:
             cache = self._insert(cache, rows[0].kept.cache, [row.place for row in rows], to)
         return cache
 
-    def _put_aside(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
+    def _preempt(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
         """Preempt rows of a batch and queue them for `level`."""
         queue, size = self._queues[level], self._sizes.rows
         while full.size:
@@ -297,7 +297,7 @@ class Scheduler:
             if kept is None or kept.used == size:
                 part, full = full[:size], full[size:]
                 filled = np.resize(np.asarray(part, np.int32), size)
-                kept = _Kept(take(cache, filled, extra=0, sharding=self._program.rows), 0)
+                kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.rows), 0)
             else:
                 part, full = full[: size - kept.used], full[size - kept.used :]
                 kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
@@ -336,7 +336,7 @@ class Scheduler:
             to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
             to[: part.size] = places[start : start + self._unit]
             cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.rows)
-        # Wait: see `parallel.host.MOST_UNDER_WAY`.
+        # Wait: see `parallel.cpu.MAX_IN_FLIGHT_PROGRAMS`.
         return jax.block_until_ready(cache)
 
     def _shrunk(self, size: int, live: int) -> int:

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.models.quantize import widen
+from dcmdp_jax.models.quantize import dequantize
 from dcmdp_jax.rollout.local.decode import Program, forward_rows, logits
 from dcmdp_jax.types import Params
 
@@ -30,7 +30,7 @@ def score(
     Returns:
         [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
     """
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
     hidden, _ = forward_rows(weights, tokens, lengths, program)
     targets = tokens[:, 1:].reshape(-1)
     previous = hidden[:, :-1].reshape(targets.size, -1)

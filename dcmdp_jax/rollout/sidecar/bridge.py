@@ -77,11 +77,11 @@ class WeightBridge:
             for key in place.path:
                 leaf = leaf[key]
             if len(tensors) == 2:
-                kernel = _quantized(leaf, place.layer)
+                kernel = _quantized(leaf, place.index)
                 _store(segment, tensors[0], [(0, np.asarray(kernel.values))], transposed=place.transposed)
                 _store(segment, tensors[1], [(0, np.asarray(kernel.scale)[:, None])], transposed=False)
             else:
-                _store(segment, tensors[0], _blocks(leaf, place.layer, self._dtype), transposed=place.transposed)
+                _store(segment, tensors[0], _blocks(leaf, place.index, self._dtype), transposed=place.transposed)
             return [
                 checksum(segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes], policy_version)
                 for tensor in tensors
@@ -105,25 +105,30 @@ def _store(segment: Segment, tensor: Tensor, blocks: Any, *, transposed: bool) -
             target[:, first + start : first + start + len(part)] = part.T
 
 
-def _blocks(leaf: jax.Array, layer: int | None, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of one layer of a leaf in the engine's dtype, on the host."""
-    rows, *rest = leaf.shape if layer is None else leaf.shape[1:]
+def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of the part of a leaf at `index` of its stacked axes, in the engine's dtype, on the host."""
+    rows, *rest = leaf.shape[len(index) :]
     if leaf.dtype == jnp.dtype(dtype) and len(leaf.devices()) == 1 and next(iter(leaf.devices())).platform == "cpu":
         # No copy: a view of XLA's own buffer.
-        yield 0, np.asarray(leaf) if layer is None else np.asarray(leaf)[layer]
+        yield 0, np.asarray(leaf)[index]
         return
     height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
     for first in range(0, rows, height):
         count = min(height, rows - first)
-        yield first, np.asarray(_cast(leaf, layer, first, rows=count, dtype=dtype))
+        yield first, np.asarray(_cast(leaf, index, first, rows=count, dtype=dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype"))
-def _cast(leaf: jax.Array, layer: jax.Array | None, first: jax.Array, *, rows: int, dtype: str) -> jax.Array:
-    matrix = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-    return jax.lax.dynamic_slice_in_dim(matrix, first, rows).astype(dtype)
+def _cast(leaf: jax.Array, index: tuple[jax.Array, ...], first: jax.Array, *, rows: int, dtype: str) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
 
 
 @jax.jit
-def _quantized(leaf: jax.Array, layer: jax.Array) -> Any:
-    return quantize_kernel(jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), "int8")
+def _quantized(leaf: jax.Array, index: tuple[jax.Array, ...]) -> Any:
+    return quantize_kernel(_at(leaf, index), "int8")
+
+
+def _at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+    for number in index:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    return leaf

@@ -1,4 +1,4 @@
-"""Layout and checksums of the weight segments, shared by trainer and sidecar."""
+"""Layout of the weight segments, and their checksums: the part of the weight bridge that both sides share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 

@@ -40,7 +40,7 @@ class SidecarBroken(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How to start a sidecar.
+    """Arguments that start a sidecar.
 
     Attributes:
         name: of the engine, in errors and logs.
@@ -69,7 +69,7 @@ class Sidecar:
     """A running sidecar. Any failure ends it. For one thread."""
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
-        """Start the process and wait until its engine is ready.
+        """Starts the process and waits until its engine is ready.
 
         Raises:
             EngineError: if the engine refuses what it is built from, with its reason.
@@ -81,7 +81,7 @@ class Sidecar:
         self._temporary.mkdir(mode=0o700)
         self._lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
-        """Number of the publication of the weights in use; None without weights."""
+        """Of the weights in use, as their sender counts them."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         began = time.monotonic()
@@ -124,7 +124,7 @@ class Sidecar:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the sidecar."""
         return self._process.pid
 
     def request(
@@ -223,12 +223,12 @@ class Sidecar:
         return SidecarBroken(f"{what} ({_ending(code)})")
 
     def last_lines(self) -> str:
-        """The last lines of the sidecar's log."""
+        """The end of its log."""
         self._log.join(1.0)
         return "\n".join(self._lines)
 
     def close(self) -> None:
-        """Ask the sidecar to end, then kill it. Safe to call twice."""
+        """Asks it to end, and makes it. Safe to call twice."""
         if self._process.poll() is None:
             with contextlib.suppress(SidecarBroken, ValueError):
                 self.request("close", answer="closed", timeout_s=_END_S)
@@ -237,7 +237,7 @@ class Sidecar:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the sidecar and its children, remove its temporary files. Safe to call twice."""
+        """Ends it and what it started, and removes its temporary files. Safe to call twice."""
         self._in_flight = None
         self._connection.close()
         self._process.kill()
@@ -252,7 +252,7 @@ class Sidecar:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _keep_log(self) -> None:
-        """Copy the sidecar's output to the log. A full disk costs the log, not the run."""
+        """Copies its output to the log; a full disk costs the log, not the run."""
         path = self._launch.directory / _LOG
         log: Any = None
         try:
@@ -277,7 +277,7 @@ class Supervisor:
     """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread."""
 
     def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
-        """Start the first sidecar.
+        """Starts the first sidecar.
 
         Args:
             name: of its engine, in errors and logs.
@@ -302,7 +302,7 @@ class Supervisor:
             raise SidecarBroken(str(error)) from error
 
     def run(self, call: Callable[[Sidecar], T]) -> T:
-        """Return the result of `call` on a sidecar that works.
+        """The result of `call` on a sidecar that works.
 
         Args:
             call: everything that must be asked of one sidecar; asked whole of the next if it breaks.
@@ -350,7 +350,7 @@ class Supervisor:
         time.sleep(pause)
 
     def close(self) -> None:
-        """End the sidecar. Safe to call twice."""
+        """Ends the sidecar. Safe to call twice."""
         if self._sidecar is not None:
             self._sidecar.close()
             self._sidecar = None

@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Segment:
-    """Writable shared memory of a fixed size. A child process inherits the descriptor if it is passed to it."""
+    """Shared memory of a fixed size, mapped writable. The descriptor is inherited by children that are told to."""
 
     def __init__(self, name: str, size: int) -> None:
         """Allocates every page now, so that no write fails later.
@@ -21,8 +21,9 @@ class Segment:
         """
         if size > (available := available_bytes()):
             # Asked for more than there is, Linux (6.18) hands out page after page until it kills a process.
-            free = f"{available / 2**30:.2f} GiB are free"
-            raise MemoryError(f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({free})")
+            raise MemoryError(
+                f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({available / 2**30:.2f} GiB free)"
+            )
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.descriptor, 0, size)

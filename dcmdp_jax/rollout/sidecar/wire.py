@@ -93,7 +93,7 @@ class Connection:
             header: further fields: numbers, strings, lists, maps of those.
             arrays: uint8, int32, int64, uint64 or float32, of four dimensions at most.
             share: send the arrays as shared memory.
-            timeout_s: limit for the whole frame; None waits for ever.
+            timeout_s: limit for the whole frame; None waits without a limit.
 
         Raises:
             ValueError: for an array that does not travel, or a frame over the limits; nothing is sent.

@@ -1,4 +1,4 @@
-"""The `Engine` protocol over a vLLM sidecar."""
+"""The trainer's side of vLLM: the `Engine` protocol over a sidecar."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class VllmEngine:
 
         Raises:
             ValueError: for a setting, an interpreter, a vLLM version that can't be; before anything is started.
-            MemoryError: if shared memory for two copies of the weights cannot be allocated, saying how much is free.
+            MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """
         cpu = launch.check_installation(settings, precision)
@@ -241,7 +241,7 @@ class VllmEngine:
 
         Raises:
             ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
-                sent then.
+                begun then.
             EngineError: if no weights were published, or the sidecar fails again and again.
         """
         if self._publication is None:
@@ -342,14 +342,14 @@ class VllmEngine:
         return results
 
     def close(self) -> None:
-        """End the sidecar and free the shared memory. Safe to call twice."""
+        """Ends the sidecar and gives the shared memory back. Safe to call twice."""
         self._supervisor.close()
         self._publication = None
         for segment in self._segments:
             segment.close()
 
     def _ensure(self, sidecar: Sidecar, publication: _Publication) -> None:
-        """Load the publication unless it is in use: a restarted sidecar has no weights."""
+        """Loads the publication where it is not in use: a restarted sidecar has no weights."""
         if sidecar.serial != publication.serial:
             self._load(sidecar, publication)
 

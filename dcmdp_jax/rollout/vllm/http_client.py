@@ -28,7 +28,7 @@ _KEY_VARIABLE = "VLLM_API_KEY"
 _INSPECTION_S = 30.0
 _PROGRESS_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-# Every setting of the distribution is sent: what is left out comes from the model's generation_config.json.
+# All that shapes the distribution is said: what is left out comes from the model's generation_config.json.
 _PLAIN: dict[str, Any] = {
     "n": 1,
     "stream": False,
@@ -70,7 +70,7 @@ class VllmHttpClient:
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
         self._timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
-        # Reading the certificates takes 40 ms, which a client of its own would do again for each call.
+        # Reading the certificates takes 40 ms, which a new client would do for each call.
         self._tls = httpx.create_ssl_context()
         self.model, self.max_model_len = asyncio.run(self._inspect())
 

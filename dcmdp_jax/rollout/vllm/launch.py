@@ -1,4 +1,4 @@
-"""From a run's settings to vLLM's arguments and environment: what is ours to say, and what a user may add."""
+"""vLLM's arguments and environment from a run's settings: those that are fixed, and those that a user may add."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
 
 SUPPORTED = ((0, 32), (0, 34))
-"""vLLM versions: the first that works, and the first that is not supported."""
+"""vLLM versions: the first that works, and the first that was not tried."""
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
@@ -317,8 +318,8 @@ def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
             # Threads that spin while others work made two of them forty times slower than one.
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Huge pages where the kernel has them: loading weights allocates memory, and page by page that is half its
-            # time.
+            # Huge pages where the kernel has them: loading weights maps memory again, and page by page that is half
+            # its time.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return variables
@@ -341,6 +342,4 @@ def write_model_config(
             "ignore": ["lm_head"],
         }
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / "config.json.new"
-    temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, directory / "config.json")
+    atomic_write(directory / "config.json", json.dumps(fields, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The extension of vLLM's workers: loads weights from shared memory, in place.
+"""Extension of vLLM's workers: loads weights from shared memory, in place.
 
 vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in every process that holds a part of the
 model, and calls its methods by name. Imported by sidecar.py and by vLLM only.

@@ -1,0 +1,121 @@
+"""The results of one or several pairs of engines: a table for the terminal, JSON, PNGs and one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from dcmdp_jax.mismatch.analysis import Analysis, Measured
+
+JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
+_TEMPLATE = "page.html.jinja"
+_DPI = 110
+# |p - q| that gets the full colour.
+_FULL_COLOUR = 0.2
+
+
+def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
+    """Write `out_dir`/probe.json, probe.html and plots/*.png; existing ones are replaced.
+
+    Args:
+        title: of the page.
+        measured, analyses: of each pair, in order.
+        out_dir: made if it is not there.
+
+    Returns:
+        The path of the page, which embeds its images, runs no script and makes no request.
+    """
+    # The plotting library takes most of a second to import.
+    from dcmdp_jax.mismatch.figures import FIGURES
+
+    plots = out_dir / PLOTS_DIRECTORY
+    plots.mkdir(parents=True, exist_ok=True)
+    images = []
+    for one, analysis in zip(measured, analyses, strict=True):
+        drawn = []
+        for stem, (caption, draw) in FIGURES.items():
+            buffer = io.BytesIO()
+            draw(one.pairs, analysis).savefig(buffer, format="png", dpi=_DPI)
+            (plots / f"{_slug(analysis.name)}-{stem}.png").write_bytes(buffer.getvalue())
+            drawn.append((caption, base64.b64encode(buffer.getvalue()).decode("ascii")))
+        images.append(drawn)
+    record = {"title": title, "pairs": [analysis.to_json() for analysis in analyses]}
+    (out_dir / JSON_FILE).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    page = out_dir / PAGE_FILE
+    page.write_text(render(title, analyses, images), encoding="utf-8")
+    return page
+
+
+def render(title: str, analyses: Sequence[Analysis], images: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """The HTML page; all text in it is escaped.
+
+    Args:
+        title: of the page.
+        analyses: one or more.
+        images: of each, (caption, PNG in base64).
+    """
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"number": number, "percent": percent}
+    parts = list(zip(analyses, images, strict=True))
+    return environment.get_template(_TEMPLATE).render(title=title, parts=parts, colour=_colour)
+
+
+def table(analyses: Sequence[Analysis]) -> str:
+    """The pairs side by side, for a terminal."""
+    rows = [
+        ("", [analysis.name for analysis in analyses]),
+        ("tokens", [f"{analysis.statistics.tokens:,}" for analysis in analyses]),
+        ("completions", [f"{analysis.statistics.completions:,}" for analysis in analyses]),
+    ]
+    fields = {
+        "mean |dp|": "mean", "p50": "p50", "p99": "p99", "max": "max", "k1, nats": "k1", "k3, nats": "k3",
+        "Pearson": "pearson",
+    }  # fmt: skip
+    rows += [(label, [number(getattr(a.statistics, name)) for a in analyses]) for label, name in fields.items()]
+    rows += [
+        ("effective sample size", [percent(a.statistics.effective_sample_size) for a in analyses]),
+        ("noise floor", [number(max(a.floors.values(), default=math.nan)) for a in analyses]),
+        ("recommended c", [number(a.recommendation.tolerance) for a in analyses]),
+        ("completions over c", [percent(a.statistics.completions_over) for a in analyses]),
+        ("first, last quarter", [f"{number(a.growth.first)}, {number(a.growth.last)}" for a in analyses]),
+    ]
+    widths = [max(len(row[1][column]) for row in rows) for column in range(len(analyses))]
+    lines = [
+        f"{label:<22}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for label, cells in rows
+    ]
+    for analysis in analyses:
+        lines.append("")
+        for place, finding in enumerate(analysis.findings):
+            lines.append(f"{analysis.name}: {'also ' if place else ''}{finding.title}")
+            lines += [f"  {line}" for line in (*finding.evidence, f"-> {finding.remedy}")]
+        lines.append(f"  {analysis.recommendation.reasoning}")
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Three digits; "-" for what was not measured."""
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """A share in percent; "-" for what was not measured."""
+    return "-" if math.isnan(value) else f"{100 * value:.1f}%"
+
+
+def _colour(train: float, rollout: float) -> str:
+    """Orange where the training stack finds the token likelier, blue where the engine does; full from 0.2 on."""
+    strength = min(abs(train - rollout) / _FULL_COLOUR, 1.0)
+    return f"rgba({'213,94,0' if train > rollout else '0,114,178'},{strength:.2f})"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=-]+", "-", name).strip("-")
