@@ -29,7 +29,7 @@ from dcmdp_jax.rollout.episode import Episode, collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
 
 PROMPTS, TOKENS, PROMPT_TOKENS, ALONE = 64, 64, 16, 16

@@ -36,7 +36,7 @@ from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
 from dcmdp_jax.rollout.vllm import launch
 from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.training.build import make_probe
 
 # Vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
 MODELS = {

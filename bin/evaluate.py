@@ -58,16 +58,14 @@ from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.engine import VllmEngine
+from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
 from dcmdp_jax.rollout.vllm.launch import check_installation
-from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.training.memory_parts import plan_engine_memory
 from dcmdp_jax.training.memory_plan import free_host_bytes, this_machine
 from dcmdp_jax.training.run_directory import read_config as read_run_config
-from dcmdp_jax.training.setup import make_probe
 from dcmdp_jax.types import Params
 
 _MOST_VERIFIERS = 8
@@ -262,31 +260,33 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
             f"tokens, {name}) more than the model's max_position_embeddings={model.config.max_position_embeddings}; "
             f"--max_completion_tokens={room} fits"
         )
-    total = longest + settings["max_completion_tokens"]
-    if settings["engine"] == "remote":
-        return RemoteEngine(
-            model.config, server=settings["server"], max_total_tokens=total, timeout_s=_REMOTE_TIMEOUT_S,
-            max_concurrent=settings["max_rows"],
-        )  # fmt: skip
     precision = {name: settings[name] for name in ("precision", "compute_dtype", "kv_cache_dtype")}
+    rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
+    sidecar = VllmSettings(**rollout["vllm"])
     if settings["engine"] == "vllm":
-        rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
-        sidecar = VllmSettings(**rollout["vllm"])
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
         check_installation(sidecar, settings["precision"])
-        return VllmEngine(
-            model.config, sidecar, directory=out.with_suffix(".vllm"), **precision, max_total_tokens=total,
-            max_rows=settings["max_rows"], probe=make_probe(model.config, Compute(), one_device_mesh()),
-        )  # fmt: skip
-    mesh = make_mesh(data=-1)
-    plan_engine_memory(
-        model.config, this_machine(mesh.devices.flat[0].platform), **precision,
-        param_dtype=model.dtype(settings["precision"]), max_rows=settings["max_rows"],
-        prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
-        completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
-        max_completion_tokens=settings["max_completion_tokens"],
-    ).check()  # fmt: skip
-    return LocalEngine(model.config, **precision, max_total_tokens=total, max_rows=settings["max_rows"], mesh=mesh)
+    elif settings["engine"] == "local":
+        plan_engine_memory(
+            model.config, this_machine(make_mesh(data=-1).devices.flat[0].platform), **precision,
+            param_dtype=model.dtype(settings["precision"]), max_rows=settings["max_rows"],
+            prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
+            completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
+            max_completion_tokens=settings["max_completion_tokens"],
+        ).check()  # fmt: skip
+    spec = EngineSpec(
+        model=model.config,
+        **precision,
+        max_total_tokens=longest + settings["max_completion_tokens"],
+        max_rows=settings["max_rows"],
+        min_rows=get_config().rollout.min_rows,
+        mesh=lambda: make_mesh(data=-1),
+        probe=lambda: make_probe(model.config, Compute(), one_device_mesh()),
+        vllm=sidecar,
+        directory=out.with_suffix(".vllm"),
+        server=settings["server"] or "",
+    )
+    return ENGINES[settings["engine"]](spec)
 
 
 def _overlaps(tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> dict[str, list[Overlap]]:

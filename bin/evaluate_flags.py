@@ -12,6 +12,7 @@ from configs.base import get_config
 from dcmdp_jax.config import ENGINE_CHOICES
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
+from dcmdp_jax.rollout.engines import ENGINES
 from dcmdp_jax.rollout.vllm.launch import check_temperature
 
 # More in flight than any engine decodes; vLLM allocates for each.
@@ -93,7 +94,7 @@ def _parser() -> Parser:
         help=".jsonl or .parquet files, arithmetic:... or Hub names (default: a run's evaluation.task)",
     )
     add("--step", type=whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    add("--engine", choices=(*ENGINE_CHOICES, "remote"), help="what samples (default: a run's own, else local)")
+    add("--engine", choices=tuple(ENGINES), help="what samples (default: a run's own, else local)")
     add("--server", metavar="URL", help="with --engine remote: http(s)://HOST:PORT or the path of a Unix socket")
     add("--precision", help="of the engine's weights, as rollout.precision (default: a run's own, else bfloat16)")
     add("--compute_dtype", help="of activations, as rollout.compute_dtype (default: a run's own, else bfloat16)")

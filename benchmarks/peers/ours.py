@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,8 @@ from dcmdp_jax.rollout.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.tasks.prompts import load_tokenizer
 from dcmdp_jax.training import loop
-from dcmdp_jax.training.setup import make_plan_of_run
+from dcmdp_jax.training.build import Parts, build_parts
+from dcmdp_jax.training.setup import Plan, make_plan_of_run
 from dcmdp_jax.types import Params
 
 _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -77,11 +80,9 @@ def reinforce(job: Job, rounds: Rounds) -> None:
         if not rounds.boundary():
             raise Ended
 
-    make_engine = loop.make_engine
-    loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), begin, functools.partial(_check, job))
     rounds.hello(_PACKAGES)
     try:
-        loop.train(plan, show=print)
+        loop.train(plan, show=print, build=stepped(begin, functools.partial(_check, job)))
     except Ended:
         return
 
@@ -116,6 +117,18 @@ class SteppedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+
+def stepped(
+    begin: Callable[[Params], None], check: Callable[[list[Episode]], None] = lambda episodes: None
+) -> Callable[[Plan, contextlib.ExitStack], Parts]:
+    """A builder of the loop's parts whose engine is a `SteppedEngine`."""
+
+    def build(plan: Plan, stack: contextlib.ExitStack) -> Parts:
+        parts = build_parts(plan, stack)
+        return dataclasses.replace(parts, engine=SteppedEngine(parts.engine, begin, check))
+
+    return build
 
 
 def run_config(

@@ -20,7 +20,7 @@ from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.vllm.engine import VllmEngine
-from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
 
 

@@ -206,7 +206,7 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
         start(config)
     monkeypatch.undo()
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", _no_room)
-    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB are not to be had"):
+    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"):
         start(config)
     assert sidecars() == before
 
@@ -292,12 +292,11 @@ def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, capl
 
 @pytest.mark.parametrize("how", ["closed", "abandoned", "reward_fails"])
 def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
-    """In the middle of 1,000 requests: none goes on, the sidecar is the same, and so are the bits of the next call."""
-    asked = prompts(500, engine.config)
+    """In the middle of 600 requests: none goes on, the sidecar is the same, and so are the bits of the next call."""
+    asked = prompts(300, engine.config)
     before, pid = sample(engine, asked, SAMPLED, seed=1, step=1), _pid(engine)
     groups = engine.generate(asked, SAMPLED, seed=1, step=1)
-    started = [next(groups), next(groups)]
-    assert 0 < sum(map(len, started)) < 1000
+    assert len(next(groups)) < 600
     if how == "closed":
         groups.close()
         running = engine._supervisor._sidecar.request("health", answer="healthy").header["running"]
@@ -307,7 +306,7 @@ def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
             for _ in groups:
                 1 / 0  # noqa: B018
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
-    # The first two lists again, then it is given up by a push.
+    # Then one is given up by a push.
     again = engine.generate(asked, SAMPLED, seed=1, step=1)
     next(again)
     engine.push_weights(random_params(engine.config, 7), 7)

@@ -24,7 +24,7 @@ from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
 from tests.rollout.sampling import Rollout
 from tests.waiting import HANGS_S

@@ -18,7 +18,7 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import end_token_ids
-from dcmdp_jax.training import setup
+from dcmdp_jax.training import build, setup
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
 _NORM, _QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -319,7 +319,7 @@ def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded
 
 def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_path, monkeypatch):
     # Three MLP matrices of 16,384 x 65,536 in each of three layers: 9.7e9 parameters, 36 GiB in float32.
-    monkeypatch.setattr(setup, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir = str(tmp_path / "run")
     config.model.architecture.hidden_size = 16384

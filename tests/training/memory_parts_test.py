@@ -15,7 +15,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import memory_plan, setup
+from dcmdp_jax.training import build, memory_plan, setup
 from dcmdp_jax.training.memory_parts import plan_engine_memory, plan_memory
 from dcmdp_jax.training.memory_plan import Machine
 
@@ -180,7 +180,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     # 8 devices: make_plan_of_run takes a mesh from the settings; the machine says what it has.
     config.mesh.data, config.mesh.fsdp = -1, 1
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
-    monkeypatch.setattr(setup, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
         ValueError, match="^memory: this machine has 0.0 GiB and the phase '.*' takes at least 0.0, of which"
     ) as caught:

@@ -19,6 +19,7 @@ from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.cache import FLOAT8
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
+from dcmdp_jax.rollout.local.score import score as score_rows
 from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, replicate, source_fingerprint
 from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.types import Params
@@ -261,7 +262,7 @@ class LocalEngine:
                     lengths[place] = rows[index].size
                 split = NamedSharding(self._mesh, P("rows"))
                 padded, lengths = jax.device_put((padded, lengths), split)
-                logprobs = np.asarray(decode.score(self._weights, padded, lengths, inverse, program=self._program))
+                logprobs = np.asarray(score_rows(self._weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
         check_finite(results)

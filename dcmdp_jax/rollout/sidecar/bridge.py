@@ -58,7 +58,7 @@ class WeightBridge:
         self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
         """In the order of `hf_tensors`: layer by layer, which is how engines like to load."""
         self.num_bytes: int = end
-        """Of a segment."""
+        """Size of a segment."""
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
         """Writes the tensors.

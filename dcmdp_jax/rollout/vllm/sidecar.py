@@ -59,7 +59,7 @@ _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
 
 
 class Refused(ValueError):
-    """A request that was not begun."""
+    """A request that was refused before anything was computed."""
 
 
 class EngineHost:
@@ -181,15 +181,15 @@ class EngineHost:
         except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
             self.engine.abort_request(list(places))
             raise Refused(f"request {len(places) - 1}: {_one_line(error)}") from error
-        told = time.monotonic()
+        reported = time.monotonic()
         ended: dict[int, Any] = {}
         try:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     if output.finished:
                         ended[places.pop(output.request_id)] = output
-                if (now := time.monotonic()) - told > _PROGRESS_S:
-                    told = now
+                if (now := time.monotonic()) - reported > _PROGRESS_S:
+                    reported = now
                     yield ended
                     ended = {}
             yield ended
@@ -363,7 +363,7 @@ def main() -> None:
         status = 0
     except wire.WireError as error:
         sys.stderr.write(f"sidecar: {error}\n")
-    except BaseException as error:  # whatever it is, the trainer is told and the process ends
+    except BaseException as error:  # reported to the trainer, then the process ends
         traceback.print_exc()
         with contextlib.suppress(OSError, ValueError):
             connection.send("failed", {"message": _one_line(error)}, timeout_s=10)
