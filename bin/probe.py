@@ -72,8 +72,8 @@ def _parser() -> Parser:
     live(
         "--config", metavar="FILE[:ARGUMENT]", help="a config file: its model.path or last checkpoint, task and engine"
     )
-    live("--a", action="append", type=parse_spec, metavar="ENGINE", help="samples; may be given several times")
-    live("--b", type=parse_spec, default=parse_spec("trainer"), metavar="ENGINE", help="scores (default: trainer)")
+    live("--a", action="append", type=_engine, metavar="ENGINE", help="samples; may be given several times")
+    live("--b", type=_engine, default=parse_spec("trainer"), metavar="ENGINE", help="scores (default: trainer)")
     live("--task", metavar="TASK", help="file, arithmetic:... or Hub name (default: a run's own)")
     live("--prompts", type=whole(1), default=32, metavar="N", help="problems to ask (default: %(default)s)")
     live("--completions", type=whole(1), default=8, metavar="K", help="of each problem (default: %(default)s)")
@@ -88,6 +88,13 @@ def _parser() -> Parser:
     add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
     add("--out", type=Path, default=Path("runs/probe"), metavar="DIR", help="where to write (default: %(default)s)")
     return parser
+
+
+def _engine(text: str) -> EngineSpec:
+    try:
+        return parse_spec(text)
+    except UserError as error:  # a ValueError, whose message argparse would drop
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _recorded(arguments: argparse.Namespace) -> Measured:

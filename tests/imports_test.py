@@ -33,7 +33,12 @@ _MAY_IMPORT = {
     "dcmdp_jax.rollout.local": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.models", "dcmdp_jax.parallel"},
     "dcmdp_jax.rollout.vllm": {"dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.rollout", "dcmdp_jax.models"},
     "dcmdp_jax.mismatch": {"dcmdp_jax.inputs", "dcmdp_jax.algorithm"},
-    "dcmdp_jax.observe": set(),
+    "dcmdp_jax.observe": {"dcmdp_jax.mismatch"},
+    "dcmdp_jax.probe": {
+        "dcmdp_jax.inputs", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel",
+        "dcmdp_jax.tasks", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm",
+        "dcmdp_jax.training", "dcmdp_jax.mismatch",
+    },
     "dcmdp_jax.evaluation": {"dcmdp_jax.types", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {
         "dcmdp_jax.memory", "dcmdp_jax.inputs", "dcmdp_jax.types", "dcmdp_jax.config", "dcmdp_jax.config_checks",
@@ -47,7 +52,8 @@ _MAY_IMPORT = {
         "dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.config_text", "dcmdp_jax.models",
         "dcmdp_jax.parallel", "dcmdp_jax.types", "dcmdp_jax.tasks",
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.observe",
-        "dcmdp_jax.evaluation", "dcmdp_jax.training", "dcmdp_jax.mismatch", "configs",
+        "dcmdp_jax.evaluation", "dcmdp_jax.training", "dcmdp_jax.mismatch", "dcmdp_jax.probe",
+        "configs",
     },
 }  # fmt: skip
 
@@ -65,7 +71,7 @@ _LIBRARIES = {
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.tasks",),
-    "torch": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
+    "torch": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker", "dcmdp_jax.probe.hugging_face"),
     "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
     "msgpack": ("dcmdp_jax.rollout.vllm.wire",),
     "httpx": ("dcmdp_jax.rollout.vllm",),

@@ -43,7 +43,7 @@ def alarms(series: Series) -> list[Alarm]:
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | staleness | delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/policy_lag`) |
     | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window |
-    | noise | delta is above c on most steps, and within 3 noise floors |
+    | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more) |
 
@@ -129,7 +129,7 @@ def _noise(series: Series) -> Alarm | None:
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
         return None
     floor = _floor(series)
-    if not delta.mean() <= _FLOORS * floor:
+    if not (floor <= tolerance[-1] and delta.mean() <= _FLOORS * floor):
         return None
     return Alarm(
         "noise",

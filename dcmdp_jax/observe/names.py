@@ -62,6 +62,7 @@ _TABLE = (
         "mean |log p_train - log p_engine| on fixed sequences, right after the push",
     ),
     Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
+    Metric("rollout/policy_lag", "steps", "age of the weights that sampled; 0 where each step pushes its own"),
     Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
     Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),
     Metric(

@@ -210,6 +210,7 @@ class Trainer:
             completions = metrics.pop("completions/discrepancy")
             metrics |= pushed | packed | floor | timer.metrics(rollout)
             metrics |= rollout_metrics(rollout, scores.grades) | reward_metrics(scores)
+            metrics["rollout/policy_lag"] = step - 1 - rollout.policy_version
             writer.write(step, metrics)
             self._write_samples(step, writer, rollout, chosen, texts, scoring.answers, scores, completions)
             self._check_skipped(metrics)

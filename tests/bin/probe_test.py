@@ -61,7 +61,12 @@ def test_text_is_coloured_by_which_side_finds_it_likelier(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "--recording is missing"),
+        ((), "give one of --recording FILE, --model DIR and --config FILE"),
+        (("--model", "none", "--recording", "R"), "give one of"),
+        (("--model", "none"), "--a is missing"),
+        (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
+        (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
+        (("--model", "none", "--a", "local"), "model none: no such directory"),
         (("--recording", "R"), "--train-column is missing"),
         (
             ("--recording", "R", "--train-column", "old", "--rollout-column", "new"),

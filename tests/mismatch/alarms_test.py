@@ -69,7 +69,7 @@ def test_old_weights_are_staleness_and_not_mismatch():
 
 def test_an_engine_that_keeps_its_weights_is_a_failed_sync():
     # From step 41 on the engine's weights stay: the gap grows with every update.
-    stuck = np.where(STEPS <= 40, DELTA, DELTA * (STEPS - 39.0) ** 1.5)
+    stuck = np.where(STEPS <= 40, DELTA, DELTA * np.maximum(STEPS - 39.0, 0) ** 1.5)
     assert _named(discrepancy__mean=stuck) in (["weight_sync"], ["weight_sync", "mismatch"])
     # A doubling is no jump.
     assert "weight_sync" not in _named(discrepancy__mean=np.where(STEPS <= 40, DELTA, 2 * DELTA))
