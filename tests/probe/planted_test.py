@@ -1,28 +1,20 @@
 """Every cause, planted in real (tiny, embedded) engines and named; a clean pair called clean."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
 
 from dcmdp_jax.mismatch.analysis import analyse
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import init_params
 from dcmdp_jax.probe.compare import Setup, compare
 from dcmdp_jax.probe.engines import Sampled, sample
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from tests.probe.tiny_model import CONFIG, TOKENIZER, params
 
-TOKENIZER = build_tokenizer()
-CONFIG = ModelConfig(
-    model_type="qwen3", vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=256,
-)  # fmt: skip
 QUESTIONS = [f"{a}+{b}=?" for a in (12, 47) for b in (5, 38)]
 SAMPLING = SamplingParams(group_size=8, max_completion_tokens=32)
 LONGEST = 96
@@ -34,16 +26,6 @@ def _tokens(text):
 
 PROMPTS = [_tokens(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in QUESTIONS]
 BARE = [_tokens(question) for question in QUESTIONS]
-
-
-@functools.cache
-def params(earlier=False):
-    """The weights, and those before an update that moved each by about a tenth of its size."""
-    now = init_params(CONFIG, jax.random.key(0))
-    if not earlier:
-        return now
-    moved = init_params(CONFIG, jax.random.key(1))
-    return jax.tree.map(lambda a, b: a + 0.1 * b, now, moved)
 
 
 def with_one_stale_tensor():
