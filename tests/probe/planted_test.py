@@ -8,7 +8,7 @@ import pytest
 
 from dcmdp_jax.mismatch.analysis import analyse
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.probe.compare import Setup, compare
+from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
 from dcmdp_jax.probe.engines import Sampled, sample
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import SamplingParams
@@ -64,6 +64,17 @@ def test_a_clean_pair_is_called_clean():
     assert [finding.cause for finding in found.findings] == ["clean"]
     # Two float32 programs of one model: rounding, and not a bit-for-bit copy that would hide everything.
     assert 0 < found.statistics.mean < 1e-6 and all(0 <= floor < 1e-6 for floor in found.floors.values())
+
+
+def test_the_sampling_floor_is_that_of_another_batch():
+    engine = local(precision="bfloat16", compute_dtype="bfloat16")
+    found = sampled(engine)
+    floor = sampling_floor(engine, PROMPTS, SAMPLING, found, seed=0)
+    # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing to compare.
+    assert floor is not None and floor < 0.02
+    assert sampling_floor(engine, PROMPTS[:2], SAMPLING, found, seed=0) is None
+    moved = dataclasses.replace(found, logprobs=[values - 1 for values in found.logprobs])
+    assert sampling_floor(engine, PROMPTS, SAMPLING, moved, seed=0) > 10 * floor
 
 
 def test_bfloat16_is_rounding_noise():
