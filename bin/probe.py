@@ -25,7 +25,8 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.mismatch import page
 from dcmdp_jax.mismatch.analysis import Measured, analyse
 from dcmdp_jax.mismatch.recording import Columns, read_recording
-from dcmdp_jax.parallel.cpu import prepare_host
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.probe.models import load_model
 from dcmdp_jax.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.probe.specs import EngineSpec, parse_spec
@@ -72,8 +73,8 @@ def _parser() -> Parser:
     live(
         "--config", metavar="FILE[:ARGUMENT]", help="a config file: its model.path or last checkpoint, task and engine"
     )
-    live("--a", action="append", type=parse_spec, metavar="ENGINE", help="samples; may be given several times")
-    live("--b", type=parse_spec, default=parse_spec("trainer"), metavar="ENGINE", help="scores (default: trainer)")
+    live("--a", action="append", type=_engine, metavar="ENGINE", help="samples; may be given several times")
+    live("--b", type=_engine, default=parse_spec("trainer"), metavar="ENGINE", help="scores (default: trainer)")
     live("--task", metavar="TASK", help="file, arithmetic:... or Hub name (default: a run's own)")
     live("--prompts", type=whole(1), default=32, metavar="N", help="problems to ask (default: %(default)s)")
     live("--completions", type=whole(1), default=8, metavar="K", help="of each problem (default: %(default)s)")
@@ -88,6 +89,13 @@ def _parser() -> Parser:
     add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
     add("--out", type=Path, default=Path("runs/probe"), metavar="DIR", help="where to write (default: %(default)s)")
     return parser
+
+
+def _engine(text: str) -> EngineSpec:
+    try:
+        return parse_spec(text)
+    except UserError as error:  # a ValueError, whose message argparse would drop
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _recorded(arguments: argparse.Namespace) -> Measured:
@@ -120,7 +128,8 @@ def _probed(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     if not first:
         raise UserError("--a is missing: name the engine that samples, for example --a=local:fp8 or --a=vllm:bfloat16")
     check_specs(first, arguments.b)
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     model = load_model(_model_of(config) if config else arguments.model)
     settings = config or model.run
     task = arguments.task or (settings.task.train if settings else None)

@@ -47,7 +47,8 @@ _MAY_IMPORT = {
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",
     },
     "dcmdp_jax.observe": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
+        "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.mismatch",
+        "dcmdp_jax.number_format",
     },
     "dcmdp_jax.evaluation": {"dcmdp_jax.inputs", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
     "dcmdp_jax.training": {

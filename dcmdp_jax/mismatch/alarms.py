@@ -41,9 +41,9 @@ def alarms(series: Series) -> list[Alarm]:
     | alarm | rule |
     |---|---|
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
-    | staleness | delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/policy_lag`) |
+    | staleness | delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
     | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window |
-    | noise | delta is above c on most steps, and within 3 noise floors |
+    | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more) |
 
@@ -97,7 +97,7 @@ def _support(series: Series) -> Alarm | None:
 
 
 def _staleness(series: Series) -> Alarm | None:
-    lag, over = _last(series, "rollout/policy_lag"), _over(series)
+    lag, over = _last(series, "rollout/staleness_max"), _over(series)
     if lag is None or over is None or not lag.max() > 0:
         return None
     return Alarm(
@@ -111,7 +111,7 @@ def _weight_sync(series: Series) -> Alarm | None:
     if "discrepancy/mean" not in series:
         return None
     values = np.asarray(series["discrepancy/mean"][1], np.float64)
-    lag = _last(series, "rollout/policy_lag")
+    lag = _last(series, "rollout/staleness_max")
     if len(values) < WINDOW + _USUAL_STEPS or not np.isfinite(values).all() or (lag is not None and lag.max() > 0):
         return None
     usual = float(np.median(values[:-WINDOW]))
@@ -129,7 +129,7 @@ def _noise(series: Series) -> Alarm | None:
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
         return None
     floor = _floor(series)
-    if not delta.mean() <= _FLOORS * floor:
+    if not (floor <= tolerance[-1] and delta.mean() <= _FLOORS * floor):
         return None
     return Alarm(
         "noise",

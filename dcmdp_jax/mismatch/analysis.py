@@ -33,6 +33,7 @@ class Measured:
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
         rounding: see `evidence.Evidence`.
         explanations: controlled re-scorings.
+        settings: see `evidence.Evidence`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Measured:
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rounding: float | None = None
     explanations: Sequence[Explanation] = ()
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,9 @@ def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    evidence = collect(pairs, floor=floor, rounding=measured.rounding, explanations=measured.explanations)
+    evidence = collect(
+        pairs, floor=floor, rounding=measured.rounding, explanations=measured.explanations, settings=measured.settings
+    )
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
     defect = verdict.title if CAUSES[verdict.cause].defect else None

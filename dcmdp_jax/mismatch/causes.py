@@ -118,7 +118,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     5. What the columns suggest: chat template, temperature, raw log-probs.
     6. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
        not measured, median |d| within 0.02 nats.
-    7. undetermined.
+    7. What the engine's settings cost, if nothing above is found: quantised weights or cache.
+    8. undetermined.
     """
     e = evidence
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
@@ -138,6 +139,12 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     for rule in rules:
         for finding in rule():
             found.setdefault(finding.cause, finding)
+    if not found:
+        for cause, setting in e.settings.items():
+            found[cause] = Finding(cause, (
+                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} is beyond rounding, no "
+                "emulation reproduces it, and nothing speaks of a defect in sampling, tokens or prompts.",
+            ))  # fmt: skip
     if not found:
         found["undetermined"] = Finding("undetermined", (
             f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats, no sign of a defect in "

@@ -75,6 +75,7 @@ class Evidence:
         floor: the larger of both engines' noise floors; None if not measured.
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
         explanations: controlled re-scorings; empty without a model.
+        settings: cause -> setting of the engine that has it as its price; empty for a recording.
     """
 
     mean: float
@@ -95,6 +96,7 @@ class Evidence:
     floor: float | None = None
     rounding: float | None = None
     explanations: Sequence[Explanation] = ()
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def collect(
@@ -103,6 +105,7 @@ def collect(
     floor: float | None = None,
     rounding: float | None = None,
     explanations: Sequence[Explanation] = (),
+    settings: Mapping[str, str] | None = None,
 ) -> Evidence:
     """Measure everything that the columns alone show, and add what only engines can."""
     d, delta = pairs.log_ratio, pairs.discrepancy
@@ -129,6 +132,7 @@ def collect(
         floor=floor,
         rounding=rounding,
         explanations=tuple(explanations),
+        settings=settings or {},
     )
 
 

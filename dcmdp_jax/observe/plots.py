@@ -93,7 +93,7 @@ def draw_evaluation(runs: Runs) -> Figure | None:
 
 
 def draw_discrepancy(runs: Runs) -> Figure | None:
-    """Plot mean discrepancy and tolerance c (dashed) by step, and the share of completions over c."""
+    """Plot mean discrepancy, tolerance c (dashed) and noise floor (dotted) by step, and the completions over c."""
     if not _recorded(runs, "discrepancy/mean"):
         return None
     share = "discrepancy/completions_over_tolerance"
@@ -101,6 +101,7 @@ def draw_discrepancy(runs: Runs) -> Figure | None:
     for index, (label, series) in enumerate(runs.items()):
         _line(panels[0], series, "discrepancy/mean", label if len(runs) > 1 else "mean discrepancy", index)
     _draw_tolerances(panels[0], runs)
+    _draw_noise_floors(panels[0], runs)
     panels[0].set_title("mean over sampled tokens", **_PANEL_TITLE)
     _finish(panels[0], "discrepancy", from_zero=True)
     if len(panels) > 1:
@@ -316,6 +317,15 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
         # axhline does not extend the axes' limits by itself.
         axes.update_datalim([(1.0, level)], updatex=False)
         axes.autoscale_view(scalex=False)
+
+
+def _draw_noise_floors(axes: Axes, runs: Runs) -> None:
+    """Draw each run's last measured noise floor as a dotted line: no budget below it can be met."""
+    for index, (label, series) in enumerate(runs.items()):
+        values = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
+        if (values := values[np.isfinite(values)]).size:
+            text = f"noise floor = {values[-1]:.2g}" + (f", {label}" if len(runs) > 1 else "")
+            axes.axhline(values[-1], color=_colour(index), linestyle=":", linewidth=1.3, label=text, zorder=2)
 
 
 def _grid(runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Figure | None:

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from dcmdp_jax.mismatch.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series
 
 _TRUNCATED_LIMIT = 0.5
@@ -139,6 +140,7 @@ def warnings(series: Series) -> list[str]:
             f"Lambda stayed at {summary.multiplier_high:.4g} over the last {stuck} steps with the budget exceeded: "
             "it is at its cap. Raise the cap or c."
         )
+    found += [alarm.text for alarm in alarms(series)]
     broken = [name for name, (_, values) in series.items() if not np.isfinite(values).all()]
     if broken:
         found.append(f"Values that are not finite were recorded for {', '.join(broken)}.")

@@ -12,15 +12,15 @@ from dcmdp_jax.mismatch.analysis import Measured
 from dcmdp_jax.mismatch.breakdown import TokenText
 from dcmdp_jax.mismatch.pairs import make_pairs
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.probe.engines import Sampled, Scorer
+from dcmdp_jax.probe.engines import Sampled, Scorer, sample
 from dcmdp_jax.probe.rescoring import Rescoring, Scored
 from dcmdp_jax.probe.training_stack import TrainingStack
-from dcmdp_jax.rollout.engine import EngineError
+from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
-_FLOOR_COMPLETIONS = 16
+_FLOOR_COMPLETIONS, _FLOOR_PROMPTS = 16, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Setup:
         text: id -> text; None without a tokenizer.
         max_rows: completions in one batch.
         compute: dtype that the first engine computes in.
+        settings: cause -> setting of the first engine that has it as its price.
+        sampling_floor: of the first engine, from `sampling_floor`; None if not measured.
     """
 
     config: ModelConfig
@@ -47,6 +49,8 @@ class Setup:
     text: TokenText | None = None
     max_rows: int = 256
     compute: str = "float32"
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sampling_floor: float | None = None
 
 
 def compare(
@@ -94,8 +98,41 @@ def compare(
             show(f"{name}: scoring with {explanation.name} explains {max(explanation.share, 0):.0%}")
             explanations.append(explanation)
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
+    if setup.sampling_floor is not None:
+        first = next(iter(engines))
+        floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
-    return Measured(name, source, pairs, setup.text, floors, rounding, explanations)
+    return Measured(name, source, pairs, setup.text, floors, rounding, explanations, setup.settings)
+
+
+def sampling_floor(
+    engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, sampled: Sampled, *, seed: int
+) -> float | None:
+    """Mean |q - q'| of the first prompts' completions, sampled once more without the others.
+
+    Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding tips over; they are
+    compared up to there.
+
+    Args:
+        engine: the engine that sampled.
+        prompts, sampling, seed: what it was asked.
+        sampled: what it gave.
+
+    Returns:
+        The floor; None where not one first token is the same, or there is one prompt only.
+    """
+    if len(prompts) <= _FLOOR_PROMPTS:
+        return None
+    again = sample(engine, prompts[:_FLOOR_PROMPTS], sampling, seed=seed)
+    differences = []
+    for ids, new_ids, first, second in zip(
+        sampled.completion_ids, again.completion_ids, sampled.logprobs, again.logprobs, strict=False
+    ):
+        length = min(len(ids), len(new_ids))
+        same = np.cumprod(ids[:length] == new_ids[:length]).astype(bool)
+        differences.append(np.abs(np.exp(first[:length][same]) - np.exp(second[:length][same])))
+    every = np.concatenate(differences).astype(np.float64)
+    return float(every.mean()) if len(every) else None
 
 
 def noise_floor(

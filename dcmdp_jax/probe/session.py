@@ -13,7 +13,7 @@ from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.mismatch.analysis import Measured
 from dcmdp_jax.probe import engines
-from dcmdp_jax.probe.compare import Setup, compare
+from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
 from dcmdp_jax.probe.models import Model, prompt_variants
 from dcmdp_jax.probe.specs import SAMPLING_KINDS, EngineSpec
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
@@ -126,7 +126,7 @@ def _probe(session: Session, spec: EngineSpec, other: EngineSpec) -> Measured:
         setup = Setup(
             session.model.config, session.model.params, prompts[1], session.score_temperature,
             {model.name: model.params for model in session.earlier}, variants, _text(models[1]), session.max_rows,
-            spec.compute,
+            spec.compute, spec.costs, sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
         )  # fmt: skip
         source = {
             "model": session.model.name, "sampled by": names[0], "scored by": names[1],

@@ -19,6 +19,8 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 """Kind of engine -> precisions; the first is the default."""
 
+_QUANTIZED = ("int8", "fp8", "fp8_per_block")
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
@@ -37,6 +39,16 @@ class EngineSpec:
     compute: str
     cache: str = "auto"
     model: str = ""
+
+    @property
+    def costs(self) -> dict[str, str]:
+        """Cause of `mismatch.causes` -> the setting that has it as its price."""
+        found = {}
+        if self.precision in _QUANTIZED:
+            found["quantized_weights"] = f"the engine's weights are {self.precision}"
+        if self.cache != "auto":
+            found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
+        return found
 
     def __str__(self) -> str:
         parts = [f"{self.kind}:{self.precision}"]

@@ -2,13 +2,19 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from bin import probe
 from bin.cli import run_main
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.probe import engines
+from dcmdp_jax.tasks.prompts import save_tokenizer
 from tests.mismatch.sampled_columns import columns
+from tests.probe.tiny_model import CONFIG, TOKENIZER, params
 
 
 def _write(path, pairs):
@@ -61,7 +67,12 @@ def test_text_is_coloured_by_which_side_finds_it_likelier(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "--recording is missing"),
+        ((), "give one of --recording FILE, --model DIR and --config FILE"),
+        (("--model", "none", "--recording", "R"), "give one of"),
+        (("--model", "none"), "--a is missing"),
+        (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
+        (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
+        (("--model", "none", "--a", "local"), "model none: no such directory"),
         (("--recording", "R"), "--train-column is missing"),
         (
             ("--recording", "R", "--train-column", "old", "--rollout-column", "new"),
@@ -79,3 +90,48 @@ def test_bad_arguments_are_one_line(arguments, text, tmp_path, capsys):
     _write(tmp_path / "r.jsonl", columns())
     code, said, error = _run(capsys, *(tmp_path / "r.jsonl" if word == "R" else word for word in arguments))
     assert code == 2 and said == "" and text in error and error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random model with the built-in task's tokenizer, as a Hugging Face directory; and one of other tokens."""
+    root = tmp_path_factory.mktemp("models")
+    save_tokenizer(TOKENIZER, root / "tokenizer", (TOKENIZER.eos_token_id,))
+    save_params(params(), CONFIG, root / "model", dtype="float32", tokenizer_dir=root / "tokenizer")
+    shutil.copytree(root / "model", root / "other")
+    vocabulary = (root / "other" / "tokenizer.json").read_text()
+    (root / "other" / "tokenizer.json").write_text(vocabulary.replace('"7":', '"~~":').replace('"8":', '"7":'))
+    return root
+
+
+_ASK = ("--task", "arithmetic:difficulty=1,count=8,seed=0", "--prompts", "2", "--completions", "2")
+
+
+def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):
+    code, said, shown = _run(
+        capsys, "--model", model / "model", *_ASK, "--max-completion-tokens", "8", "--a", "local:exact", "--b", "hf",
+        "--no-rescoring", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, shown
+    (pair,) = json.loads((tmp_path / "probe.json").read_text())["pairs"]
+    assert pair["findings"][0]["cause"] == "clean" and 0 < pair["statistics"]["mean"] < 1e-5
+    assert set(pair["floors"]) == {"local:exact", "hf:float32"} and "no mismatch above the noise floor" in said
+    assert {group["label"] for group in pair["groups"]["token class"]} & {"letters", "digits", "punctuation"}
+
+
+def test_engines_of_other_vocabularies_are_refused_in_one_line(model, tmp_path, capsys):
+    code, said, error = _run(
+        capsys, "--model", model / "model", *_ASK, "--a", f"local:exact,model={model / 'other'}", "--out", tmp_path
+    )
+    assert code == 2 and said == "" and "vocabularies differ in" in error and error.count("\n") == 1
+    assert not (tmp_path / "probe.html").exists()
+
+
+def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, monkeypatch):
+    def refused(*_, **__):
+        raise UserError("this processor has none")
+
+    monkeypatch.setattr(engines, "build", refused)
+    few = ("--max-completion-tokens", "8")
+    code, _, error = _run(capsys, "--model", model / "model", *_ASK, *few, "--a", "local:fp8", "--out", tmp_path)
+    assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error

@@ -63,13 +63,13 @@ def test_a_budget_within_the_noise_is_noise_and_not_mismatch():
 
 def test_old_weights_are_staleness_and_not_mismatch():
     lag = np.where(STEPS % 2, 3, 0)
-    assert _named(discrepancy__mean=np.full(50, 1.6 * C), rollout__policy_lag=lag) == ["staleness"]
-    assert _named(rollout__policy_lag=lag) == []  # a lag that changes nothing
+    assert _named(discrepancy__mean=np.full(50, 1.6 * C), rollout__staleness_max=lag) == ["staleness"]
+    assert _named(rollout__staleness_max=lag) == []  # a lag that changes nothing
 
 
 def test_an_engine_that_keeps_its_weights_is_a_failed_sync():
     # From step 41 on the engine's weights stay: the gap grows with every update.
-    stuck = np.where(STEPS <= 40, DELTA, DELTA * (STEPS - 39.0) ** 1.5)
+    stuck = np.where(STEPS <= 40, DELTA, DELTA * np.maximum(STEPS - 39.0, 0) ** 1.5)
     assert _named(discrepancy__mean=stuck) in (["weight_sync"], ["weight_sync", "mismatch"])
     # A doubling is no jump.
     assert "weight_sync" not in _named(discrepancy__mean=np.where(STEPS <= 40, DELTA, 2 * DELTA))

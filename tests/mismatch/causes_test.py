@@ -131,6 +131,14 @@ def test_the_tokens_say_whose_temperature_is_wrong():
     assert _decide(explanations=[fitted], surprise=unknown, inverse_ratio=Estimate(1.2, 0.01))[0].cause == "temperature"
 
 
+def test_settings_speak_only_where_nothing_was_measured():
+    price = {"quantized_cache": "the engine's key-value cache is fp8"}
+    (found,) = _decide(settings=price)
+    assert found.cause == "quantized_cache" and found.evidence[0].startswith("By its settings, not by measurement")
+    assert [finding.cause for finding in _decide(settings=price, rounding=1.0)] == ["rounding"]
+    assert [f.cause for f in diagnose(collect(columns(top_p=0.9), settings=price))] == ["support"]
+
+
 def test_every_cause_has_a_title_and_a_remedy_and_can_be_named():
     reached = {cause for _, expected in _PLANTED.values() for cause in expected}
     for name in CAUSES.keys() - reached:

@@ -67,7 +67,7 @@ _HEALTHY = {
     "optimizer/skipped_updates": _series([0.0] * 10),
     "discrepancy/mean": _series([0.004] * 10),
     "dual/tolerance": _series([0.0037] * 10),
-    "mismatch/noise_floor": _series([0.0037]),
+    "mismatch/noise_floor": _series([0.001]),
     "dual/multiplier": _series([0.1 * step for step in range(1, 11)]),
 }
 

@@ -1,28 +1,20 @@
 """Every cause, planted in real (tiny, embedded) engines and named; a clean pair called clean."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
 
 from dcmdp_jax.mismatch.analysis import analyse
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import init_params
-from dcmdp_jax.probe.compare import Setup, compare
+from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
 from dcmdp_jax.probe.engines import Sampled, sample
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from tests.probe.tiny_model import CONFIG, TOKENIZER, params
 
-TOKENIZER = build_tokenizer()
-CONFIG = ModelConfig(
-    model_type="qwen3", vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=256,
-)  # fmt: skip
 QUESTIONS = [f"{a}+{b}=?" for a in (12, 47) for b in (5, 38)]
 SAMPLING = SamplingParams(group_size=8, max_completion_tokens=32)
 LONGEST = 96
@@ -34,16 +26,6 @@ def _tokens(text):
 
 PROMPTS = [_tokens(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in QUESTIONS]
 BARE = [_tokens(question) for question in QUESTIONS]
-
-
-@functools.cache
-def params(earlier=False):
-    """The weights, and those before an update that moved each by about a tenth of its size."""
-    now = init_params(CONFIG, jax.random.key(0))
-    if not earlier:
-        return now
-    moved = init_params(CONFIG, jax.random.key(1))
-    return jax.tree.map(lambda a, b: a + 0.1 * b, now, moved)
 
 
 def with_one_stale_tensor():
@@ -82,6 +64,17 @@ def test_a_clean_pair_is_called_clean():
     assert [finding.cause for finding in found.findings] == ["clean"]
     # Two float32 programs of one model: rounding, and not a bit-for-bit copy that would hide everything.
     assert 0 < found.statistics.mean < 1e-6 and all(0 <= floor < 1e-6 for floor in found.floors.values())
+
+
+def test_the_sampling_floor_is_that_of_another_batch():
+    engine = local(precision="bfloat16", compute_dtype="bfloat16")
+    found = sampled(engine)
+    floor = sampling_floor(engine, PROMPTS, SAMPLING, found, seed=0)
+    # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing to compare.
+    assert floor is not None and floor < 0.02
+    assert sampling_floor(engine, PROMPTS[:2], SAMPLING, found, seed=0) is None
+    moved = dataclasses.replace(found, logprobs=[values - 1 for values in found.logprobs])
+    assert sampling_floor(engine, PROMPTS, SAMPLING, moved, seed=0) > 10 * floor
 
 
 def test_bfloat16_is_rounding_noise():
