@@ -1,4 +1,4 @@
-"""How far two engines disagree on the same tokens, where, and why.
+"""Disagreement of two engines on the same tokens: how much, where, and why.
 
     python -m bin.probe --recording FILE --train-column NAME --rollout-column NAME     two recorded columns, no model
     python -m bin.probe --model DIR --task FILE --a vllm:bfloat16 --b trainer          sample with a, score with b
@@ -25,7 +25,8 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.mismatch import page
 from dcmdp_jax.mismatch.analysis import Measured, analyse
 from dcmdp_jax.mismatch.recording import Columns, read_recording
-from dcmdp_jax.parallel.cpu import prepare_host
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.probe.models import load_model
 from dcmdp_jax.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.probe.specs import EngineSpec, parse_spec
@@ -120,7 +121,8 @@ def _probed(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     if not first:
         raise UserError("--a is missing: name the engine that samples, for example --a=local:fp8 or --a=vllm:bfloat16")
     check_specs(first, arguments.b)
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     model = load_model(_model_of(config) if config else arguments.model)
     settings = config or model.run
     task = arguments.task or (settings.task.train if settings else None)

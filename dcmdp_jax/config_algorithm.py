@@ -108,7 +108,7 @@ class AlgorithmSettings:
         source="ours: peers differ, docs/remedies.md", choices=("kept", "all"),
     )  # fmt: skip
     overlong_buffer: int = setting(
-        0, "Soft overlong punishment (DAPO): over the last so many tokens before rollout.max_completion_tokens the "
+        0, "Soft overlong punishment (DAPO): over this many last tokens before rollout.max_completion_tokens the "
         "reward falls by overlong_penalty, linearly. 0: none.", unit="tokens", source="paper: none", minimum=0,
     )  # fmt: skip
     overlong_penalty: float = setting(
@@ -151,7 +151,7 @@ class AlgorithmSettings:
 
     @property
     def correction(self) -> Correction | None:
-        """What `corrections` names, joined; None for none.
+        """The corrections that `corrections` names, joined; None for none.
 
         Raises:
             UserError: in one line, naming what is wrong and what is allowed.

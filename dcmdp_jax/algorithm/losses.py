@@ -28,7 +28,7 @@ _LEAST_REST = 1e-6
 
 
 class Region(NamedTuple):
-    """What a trust region makes of tokens.
+    """Result of a trust region for tokens.
 
     Attributes:
         objective: [R, L] float32, to be maximised; the gradient flows through it.

@@ -154,7 +154,7 @@ def pack(
     the mini-batch.
 
     Args:
-        episodes: M * N, those of a prompt side by side.
+        episodes: M * N, those of a prompt adjacent.
         rewards: [M * N] float32.
         plan: shapes.
         mask_truncated: leave completions that hit the length limit out of the loss.

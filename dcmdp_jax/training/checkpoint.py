@@ -65,7 +65,7 @@ def _learner(state: TrainState) -> dict[str, Any]:
 
 
 class PolicyScore(NamedTuple):
-    """What the best checkpoints are chosen by: higher is better, among scores of one name."""
+    """A score that selects the best checkpoints: higher is better, among scores of one name."""
 
     name: str
     value: float

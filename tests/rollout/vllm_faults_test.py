@@ -206,7 +206,7 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
         start(config)
     monkeypatch.undo()
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", _no_room)
-    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB are not to be had"):
+    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"):
         start(config)
     assert sidecars() == before
 

@@ -449,7 +449,7 @@ def interpreter(tmp_path):
     ],
 )
 def test_the_installed_version(versions, found, interpreter):
-    """Of the other interpreter, not of ours; the CPU build is known by name or by version."""
+    """The other interpreter's version counts; the CPU build is known by name or by version."""
     assert launch.installed_vllm(interpreter(**versions)) == found
 
 

@@ -53,7 +53,7 @@ def _params(seed=1):
 
 @functools.cache
 def _programs(settings, mini_batches, mesh, compute, exact):
-    """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
+    """Functions that make a state, a step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)

@@ -314,7 +314,7 @@ class Supervisor:
         return result
 
     def stream(self, call: Callable[[Sidecar], Iterator[T]]) -> Iterator[T]:
-        """What `call` yields on a sidecar that works.
+        """Yield from `call` on a working sidecar.
 
         Args:
             call: made again for the next sidecar if one breaks on the way; it must not repeat what it yielded.

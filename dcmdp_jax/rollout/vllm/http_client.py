@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
 
 
 class VllmHttpClient:
-    """What a server said of itself, and requests to it.
+    """A server's description of itself, and requests to it.
 
     No connection is held between calls. Requests run in a thread of their own while the caller does something else.
 
