@@ -127,7 +127,7 @@ def _reference(family: str) -> tuple[ModelConfig, Params, LocalEngine]:
 
 
 def measure(family: str, regime: Regime) -> Mismatch:
-    """Starts a sidecar, samples with it, and compares with the training stack."""
+    """Start a sidecar, sample with it, and compare with the training stack."""
     config, params, exact = _reference(family)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]

@@ -70,7 +70,7 @@ def _check(directory: Path) -> None:
 
 
 def _check_apart(source: Path, out_dir: Path) -> None:
-    """Refuses an output that would replace what it is made of, or lie within it, --overwrite or not."""
+    """Refuse an output that would replace what it is made of, or lie within it, --overwrite or not."""
     source, out_dir = source.resolve(), out_dir.resolve()
     if out_dir.is_relative_to(source) or source.is_relative_to(out_dir):
         raise UserError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")

@@ -75,7 +75,7 @@ _REMOTE_TIMEOUT_S = 7200.0
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is to be evaluated, found and checked, its weights not read yet.
+    """A model to evaluate, found and checked; its weights are not read yet.
 
     Attributes:
         name: for people.
@@ -330,7 +330,7 @@ def _default_output(model: _Model) -> tuple[Path, str]:
 
 
 def _header(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> dict[str, Any]:
-    """What a continued evaluation must have in common with the killed one: all that changes a score."""
+    """Everything that changes a score: a continued evaluation must have the same."""
 
     def digest(prompts: EncodedPrompts) -> str:
         asked = [

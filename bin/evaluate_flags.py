@@ -120,7 +120,7 @@ def _parser() -> Parser:
         type=whole(1, _MOST_ROWS),
         default=256,
         metavar="N",
-        help="decoded side by side (default: %(default)s)",
+        help="completions decoded at a time (default: %(default)s)",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
     add(

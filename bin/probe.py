@@ -1,4 +1,4 @@
-"""How far two engines disagree on the same tokens, where, and why.
+"""Disagreement of two engines on the same tokens: how much, where, and why.
 
     python -m bin.probe --recording FILE --train-column NAME --rollout-column NAME     two recorded columns, no model
     python -m bin.probe --model DIR --task FILE --a vllm:bfloat16 --b trainer          sample with a, score with b

@@ -71,7 +71,7 @@ class EvaluationResult:
 
     @property
     def standard_error(self) -> float:
-        """Of `average`, from the spread between problems; NaN with one problem."""
+        """Standard error of `average`, from the spread between problems; NaN with one problem."""
         averages = self.problem_averages
         return float(averages.std(ddof=1) / np.sqrt(len(averages))) if len(averages) > 1 else float("nan")
 

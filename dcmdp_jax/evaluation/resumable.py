@@ -18,7 +18,7 @@ _ROUNDS = 4
 
 
 def default_part(samples: int, max_rows: int) -> int:
-    """Problems of a part, for K samples each and an engine that decodes `max_rows` side by side."""
+    """Number of problems in a part, for K samples each and an engine that decodes `max_rows` at a time."""
     return max(1, _ROUNDS * max_rows // samples)
 
 

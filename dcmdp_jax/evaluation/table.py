@@ -133,7 +133,7 @@ def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
 
 
 class Scores(NamedTuple):
-    """What a table over runs needs of one evaluation.
+    """Scores of one evaluation for a table over runs.
 
     Attributes:
         method: label of the row.

@@ -102,7 +102,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do."""
+        """The remedy in words."""
         return CAUSES[self.cause].remedy
 
 

@@ -1,4 +1,4 @@
-"""What two columns of log-probs reveal about why they differ, measured without any model.
+"""Evidence for why two columns of log-probs differ, measured without any model.
 
 p is the training stack's probability of a sampled token, q the engine's, d = log p - log q.
 """

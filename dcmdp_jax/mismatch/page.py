@@ -69,7 +69,7 @@ def render(title: str, analyses: Sequence[Analysis], images: Sequence[Sequence[t
 
 
 def table(analyses: Sequence[Analysis]) -> str:
-    """The pairs side by side, for a terminal."""
+    """A table of the pairs, one column each, for a terminal."""
     rows = [
         ("", [analysis.name for analysis in analyses]),
         ("tokens", [f"{analysis.statistics.tokens:,}" for analysis in analyses]),

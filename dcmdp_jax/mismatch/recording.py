@@ -48,7 +48,7 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What was read.
+    """Content of a recording.
 
     Attributes:
         pairs: the tokens.
@@ -204,7 +204,7 @@ def _check_signs(where: str, name: str, values: np.ndarray) -> None:
 
 
 def _check_whole(path: Path, pairs: TokenPairs, columns: Columns) -> None:
-    """What only many tokens show: a column never filled in, or one in another base."""
+    """Check what only many tokens show: a column that was never filled, or one in another base."""
     values = {columns.train: pairs.train_logprobs, columns.rollout: pairs.rollout_logprobs}
     for name, column in values.items():
         other = next(each for each in values.values() if each is not column)

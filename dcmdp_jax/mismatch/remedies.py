@@ -1,4 +1,4 @@
-"""What each correction of the loss would keep, weigh or drop on given tokens."""
+"""Tokens that each correction of the loss would keep, weigh or drop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK_TOKENS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What a correction does to these tokens.
+    """Effect of a correction on these tokens.
 
     Attributes:
         name: key of `CORRECTIONS`.

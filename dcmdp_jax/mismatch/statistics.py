@@ -1,4 +1,4 @@
-"""How far two columns of log-probs disagree, in numbers."""
+"""Statistics of the disagreement of two columns of log-probs."""
 
 from __future__ import annotations
 

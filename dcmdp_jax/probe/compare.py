@@ -25,7 +25,7 @@ _FLOOR_COMPLETIONS, _FLOOR_PROMPTS = 16, 2
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What both engines of a pair are asked.
+    """Requests to both engines of a pair.
 
     Attributes:
         config, params: of the trainer's model, for re-scoring.

@@ -25,7 +25,7 @@ from dcmdp_jax.types import Params
 
 
 class Scorer(Protocol):
-    """What every engine can do: give the log-probs of given tokens."""
+    """An engine that scores: it returns the log-probs of given tokens."""
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float

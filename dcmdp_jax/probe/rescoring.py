@@ -24,7 +24,7 @@ _BLOCK, _FP8_MAX = 128, 448.0
 
 
 class _Place(NamedTuple):
-    """Of a tensor: keys into the nested parameters, and its index on the stacked axes of the leaf."""
+    """Place of a tensor: keys into the nested parameters, and its index on the stacked axes of the leaf."""
 
     path: tuple[str, ...]
     index: tuple[int, ...]
@@ -56,7 +56,7 @@ class Scored:
 
 
 class _Emulated(NamedTuple):
-    """What the embedded engine can emulate; a precision of "" is the compute dtype."""
+    """A cause that the embedded engine can emulate; a precision of "" is the compute dtype."""
 
     name: str
     cause: str

@@ -23,7 +23,7 @@ from dcmdp_jax.tasks.prompts import encode_prompts, end_token_ids
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What all pairs of a probe share.
+    """Objects that all pairs of a probe share.
 
     Attributes:
         model: the trainer's, of every engine that names no other.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcmdp_jax.rewards.scoring import Scores
+from dcmdp_jax.rewards.scoring import BatchScores
 
 
-def reward_metrics(scores: Scores) -> dict[str, float]:
+def reward_metrics(scores: BatchScores) -> dict[str, float]:
     """Metrics of a batch, named as in observe/metric_names.py.
 
     `reward/NAME/mean` and `/std` of each reward, over the completions that have a value of it; absent if none has.

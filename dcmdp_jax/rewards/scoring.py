@@ -24,7 +24,7 @@ _OWN_COLUMNS = ("answer", "source")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class BatchScores:
     """Rewards of N completions.
 
     Attributes:
@@ -63,7 +63,7 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
         pool.wait_until_loaded()
 
 
-class Scorer:
+class RewardScorer:
     """Scores the batches of a run. Not thread-safe; close it.
 
     Args:
@@ -116,7 +116,7 @@ class BatchScoring:
         problems: the problem of each row, `prompt * group_size + member`.
     """
 
-    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
+    def __init__(self, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
         self._scorer, self._problems = scorer, problems
         self.answers = [problem.answer for problem in problems]
         self._grading = Grading(scorer.verifier, tokenizer, self.answers)
@@ -130,7 +130,7 @@ class BatchScoring:
             self._grading.decode(rows, completion_ids)
         self._completion_ids |= zip(rows, completion_ids, strict=True)
 
-    def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], Scores]:
+    def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], BatchScores]:
         """Texts and scores of all rows, in their order, once `begin` got each.
 
         Args:
@@ -163,7 +163,7 @@ class BatchScoring:
             values.append(result)
         totals = weighted_total(values, [reward.weight for reward in scorer.rewards])
         by_name = zip(scorer.names.values(), values, strict=True)
-        return texts, Scores(
+        return texts, BatchScores(
             totals=np.array(totals, np.float32),
             values={name: np.array(column, np.float32) for name, column in by_name},
             failed=failed,

@@ -20,7 +20,7 @@ _STEP = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class BudgetResult:
-    """What the multiplier does for one budget C.
+    """Result of the multiplier for one budget C.
 
     Attributes:
         budget: C.

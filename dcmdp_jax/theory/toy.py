@@ -62,7 +62,7 @@ def solve_toy(sided: str, budgets: tuple[float, ...] = BUDGETS) -> list[Row]:
 def disagreement(
     advantages: np.ndarray, inference_policy: np.ndarray, result: BudgetResult, *, measure: str, sided: str
 ) -> float:
-    """How far `policy_for_budget` is from SLSQP, as `Row.disagreement`.
+    """Distance of `policy_for_budget` from SLSQP, as `Row.disagreement`.
 
     Differs where advantages are equal: one-sided optima and slack ones are then not unique.
     """

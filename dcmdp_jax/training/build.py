@@ -20,7 +20,7 @@ from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings, shard_map_over_data
 from dcmdp_jax.rewards.math.verifier import Verifier
-from dcmdp_jax.rewards.scoring import Scorer
+from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
 from dcmdp_jax.rollout.sidecar.probe import Probe
@@ -49,7 +49,7 @@ class Parts:
 
     engine: Engine
     verifier: Verifier
-    scorer: Scorer
+    scorer: RewardScorer
     checkpoints: Checkpoints
     optimizer: optax.GradientTransformation
     dual: DualState
@@ -75,7 +75,7 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
     verifier = stack.enter_context(
         Verifier(config.task.verifier_workers, config.task.verifier_timeout, config.task.verifier_budget)
     )
-    scorer = Scorer(
+    scorer = RewardScorer(
         plan.rewards,
         verifier,
         plan.columns,

@@ -24,7 +24,7 @@ from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.rewards.scoring import BatchScoring, Scores
+from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.packing import pack
@@ -208,7 +208,7 @@ class Trainer:
         rows = np.repeat(chosen, self.plan.sampling.group_size)
         return BatchScoring(self.parts.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
 
-    def _score(self, scoring: BatchScoring, state: TrainState, step: int) -> tuple[list[str], Scores]:
+    def _score(self, scoring: BatchScoring, state: TrainState, step: int) -> tuple[list[str], BatchScores]:
         """Texts and rewards of a rollout. A reward function that fails may end the run: then its state is saved."""
         try:
             return scoring.finish(functools.partial(self._check_stop, state, step))
@@ -327,7 +327,7 @@ class Trainer:
         chosen: np.ndarray,
         texts: list[str],
         answers: Sequence[str],
-        scores: Scores,
+        scores: BatchScores,
         discrepancy: np.ndarray,
     ) -> None:
         settings = self.config.observe

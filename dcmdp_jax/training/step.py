@@ -376,7 +376,7 @@ def _state_metrics(
 
 
 def _average(settings: AlgorithmSettings) -> int | None:
-    """How much of the dual state's window is averaged: all of it, which under PID control may be longer."""
+    """Number of entries of the dual state's window to average; None for all."""
     return settings.dual_window if settings.pid else None
 
 

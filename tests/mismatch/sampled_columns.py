@@ -29,7 +29,7 @@ def columns(*, noise=0.0, temperature=1.0, top_p=1.0, raw=False, broken=0, entro
         temperature: of sampling; the training stack scores at 1.
         top_p: of sampling.
         raw: the training stack scores as sampled, the engine reports temperature 1 and full support.
-        broken: so many completions score other tokens from the middle on.
+        broken: number of completions that score other tokens from the middle on.
         entropies: whether they are known.
         lags: steps -> noise; a quarter of the completions for each.
         start: the first 4 tokens are scored under other logits.

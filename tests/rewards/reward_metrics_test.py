@@ -7,16 +7,16 @@ import pytest
 
 from dcmdp_jax.observe.metric_names import describe
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.rewards.scoring import Scores
+from dcmdp_jax.rewards.scoring import BatchScores
 
 _NAN = float("nan")
 
 
 def _scores(
     failed: dict[str, int], totals: list[float], sources: tuple[str, ...] | None, **values: list[float]
-) -> Scores:
+) -> BatchScores:
     named = {name: np.array(column, np.float32) for name, column in values.items()}
-    return Scores(totals=np.array(totals, np.float32), values=named, failed=failed, grades=None, sources=sources)
+    return BatchScores(totals=np.array(totals, np.float32), values=named, failed=failed, grades=None, sources=sources)
 
 
 def test_rewards_are_measured_by_name_and_totals_by_source():

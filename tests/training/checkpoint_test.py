@@ -68,7 +68,7 @@ def _same_bits(one, other):
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens the checkpoints of tmp_path; all are closed at the end."""
+    """Open the checkpoints of tmp_path; all are closed at the end."""
     made = []
 
     def open_(keep_last=2, keep_best=0):
@@ -91,7 +91,7 @@ def _saved(opened, *steps, **options):
 
 
 def _scored(checkpoints, step, score, name="eval"):
-    """Saves a step as an evaluated one is: the state, then its score if it has one."""
+    """Save a step as an evaluated one is: the state, then its score if it has one."""
     checkpoints.save(step, _state(step), model=_MODEL)
     if score is not None:
         checkpoints.add_score(step, PolicyScore(name, score))

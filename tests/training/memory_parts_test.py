@@ -101,7 +101,7 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     assert _part(plan, "checkpoint's copy").host == 6 * params
     assert _part(plan, "engine's weights").host == 2 * params
     # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer twice in a step.
-    assert _part(plan, "engine's weights as they are multiplied").host == 4 * params
+    assert _part(plan, "engine's weights, cast").host == 4 * params
     assert _part(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
     # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6 and what of it is on its
     # way to the disk 6, engine 2, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
@@ -146,7 +146,7 @@ def test_the_engines_weights_by_precision(precision, compute, kept, cast):
         param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
     )  # fmt: skip
     assert _part(plan, "engine's weights").each == kept
-    dequantized = [part.each for part in plan.parts if part.name.startswith("engine's weights as")]
+    dequantized = [part.each for part in plan.parts if part.name.startswith("engine's weights, cast")]
     assert dequantized == ([cast] if cast else [])
 
 

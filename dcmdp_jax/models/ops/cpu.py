@@ -175,7 +175,7 @@ def _attended_backward(
 _attended.defvjp(_attended_forward, _attended_backward)
 
 
-# Rows of one product: fewer read a matrix too often, more compute rows of other groups in vain.
+# Rows of one product: fewer read a matrix too often, more compute rows of other groups for nothing.
 _MOST_BLOCK_ROWS = 128
 
 

@@ -158,7 +158,7 @@ def sample_points(
 
 
 def _decades(left: Any, right: Any) -> int:
-    """How many powers of ten the constants of two expressions span together, and some more."""
+    """Number of powers of ten that the constants of two expressions span together, with a margin."""
     from sympy import log
 
     decades = 2.0

@@ -149,7 +149,7 @@ def without_spaces(text: str) -> str:
 
 
 def unwrap_text(text: str) -> str:
-    r"""Replaces `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
+    r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
     text = _WRAPPER.sub(r"\1", text)
     closes = _closing_braces(text)
     start, end = 0, len(text)

@@ -22,7 +22,7 @@ _SLASH = re.compile(r"([+-]?)(?:([0-9]++) )?([0-9]++) ?/ ?([0-9]++)")
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Reads a literal number exactly; None for anything that is not one.
+    r"""Read a literal number exactly; None for anything that is not one.
 
     Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
     `\frac{a}{b}`, mixed numbers and repeating decimals. Never goes through a float:
