@@ -32,7 +32,7 @@ _ADAM = "AdamW moves each parameter by about as much in one update"
 class Architecture:
     """Shape of a freshly initialised model, used when `model.path` is empty."""
 
-    model_type: str = setting("qwen3", "Family of the model.", choices=("qwen2", "qwen3"))
+    model_type: str = setting("qwen3", "Family of the model.", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
     hidden_size: int = setting(128, "Width of the residual stream.", minimum=1, limit=(65536, _MODEL))
     intermediate_size: int = setting(384, "Width of the MLP.", minimum=1, limit=(524288, _MODEL))
     num_layers: int = setting(4, "Layers.", minimum=1, limit=(1024, _MODEL))
@@ -41,6 +41,10 @@ class Architecture:
     head_dim: int = setting(32, "Width of a head.", minimum=2, limit=(1024, _MODEL))
     rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1, limit=(1e12, _MODEL))
     tie_word_embeddings: bool = setting(True, "Use the embedding as output layer.")
+    num_experts: int = setting(0, "Experts of each layer of a qwen3_moe.", minimum=0, limit=(1024, _MODEL))
+    num_experts_per_tok: int = setting(0, "Experts that compute each token.", minimum=0, limit=(1024, _MODEL))
+    moe_intermediate_size: int = setting(0, "Width of an expert.", minimum=0, limit=(65536, _MODEL))
+    norm_topk_prob: bool = setting(True, "Divide the probabilities of a token's experts by their sum.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,16 @@ class ModelSettings:
     compute_dtype: str = setting(
         "bfloat16", "Activations and matrix products.", choices=("float32", "bfloat16"), source="paper [6.1]: BF16"
     )
+    forward_precision: str = setting(
+        "full",
+        "Matrices in the forward pass. full: compute_dtype. int8, fp8: the values that the local engine has with "
+        "rollout.precision of the same name, so that both agree; gradients pass straight through to the full weights.",
+        choices=("full", "int8", "fp8"), source="paper: full; Jet-RL, QaRL",
+    )  # fmt: skip
+    head_dtype: str = setting(
+        "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",
+        choices=("compute", "float32"),
+    )  # fmt: skip
     remat: str = setting(
         "full",
         "What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs (full).",
@@ -197,6 +211,9 @@ class MeshSettings:
     data: int = setting(1, "Devices that rows are split over, each with all parameters.", unit="devices", free=True)
     fsdp: int = setting(-1, "Devices that rows and parameters are split over.", unit="devices", free=True)
     tensor: int = setting(1, "Devices that each matrix product is split over.", unit="devices", free=True)
+    expert: int = setting(
+        1, "Devices that rows and the experts of each layer are split over.", unit="devices", free=True
+    )
     cpu_devices: int = setting(
         0, "Devices that the CPU counts as, for training and the local engine. 0: one for each core, at most 4.",
         unit="devices", minimum=0, limit=(256, "each takes threads of its own"), free=True,

@@ -24,7 +24,8 @@ class AlgorithmSettings:
     """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper."""
 
     method: str = setting(
-        "dc_grpo", "Penalty of the discrepancy. dual_grpo: multiplier fixed at 1.", source="paper [4, 5]",
+        "dc_grpo", "Penalty of the discrepancy. dual_grpo: multiplier fixed at 1. excess_grpo: dc_grpo above c alone.",
+        source="paper [4, 5]",
         choices=tuple(PENALTIES),
     )  # fmt: skip
     measure: str = setting(
@@ -59,6 +60,14 @@ class AlgorithmSettings:
     dual_window: int = setting(
         1, "Steps averaged in the dual update.", unit="steps", source="ours: 1 is the paper's update", minimum=1,
         limit=(100_000, "the multiplier would answer to steps of long ago; the paper's window is 1"),
+    )  # fmt: skip
+    dual_proportional: float = setting(
+        0.0, "PID control of lambda: gain of the change of the mean discrepancy; dual_learning_rate is the integral "
+        "gain. 0: off.", source="paper: off; Stooke et al. 2020", minimum=0, limit=(1e9, "as dual_learning_rate"),
+    )  # fmt: skip
+    dual_derivative: float = setting(
+        0.0, "PID control of lambda: gain of the change of that change. 0: off.",
+        source="paper: off; Stooke et al. 2020", minimum=0, limit=(1e9, "as dual_learning_rate"),
     )  # fmt: skip
     clip_low: float = setting(
         0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high]; or the size of another trust_region.",
@@ -99,7 +108,7 @@ class AlgorithmSettings:
         source="ours: peers differ, docs/remedies.md", choices=("kept", "all"),
     )  # fmt: skip
     overlong_buffer: int = setting(
-        0, "Soft overlong punishment (DAPO): over the last so many tokens before rollout.max_completion_tokens the "
+        0, "Soft overlong punishment (DAPO): over the last tokens, this many, before rollout.max_completion_tokens the "
         "reward falls by overlong_penalty, linearly. 0: none.", unit="tokens", source="paper: none", minimum=0,
     )  # fmt: skip
     overlong_penalty: float = setting(
@@ -136,8 +145,13 @@ class AlgorithmSettings:
     )  # fmt: skip
 
     @property
+    def pid(self) -> bool:
+        """Whether lambda is under PID control."""
+        return bool(self.dual_proportional or self.dual_derivative)
+
+    @property
     def correction(self) -> Correction | None:
-        """What `corrections` names, joined; None for none.
+        """The joined `corrections`; None for none.
 
         Raises:
             UserError: in one line, naming what is wrong and what is allowed.
@@ -146,7 +160,7 @@ class AlgorithmSettings:
 
 
 def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) -> None:
-    """Check what belongs together.
+    """Check settings of the algorithm against each other.
 
     Raises:
         UserError: in one line, naming setting, value and what is allowed.

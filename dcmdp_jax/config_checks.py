@@ -104,9 +104,9 @@ def _check_between(config: Any) -> None:
                 f"config.training.row_lengths: longest is {training.row_lengths[-1]}, must hold task.max_prompt_tokens "
                 f"+ rollout.max_completion_tokens = {config.max_total_tokens}"
             )
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise UserError(f"config.mesh: got data, fsdp, tensor = {sizes}, sizes are positive and at most one is -1")
+        raise UserError(f"config.mesh: got data, fsdp, tensor, expert = {sizes}, sizes are positive, at most one is -1")
     if config.warmup.steps and not config.warmup.task:
         raise UserError("config.warmup.task: empty; name problems with worked solutions or set warmup.steps=0")
     if not config.task.train:
@@ -121,7 +121,8 @@ def _check_products(config: Any) -> None:
     """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
     shape, training, rollout = config.model.architecture, config.training, config.rollout
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-    parameters = shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+    width = max(shape.intermediate_size, shape.num_experts * shape.moe_intermediate_size)
+    parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
         raise UserError(
             f"config.model.architecture: got {parameters:,} parameters in its layers, must be at most "

@@ -110,6 +110,7 @@ def penalized_advantages(
         dual_grpo         A_i - delta_{i,t}                              (Eq. 4: lambda fixed at 1)
         threshold_grpo    A_i - delta_{i,t} where delta_{i,t} > c, else A_i    (section 5, tolerance region)
         dc_grpo           A_i - lambda_k delta_{i,t}                     (Eq. 8, the method)
+        excess_grpo       A_i - lambda_k max(delta_{i,t} - c, 0)         (ours)
 
     The threshold is strict: delta = c is free. `dc_grpo` with multiplier 0 is `grpo` bit for bit. Advantages,
     discrepancy and multiplier are all functions of the old weights, hence constants to the gradient.

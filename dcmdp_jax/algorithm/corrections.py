@@ -42,7 +42,7 @@ from dcmdp_jax.types import Array
 
 
 class SampledTokens(NamedTuple):
-    """What a correction sees of rows [R, L]. All tokens of a completion are in the same call.
+    """Input of a correction, rows [R, L]. All tokens of a completion are in the same call.
 
     Attributes:
         train_logprobs: [R, L] nats, training stack, weights now. Equal to `old_logprobs` in the first update of a step.
@@ -64,7 +64,7 @@ class SampledTokens(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """What a correction makes of rows [R, L].
+    """Result of a correction of rows [R, L].
 
     Attributes:
         weights: [R, L] float32 >= 0, factor of a token's loss; 0 outside the mask.
@@ -267,7 +267,7 @@ def chain(corrections: Sequence[Correction]) -> Correction | None:
 
 
 def statistics(corrected: Corrected, completion_mask: Array) -> dict[str, Mean]:
-    """What corrections did to the tokens under the mask, left unreduced.
+    """Statistics of corrected tokens under the mask, left unreduced.
 
     Returns:
         Means over all tokens, the dropped ones with weight 0: `dropped_fraction`, `truncated_fraction`, `weight_mean`

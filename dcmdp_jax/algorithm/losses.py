@@ -28,7 +28,7 @@ _LEAST_REST = 1e-6
 
 
 class Region(NamedTuple):
-    """What a trust region makes of tokens.
+    """The objective of tokens within a trust region.
 
     Attributes:
         objective: [R, L] float32, to be maximised; the gradient flows through it.
@@ -65,7 +65,7 @@ def dppo_tv(
 
     A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's denominator: the
     paper's is the engine's (`ratio_denominator="rollout"`). prime-rl (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the
-    same and adds 1e-3 log(gamma)^2; verl (`dppo_tv`) holds the ratio at 20 at most as a constant factor.
+    same and adds 1e-3 log(gamma)^2. verl: `dppo_tv`.
     """
     shift = jnp.exp(policy) - jnp.exp(anchor)
     return _masked(ratio, advantages, (advantages < 0) & (shift < -low), (advantages > 0) & (shift > high))

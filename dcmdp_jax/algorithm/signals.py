@@ -28,7 +28,7 @@ class Signals(NamedTuple):
             denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
             value is dbar, what moves the multiplier (Eq. 11).
-        correction: what the correction did, by name; empty without one.
+        correction: statistics of the correction, by name; empty without one.
     """
 
     old_logprobs: jax.Array
@@ -78,7 +78,7 @@ def row_signals(
         measure, sided, level: of `discrepancy.discrepancy`. The mean discrepancy is that of tokens at either level.
         tolerance: c, in the discrepancy's unit.
         correction: None, or as in `corrections`.
-        train_logprobs: [R, L] nats, the policy now, for corrections that look at it; None: as `old_logprobs`.
+        train_logprobs: [R, L] nats, the policy now, for corrections that use it; None: as `old_logprobs`.
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:

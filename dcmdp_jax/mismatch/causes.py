@@ -12,8 +12,7 @@ from dcmdp_jax.mismatch.evidence import LARGE_LOG_RATIO, Evidence, Explanation
 
 FLOAT32_ROUNDING = 1e-5
 """Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured (docs/probe.md)."""
-_FLOORS = 3.0
-_ROUNDINGS = 3.0
+_TIMES = 3.0
 _ROUNDING_LOG_RATIO = 0.02
 _EXPLAINED, _EXPLAINED_ALONE = 0.5, 0.9
 
@@ -112,24 +111,24 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
     The order of the rules, first match first:
 
-    1. clean: mean |p - q| within 3 noise floors or float32's own rounding, and the tokens look sampled from p.
+    1. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look sampled from p.
     2. A re-scoring that explains at least 90% of the mismatch.
     3. What the columns show alone: support, breaks within completions, age of the weights.
     4. A re-scoring that explains at least 50%.
     5. What the columns suggest: chat template, temperature, raw log-probs.
-    6. rounding: within 3 times the measured rounding of the engine's dtype; where that was not measured, median |d|
-       within 0.02 nats.
+    6. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
+       not measured, median |d| within 0.02 nats.
     7. undetermined.
     """
     e = evidence
-    if e.mean <= max(_FLOORS * (e.floor or 0.0), FLOAT32_ROUNDING):
+    if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
         if e.surprise.below(0):
             return [Finding("raw_logprobs", (
                 f"The two columns agree, but the tokens are {-e.surprise.mean:.3f} nats less surprising than the "
                 "distribution's entropy: they were sampled from a sharper or narrower one.",
             ))]  # fmt: skip
-        floor = "float32's rounding" if not e.floor else f"the noise floor {e.floor:.2g}"
-        return [Finding("clean", (f"Mean |dp| {e.mean:.2g} is within reach of {floor}.",))]
+        bound = f"the noise floor {e.floor:.2g}" if e.floor and e.mean <= e.floor else "what float32 rounds"
+        return [Finding("clean", (f"Mean |dp| {e.mean:.2g} is within {bound}.",))]
     rules = (
         lambda: _explained(e, _EXPLAINED_ALONE, 2.0), lambda: _support(e), lambda: _breaks(e), lambda: _lag(e),
         lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE), lambda: _start(e), lambda: _sampling(e),
@@ -153,12 +152,12 @@ def _explained(e: Evidence, least: float, most: float) -> Iterator[Finding]:
     if best is None or not least <= best.share < most:
         return
     cause = best.cause
-    lines = [f"{best.name} explains {best.share:.0%} of the mismatch."]
+    lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
         cause, said = _which_temperature(e)
         lines.append(said)
     if second := _runner_up(e, best):
-        lines.append(f"Next best: {second.name}, {max(second.share, 0):.0%}.")
+        lines.append(f"Next best: {second.name}: {max(second.share, 0):.0%}.")
     yield Finding(cause, tuple(lines))
 
 
@@ -237,8 +236,12 @@ def _start(e: Evidence) -> Iterator[Finding]:
 
 
 def _rounding(e: Evidence) -> Iterator[Finding]:
-    if e.rounding is not None:
-        if e.mean <= _ROUNDINGS * e.rounding:
+    if e.mean <= _TIMES * (e.floor or 0.0):
+        yield Finding("rounding", (
+            f"Mean |dp| {e.mean:.2g}; an engine differs from itself by {e.floor:.2g} in another batch shape.",
+        ))  # fmt: skip
+    elif e.rounding is not None:
+        if e.mean <= _TIMES * e.rounding:
             yield Finding("rounding", (
                 f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes "
                 "in the engine's dtype.",

@@ -297,12 +297,10 @@ def _experts(fields: Mapping[str, Any], number: Callable[..., Any], flag: Callab
     """The fields of a mixture of experts; every layer must have one."""
     if (step := fields.get("decoder_sparse_step", 1)) != 1:
         raise UserError(
-            f"config.json: decoder_sparse_step is {shorten(step)}, only 1 is supported: experts in each layer"
+            f"config.json: decoder_sparse_step is {shorten(step)}, only 1 is supported (experts everywhere)"
         )
     if dense := fields.get("mlp_only_layers"):
-        raise UserError(
-            f"config.json: mlp_only_layers is {shorten(dense)}, only [] is supported: experts in each layer"
-        )
+        raise UserError(f"config.json: mlp_only_layers is {shorten(dense)}, only [] is supported (experts everywhere)")
     # transformers 5 calls the field num_local_experts inside, and writes either.
     spelled = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
     value = fields.get(spelled)

@@ -34,6 +34,7 @@ class Linear(nnx.Module):
         hf_name: str | None,
         bias: bool = False,
         stacks: tuple[Stack, ...] = (),
+        quantized: bool = True,
     ) -> None:
         """Declare W and b.
 
@@ -43,11 +44,12 @@ class Linear(nnx.Module):
             hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines use.
             bias: whether there is a b, initially 0.
             stacks: see `declare.parameter`.
+            quantized: engines that quantise weights quantise W.
         """
         weight, bias_name = (None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias"))
         normal = jax.nn.initializers.normal(std)
         self.kernel = parameter(
-            sizes, axes, init=normal, hf_name=weight, stacks=stacks, transposed=True, quantized=True
+            sizes, axes, init=normal, hf_name=weight, stacks=stacks, transposed=True, quantized=quantized
         )
         self.bias = parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stacks=stacks) if bias else None
 

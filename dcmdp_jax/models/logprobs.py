@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.ops.reference import permute
 from dcmdp_jax.types import Array
 
 Maximum = Callable[[jax.Array], jax.Array]
@@ -72,7 +73,7 @@ def token_logprobs(
         blocks = -(-total // size)
         order, place = _wanted_first(wanted)
         padding = blocks * size - total
-        gathered = jnp.pad(_permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
+        gathered = jnp.pad(permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
         targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
         count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         blocked = gathered.reshape(blocks, size, width), targets.reshape(blocks, size)
@@ -101,24 +102,6 @@ def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = jnp.arange(wanted.size)
     place = jnp.where(wanted, before, jnp.sum(wanted) + index - before).astype(jnp.int32)
     return jnp.zeros_like(place).at[place].set(index.astype(jnp.int32), unique_indices=True), place
-
-
-@jax.custom_vjp
-def _permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row by row."""
-    del place
-    return x[order]
-
-
-def _permute_forward(x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x[order], place
-
-
-def _permute_backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return cotangent[place], None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
 
 
 def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:

@@ -105,6 +105,8 @@ _CONFIG_FIELDS = {
     "heads": "num_attention_heads x head_dim",
     "kv_heads": "num_key_value_heads x head_dim",
     "head_dim": "head_dim",
+    "experts": "num_experts",
+    "expert_mlp": "moe_intermediate_size",
 }
 
 

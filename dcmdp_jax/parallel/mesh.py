@@ -12,18 +12,20 @@ from jax.sharding import AxisType, Mesh
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import cpu
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 _MAX_REPLICATED_PARAMS = 1 << 25
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes data, fsdp and tensor, all of type Auto.
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh with the axes data, fsdp, tensor and expert, all of type Auto.
 
-    "data" splits rows and replicates parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary. JAX
-    places the devices of the last axes nearest to each other.
+    "data" splits rows and replicates parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary,
+    "expert" splits rows and the experts of each layer. JAX places the devices of the last axes nearest to each other.
 
     Args:
-        data, fsdp, tensor: devices along the axis; one of them may be -1: all that are left.
+        data, fsdp, tensor, expert: devices along the axis; one of them may be -1: all that are left.
         devices: the devices to use; None for all of the backend, on every host.
 
     Raises:
@@ -31,7 +33,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
             don't multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
         raise UserError(
@@ -61,7 +63,7 @@ def one_device_mesh() -> Mesh:
     )
 
 
-def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, num_params: int) -> Mesh:
+def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int) -> Mesh:
     """`make_mesh`, but data-parallel over the devices left over where `set_cpu_devices` split the CPU.
 
     Cores with rows of their own synchronize once per update, not after every operation: a step of a small model takes
@@ -69,17 +71,17 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, num_params:
     its operations are long, and uses one device; so does any model where there are fewer devices than cores.
 
     Args:
-        data, fsdp, tensor: as for `make_mesh`, from the config.
+        data, fsdp, tensor, expert: as for `make_mesh`, from the config.
         num_params: parameters of the model.
     """
-    devices, sizes = jax.devices(), (data, fsdp, tensor)
+    devices, sizes = jax.devices(), (data, fsdp, tensor, expert)
     if cpu.cpu_is_split():
         fixed = math.prod(size for size in sizes if size != -1)
         if -1 not in sizes:
             devices = devices[:fixed]
         elif fixed == 1:
             one = num_params > _MAX_REPLICATED_PARAMS or len(devices) < cpu.usable_cores()
-            devices, sizes = devices[:1] if one else devices, (-1, 1, 1)
+            devices, sizes = devices[:1] if one else devices, (-1, 1, 1, 1)
     return make_mesh(*sizes, devices=devices)
 
 
@@ -96,4 +98,4 @@ def sampling_mesh(training: Mesh) -> Mesh:
 
 def row_shards(mesh: Mesh) -> int:
     """Number of devices that rows are split over."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]

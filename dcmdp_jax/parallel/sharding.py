@@ -30,6 +30,8 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "experts": "expert",
+        "expert_mlp": "tensor",
         "norm": None,
         "head_dim": None,
     }
@@ -37,10 +39,10 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
 """Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the axis of the scan."""
 
 ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
-    {"rows": (DATA, "fsdp"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
+    {"rows": (DATA, "fsdp", "expert"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
 )
-"""Activations. Rows are split over data and fsdp, the residual stream is replicated over tensor. The compiler chooses
-how a table is split over its vocabulary."""
+"""Activations. Rows are split over data, fsdp and expert, the residual stream is replicated over tensor. The compiler
+chooses how a table is split over its vocabulary."""
 
 
 def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
@@ -148,7 +150,7 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
         manual = set(around.manual_axes)
         parts = []
         for name, part, size in zip(axes, partition_spec(axes, ACTIVATION_AXES), x.shape, strict=True):
-            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual)
+            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1)
             if size % _ways(free, mesh):
                 product = " * ".join(free)
                 raise ValueError(
@@ -166,7 +168,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def shard_rows(mesh: Mesh) -> NamedSharding:
-    """The sharding of packed rows [M, A, R, ...]: R split over data and fsdp."""
+    """The sharding of packed rows [M, A, R, ...]: R split over data, fsdp and expert."""
     return NamedSharding(mesh, P(None, None, *partition_spec(("rows",), ACTIVATION_AXES)))
 
 
@@ -176,7 +178,7 @@ def data_axis(mesh: Mesh | None) -> str | None:
 
 
 def data_parallel_only(mesh: Mesh | None) -> bool:
-    """Whether the mesh is data-parallel only: nothing is split over fsdp or tensor."""
+    """Whether the mesh is data-parallel only: nothing is split over another axis."""
     return mesh is None or mesh.size == mesh.shape[DATA]
 
 
@@ -186,7 +188,7 @@ def shard_map_over_data(
     """Run `function` once along each index of the data axis, on the rows there.
 
     Inside it the data axis is manual: only the collectives of `function` communicate along it, so gradients are summed
-    once after all micro-batches instead of in each. The compiler handles the axes fsdp and tensor.
+    once after all micro-batches instead of in each. The compiler handles the other axes.
 
     A data axis of one device is left to the compiler as well: there is nothing to map, and XLA (jax 0.10.2) refuses a
     reduction over it beside other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").

@@ -22,7 +22,7 @@ from dcmdp_jax.parallel.sharding import param_shardings, shard_map_over_data
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import Scorer
 from dcmdp_jax.rollout.engine import Engine
-from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
+from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -93,7 +93,10 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
     dual = initial_dual(config.algorithm)
     shardings = train_state_shardings(plan.model, optimizer, dual, config.model.param_dtype, plan.mesh)
     exact = config.rollout.precision == "exact"
-    row_logprobs = make_row_logprobs(plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh)
+    row_logprobs = make_row_logprobs(
+        plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh,
+        forward_precision=config.model.forward_precision, head_dtype=config.model.head_dtype,
+    )  # fmt: skip
     train_step = make_train_step(
         row_logprobs=row_logprobs,
         settings=config.algorithm,
@@ -125,7 +128,7 @@ def make_engine(plan: Plan) -> Engine:
         EngineError, MemoryError: in one line, if it does not start.
     """
     config, rollout = plan.config, plan.config.rollout
-    spec = EngineSpec(
+    spec = EngineArguments(
         model=plan.model,
         precision=rollout.precision,
         compute_dtype=rollout.compute_dtype,

@@ -76,7 +76,7 @@ def plan_memory(
             waiting=completions > config.rollout.max_rows,
             prompt_lengths=prompt_lengths,
             max_completion_tokens=config.rollout.max_completion_tokens,
-            gathered=any(mesh.shape[name] > 1 for name in ("fsdp", "tensor")),
+            gathered=any(mesh.shape[name] > 1 for name in ("fsdp", "tensor", "expert")),
             devices=sampling_mesh(mesh).size,
             options="rollout.",
         )
@@ -185,11 +185,13 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
             tokens += rows // packing.group_size * packing.prompt_length
         queries, width = model.num_heads * model.head_dim, model.hidden_size
         projected = queries + 2 * model.num_kv_heads * model.head_dim
-        whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.intermediate_size)
+        # A token's hidden state is copied to each of its experts and back.
+        copies = 2 * model.num_experts_per_tok * width
+        whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
         scores = rows * model.num_heads * length * keys if compute.attention == "xla" else 0
         saved = {
             "full": tokens * item * width,
-            "dots": tokens * item * (3 * width + projected + 2 * model.intermediate_size),
+            "dots": tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies),
             "none": whole + scores * item,
         }[compute.remat]
         # Scores in float32 and their exponentials, forward and backward.

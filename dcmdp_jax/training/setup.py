@@ -105,7 +105,8 @@ def make_plan_of_run(config: Config) -> Plan:
     tokenizer = _tokenizer(config)
     model = model or _fresh_model(config, tokenizer)
     _check_sizes(config, model, tokenizer)
-    mesh = training_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_params=num_params(model))
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+    mesh = training_mesh(*sizes, num_params=num_params(model))
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.algorithm.dual import PID_WINDOW, dual_init
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig
@@ -25,7 +25,7 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
         settings.multiplier,
         minimum=settings.multiplier_min,
         maximum=settings.multiplier_max,
-        window=settings.dual_window,
+        window=max(settings.dual_window, PID_WINDOW if settings.pid else 1),
     )
 
 

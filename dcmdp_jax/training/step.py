@@ -22,10 +22,11 @@ from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config_algorithm import AlgorithmSettings
-from dcmdp_jax.models import decoder, logprobs
+from dcmdp_jax.models import decoder, logprobs, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.ops import choose_ops
+from dcmdp_jax.models.params import quantized_leaves
 from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import constrain, data_parallel_only
 from dcmdp_jax.training.accumulate import accumulate, map_rows
@@ -90,7 +91,15 @@ class _Learner(NamedTuple):
     skipped_in_row: jax.Array
 
 
-def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: float, mesh: Mesh | None) -> RowLogprobs:
+def make_row_logprobs(
+    model: ModelConfig,
+    compute: Compute,
+    *,
+    temperature: float,
+    mesh: Mesh | None,
+    forward_precision: str = "full",
+    head_dtype: str = "compute",
+) -> RowLogprobs:
     """The training stack's forward pass on rows. Every log-prob of training comes from here.
 
     Args:
@@ -99,6 +108,9 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
         temperature: the one that completions are sampled at.
         mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh. Where each
             device computes whole rows it leaves padding and prompts out of the output layer.
+        forward_precision: "full", or "int8" or "fp8": matrices, the output's too, have the values that the embedded
+            engine in this precision multiplies by; gradients pass straight through.
+        head_dtype: "compute", or "float32" for the product of the output layer.
     """
     whole = data_parallel_only(mesh)
     pin = {} if whole else {"constrain": constrain(mesh), "mesh": mesh}
@@ -112,15 +124,17 @@ def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: floa
     )
 
     def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        output = decoder.output_kernel(params)
+        if forward_precision != "full":
+            output = quantize.straight_through(output, True, forward_precision)
+            layers = quantize.straight_through(params["layers"], quantized_leaves(model)["layers"], forward_precision)
+            params = {**params, "layers": layers}
         hidden = decoder.hidden_states(
             params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts, **pin
         )
-        return token_logprobs(
-            hidden,
-            decoder.output_kernel(params),
-            rows.input_ids,
-            rows.completion_mask,
-        )
+        if head_dtype != "compute":
+            hidden = hidden.astype(head_dtype)
+        return token_logprobs(hidden, output, rows.input_ids, rows.completion_mask)
 
     return row_logprobs
 
@@ -231,7 +245,8 @@ def _train_step(
     if settings.method not in FIXED_MULTIPLIERS:
         dual = dual_update(
             dual, mean_discrepancy, tolerance=settings.tolerance, learning_rate=settings.dual_learning_rate,
-            minimum=settings.multiplier_min, maximum=settings.multiplier_max,
+            minimum=settings.multiplier_min, maximum=settings.multiplier_max, average=_average(settings),
+            proportional=settings.dual_proportional, derivative=settings.dual_derivative,
         )  # fmt: skip
     metrics = stats.values(totals) | batch_metrics(batch, signals, settings)
     if parts.correction is not None:
@@ -349,7 +364,7 @@ def _state_metrics(
     settings = parts.settings
     gap = mean_discrepancy - settings.tolerance
     if settings.method not in FIXED_MULTIPLIERS:
-        gap = jnp.where(jnp.isfinite(gap), violation(dual, settings.tolerance), gap)
+        gap = jnp.where(jnp.isfinite(gap), violation(dual, settings.tolerance, _average(settings)), gap)
     rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
     return {
         "optimizer/learning_rate": jnp.asarray(rate, jnp.float32),
@@ -358,6 +373,11 @@ def _state_metrics(
         "dual/tolerance": jnp.float32(settings.tolerance),
         "dual/violation": gap,
     }
+
+
+def _average(settings: AlgorithmSettings) -> int | None:
+    """How much of the dual state's window is averaged: all of it, which under PID control may be longer."""
+    return settings.dual_window if settings.pid else None
 
 
 def _norm(grads: Params) -> jax.Array:

@@ -117,3 +117,29 @@ def test_init_refuses(changes, message):
 def test_update_refuses(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}="):
         run(dual.dual_init(0.1, **BOUNDS), [0.0], **changes)
+
+
+def test_pid_by_hand():
+    # c = 0.25, eta = 1, K_P = 2, K_D = 4, means 0.5, 0.375, 0.5:
+    #   0.125 + 0.25                                             = 0.375    nothing to compare with
+    #   0.375 + 0.125 + 2 (-0.125)                               = 0.25     no second difference yet
+    #   0.25 + 0.25 + 2 (0.125) + 4 (0.125 - -0.125)             = 1.75     dual ascent alone: 0.5
+    state = dual.dual_init(0.125, minimum=0.0, maximum=2.0, window=3)
+    gains = {"average": 1, "proportional": 2.0, "derivative": 4.0, "maximum": 2.0}
+    state, multipliers = run(state, [0.5, 0.375, 0.5], **gains)
+    assert multipliers == [0.375, 0.25, 1.75]
+    assert float(dual.violation(state, 0.25, 1)) == 0.25
+    # The cap needs no anti-windup: one fall of d leaves it at once. 1.75 + 0.0 + 2 (-0.25) + 4 (-0.25 - 0.125) = -0.25.
+    assert run(state, [0.25], **gains)[1] == [0.0]
+
+
+def test_pid_without_gains_is_dual_ascent_bit_for_bit():
+    values = [0.31, 0.12, 0.57, 0.2]
+    _, plain = run(dual.dual_init(0.3, **BOUNDS), values)
+    _, longer = run(dual.dual_init(0.3, **BOUNDS, window=3), values, average=1)
+    assert plain == longer
+
+
+def test_pid_needs_its_window():
+    with pytest.raises(ValueError, match="window=1; must be an integer of at least 3"):
+        run(dual.dual_init(0.1, **BOUNDS), [0.0], proportional=1.0)

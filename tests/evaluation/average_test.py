@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.evaluation.average import evaluate, join
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.episode import single_turn
@@ -76,6 +76,12 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     lengths = [4, 4, 10, 2, 4, 4, 3, 1, 4, 4, 4, 4]
     assert result.length_mean == pytest.approx(sum(lengths) / 12, abs=1e-12)
     assert result.truncated_fraction == pytest.approx(2 / 12, abs=1e-12)
+    # Cut or not, what has a box commits to an answer; "4" and "1..." do not.
+    np.testing.assert_array_equal(result.unparsed, [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(result.truncated, [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(result.lengths, np.reshape(lengths, (3, 4)))
+    # pass@2 of 2 right among 4: 1 - 1/6; the others are 0 and 1.
+    assert result.pass_at[1] == pytest.approx((5 / 6 + 0 + 1) / 3) and result.pass_at[3] == result.pass_at_k
     assert (result.verifier_timeouts, result.verifier_errors, result.verifier_over_budget) == (0, 0, 0)
 
 
@@ -94,3 +100,14 @@ def test_the_engine_is_asked_once_with_the_sampling_given_and_step_0(judged):
     ((prompts, sampling, seed, step),) = engine.calls
     assert [list(prompt) for prompt in prompts] == [[5], [6]]
     assert (sampling.temperature, sampling.top_p, seed, step) == (0.7, 0.9, 7, 0)
+
+
+def test_parts_join_and_problems_can_be_selected(judged):
+    texts = [[r"\boxed{4}", r"\boxed{5}"], [r"\boxed{4}...", "4"], [r"\boxed{9}", r"\boxed{9}"]]
+    whole, _ = judged(texts, ["4", "7", "9"])
+    first, _ = judged(texts[:2], ["4", "7"])
+    last, _ = judged(texts[2:], ["9"])
+    joined = join([first, last])
+    for name in ("scores", "lengths", "truncated", "unparsed"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
+    assert whole.select([0, 2]).average == 0.75 and whole.select([1]).truncated_fraction == 0.5

@@ -88,7 +88,8 @@ def _decide(**changes):
 
 def test_the_noise_floor_decides_what_is_clean():
     mean = _NOISE.mean
-    assert _decide(floor=mean / 2.9)[0].cause == "clean"
+    assert _decide(floor=mean * 1.01)[0].cause == "clean"
+    assert _decide(floor=mean / 2.9)[0].cause == "rounding"
     assert _decide(floor=mean / 3.1)[0].cause == "undetermined"
 
 
@@ -105,8 +106,8 @@ def test_the_best_rescoring_names_the_cause():
     found = _decide(explanations=[cache, weights])
     assert found[0].cause == "quantized_weights"
     assert (
-        found[0].evidence[0] == "int8 weights explains 97% of the mismatch."
-        and "fp8 cache, 40%" in found[0].evidence[1]
+        found[0].evidence[0] == "Scoring with int8 weights explains 97% of the mismatch."
+        and "fp8 cache: 40%" in found[0].evidence[1]
     )
     assert _decide(explanations=[cache])[0].cause == "undetermined"
 

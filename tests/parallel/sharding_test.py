@@ -49,8 +49,9 @@ def test_partition_spec() -> None:
     assert partition_spec(("layers", "embed", "mlp"), PARAM_AXES) == P(None, "fsdp", "tensor")
     assert partition_spec(("layers", "heads", "embed"), PARAM_AXES) == P(None, "tensor", "fsdp")
     assert partition_spec(("vocab", "embed"), PARAM_AXES) == P("tensor", "fsdp")
+    assert partition_spec(("experts", "embed", "expert_mlp"), PARAM_AXES) == P("expert", "fsdp", "tensor")
     assert partition_spec(("layers", None), PARAM_AXES) == P(None, None)
-    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp"), None, None)
+    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp", "expert"), None, None)
 
 
 def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
@@ -173,7 +174,7 @@ def test_state_made_under_jit_has_its_shardings() -> None:
 
 def test_rows_and_replicas() -> None:
     mesh = _mesh(2, 2, 2)
-    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp")))
+    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp", "expert")))
     placed = jax.device_put(np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5), shard_rows(mesh))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3, 1, 5)}
     assert jax.device_put(np.arange(5), replicated(mesh)).addressable_shards[7].data.shape == (5,)

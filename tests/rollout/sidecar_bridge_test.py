@@ -31,6 +31,7 @@ MODELS = {
     "qwen3_tied": ModelConfig("qwen3", *_SIZES, tie_word_embeddings=True),
     "qwen3_untied": ModelConfig("qwen3", *_SIZES),
     "qwen2": ModelConfig("qwen2", *_SIZES, attention_bias=True),
+    "qwen3_moe": ModelConfig("qwen3_moe", *_SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24),
 }
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -87,9 +88,10 @@ def test_a_segment_holds_hugging_faces_tensors(name, dtype, segment):
         _assert_same(_read(bridge, held), dict(iterate_hf_tensors(params, config, dtype)))
     names = [tensor.name for tensor in bridge.manifest]
     assert ("lm_head.weight" in names) == (not config.tie_word_embeddings)
-    # 11 tensors a layer with two head norms or 12 with three biases, embedding and last norm, perhaps a head.
-    assert len(names) == {"qwen3_tied": 35, "qwen3_untied": 36, "qwen2": 39}[name]
-    # Nothing but tensors, padded between leaves: 15 at most, to 64 bytes each.
+    # 11 tensors a layer with two head norms or 12 with three biases, embedding and last norm, perhaps a head. With
+    # experts 8 + 1 + 3 * 3 = 18 a layer, and three.
+    assert len(names) == {"qwen3_tied": 35, "qwen3_untied": 36, "qwen2": 39, "qwen3_moe": 57}[name]
+    # Nothing but tensors, padded between leaves: 15 at most, to 64 bytes each. Experts need no padding.
     taken = num_params(config) * jnp.dtype(dtype).itemsize
     assert taken <= bridge.num_bytes < taken + 15 * 64
 

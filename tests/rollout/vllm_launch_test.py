@@ -268,6 +268,22 @@ def test_transformers_reads_the_model_config(config, bias, tmp_path):
     assert not read.use_sliding_window
 
 
+def test_a_mixture_of_experts_in_8_bits(tmp_path):
+    """The router stays as it is; int8 is refused before anything starts."""
+    config = ModelConfig(
+        "qwen3_moe", 104, 32, 64, 2, 4, 2, 16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    rest = {
+        "compute_dtype": "bfloat16", "kv_cache_dtype": "auto", "max_total_tokens": 64, "max_rows": 4, "cpu": True,
+        "available": 2**30,
+    }  # fmt: skip
+    arguments = launch.engine_arguments(config, _settings(), tmp_path, precision="fp8_per_block", **rest)
+    expected = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ["*.gate"]}
+    assert (arguments["quantization"], arguments["quantization_config"]) == ("online", expected)
+    with pytest.raises(ValueError, match=r"^config.rollout.precision: got 'int8', which the bridge has no mixture"):
+        launch.engine_arguments(config, _settings(), tmp_path, precision="int8", **rest)
+
+
 def test_the_model_config_of_int8(tmp_path):
     """W8A8 as compressed-tensors writes it: a scale for each channel and, of activations, for each token."""
     fields = _written(CONFIG, tmp_path, precision="int8")["quantization_config"]

@@ -151,11 +151,15 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     mean_delta = np.concatenate(delta).mean()
     used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
 
+    shaped = rewards.astype(np.float64)
+    if settings.overlong_buffer:
+        over = np.array([b - a for a, b in spans]) - (LIMIT - settings.overlong_buffer)
+        shaped = shaped - settings.overlong_penalty * np.clip(over / settings.overlong_buffer, 0, 1)
     advantages = []
     for i in range(n):
-        r = rewards[rollout.group_ids == rollout.group_ids[i]].astype(np.float64)
+        r = shaped[rollout.group_ids == rollout.group_ids[i]]
         std = r.std(ddof=settings.std_ddof)
-        base = 0.0 if std == 0 else (rewards[i] - r.mean()) / (std + settings.std_epsilon)
+        base = 0.0 if std == 0 else (shaped[i] - r.mean()) / (std + settings.std_epsilon)
         penalty = {
             "grpo": 0.0 * used[i],
             "dual_grpo": used[i],
@@ -170,11 +174,24 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
         for i in members:
             if settings.mask_truncated and rollout.finish_reasons[i] == "length":
                 continue
+            if settings.drop_equal_groups and np.ptp(rewards[rollout.group_ids == rollout.group_ids[i]]) == 0:
+                continue
             (a, b), advantage = spans[i], advantages[i]
-            ratio = np.exp(now[i, a:b] - old[i])
+            below = old[i] if settings.ratio_denominator == "train" else rollout.rollout_logprobs[i].astype(np.float64)
+            ratio = np.exp(now[i, a:b] - below)
+            if settings.ratio_level == "sequence":
+                ratio = np.full(b - a, np.exp((now[i, a:b] - below).mean()))
             clipped = np.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
             token_losses = -np.minimum(ratio * advantage, clipped * advantage)
             slope = np.where(ratio * advantage <= clipped * advantage, -ratio * advantage, 0.0)
+            if settings.trust_region == "dppo_tv":
+                shift = np.exp(now[i, a:b]) - np.exp(below)
+                stopped = np.where(advantage > 0, shift > settings.clip_high, -shift > settings.clip_low)
+                token_losses = slope = np.where(stopped, 0.0, -ratio * advantage)
+            if settings.dual_clip:
+                capped = (advantage < 0) & (ratio > settings.dual_clip)
+                token_losses = np.where(capped, -settings.dual_clip * advantage, token_losses)
+                slope = np.where(capped, 0.0, slope)
             if settings.kl_coefficient:
                 x = reference[i, a:b] - now[i, a:b]
                 token_losses += settings.kl_coefficient * (np.exp(x) - 1 - x)
@@ -191,7 +208,7 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
             scale = scale * keep * factor
             total, weight = total + (scale * token_losses).sum(), weight + unit
             slopes[i, a:b] = scale * slope
-        return total / weight, slopes / weight
+        return total / (weight or 1), slopes / (weight or 1)
 
     leaves, tree = jax.tree.flatten(params)
     moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
@@ -232,6 +249,17 @@ def _close(a, b, tolerance=2e-5):
         (1, {"method": "threshold_grpo", "aggregation": "token_mean", "measure": "log"}),
         (2, {"measure": "ratio", "sided": "one", "aggregation": "fixed_length", "std_ddof": 0}),
         (1, {"mask_truncated": True, "kl_coefficient": 0.5, "level": "sequence"}),
+        # With groups dropped the first mini-batch has nothing in the loss.
+        (
+            2,
+            {
+                "ratio_denominator": "rollout",
+                "trust_region": "dppo_tv",
+                "overlong_buffer": 5,
+                "drop_equal_groups": True,
+            },
+        ),
+        (2, {"ratio_level": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.0}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "paper" if isinstance(value, dict) else str(value),
 )
@@ -359,6 +387,30 @@ def test_several_devices_equal_one(shape, mini_batches, shared):
     # What lambda moved by: the mean of both steps' discrepancies, less the tolerance.
     first, second = (metrics["discrepancy/mean"] for metrics in one)
     assert one[1]["dual/violation"] == pytest.approx((first + second) / 2 - 0.05, rel=1e-5)
+
+
+def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
+    mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
+    settings = dataclasses.replace(
+        ALGORITHM, corrections="sequence_tis(high=3),mean_k3(high=2),off_policy_mask(high=1.5)", ratio_level="sequence",
+        correction_denominator="all",
+    )  # fmt: skip
+    expected, one, _ = _run(settings=settings, steps=2)
+    state, eight, _ = _run(settings=settings, steps=2, mesh=mesh)
+    _close(state.params, expected.params, 1e-5)
+    for metrics, wanted in zip(eight, one, strict=True):
+        _same_metrics(metrics, wanted)
+    assert 0.05 < one[0]["correction/dropped_fraction"] < 0.95 and one[0]["correction/truncated_fraction"] > 0
+
+
+def test_bypass_is_the_rollout_denominator_without_the_pass_for_the_old_weights():
+    # GRPO does not look at p^Train: the same policy, another measured discrepancy once the weights have moved.
+    settings = dataclasses.replace(ALGORITHM, method="grpo", ratio_denominator="rollout")
+    expected, recomputed, _ = _run(settings=settings, mini_batches=4)
+    state, bypassed, _ = _run(settings=dataclasses.replace(settings, ratio_denominator="bypass"), mini_batches=4)
+    _close(state.params, expected.params, 1e-6)
+    assert bypassed[0]["discrepancy/mean"] != recomputed[0]["discrepancy/mean"]
+    assert bypassed[0]["policy/ratio_max"] == pytest.approx(recomputed[0]["policy/ratio_max"], rel=1e-5)
 
 
 def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():

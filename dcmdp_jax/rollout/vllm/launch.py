@@ -249,8 +249,13 @@ def engine_arguments(
         available: bytes of memory that the CPU build may count on.
 
     Raises:
-        ValueError: as `extra_arguments`.
+        UserError: as `extra_arguments`, or for "int8" with a mixture of experts.
     """
+    if precision == "int8" and config.num_experts:
+        raise UserError(
+            "config.rollout.precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
+            "float32 or fp8_per_block"
+        )
     length = max_total_tokens + 1  # scoring a whole row samples one token more
     arguments: dict[str, Any] = {
         "model": str(directory),
@@ -268,8 +273,11 @@ def engine_arguments(
     if precision == "fp8_per_block":
         # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build it.
         ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if config.attention_bias else []
+        layers = {"linear": "fp8_per_block"}
+        if config.num_experts:
+            ignored, layers["moe"] = [*ignored, "*.gate"], "fp8_per_block"
         arguments["quantization"] = "online"
-        arguments["quantization_config"] = {"linear": "fp8_per_block", "ignore": ignored}
+        arguments["quantization_config"] = {**layers, "ignore": ignored}
     if settings.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     if cpu:

@@ -230,7 +230,9 @@ def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
         del config.quantization_config
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, value in model.state_dict().items():
+        expected |= _separate_experts(name, tuple(value.shape))
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
     given = {t.name: t.shape for t in tensors if not t.name.endswith("_scale")}
@@ -240,6 +242,21 @@ def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
                 f"manifest: {name} has shape {given.get(name, 'missing')}, the model of {directory}/config.json has "
                 f"{expected.get(name, 'no such')}"
             )
+
+
+def _separate_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused, experts first."""
+    module, _, part = name.rpartition(".experts.")
+    if part == "gate_up_proj":
+        count, rows, columns = shape
+        return {
+            f"{module}.experts.{expert}.{half}_proj.weight": (rows // 2, columns)
+            for expert in range(count)
+            for half in ("gate", "up")
+        }
+    if part == "down_proj":
+        return {f"{module}.experts.{expert}.down_proj.weight": shape[1:] for expert in range(shape[0])}
+    return {name: shape}
 
 
 def _one_line(error: BaseException) -> str:

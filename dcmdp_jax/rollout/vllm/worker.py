@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
@@ -48,6 +49,11 @@ class WeightReceiver:
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
+        if current_platform.is_cpu():
+            # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old ones.
+            for module in self.model_runner.get_model().modules():
+                if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                    method.moe_kernel = None
         self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form when it reloads.
