@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcmdp_jax.observe.metrics import read_metrics
+from dcmdp_jax.observe.metrics_io import read_metrics
 
 from bin.arguments import whole
 from bin.cli import Parser, run_main

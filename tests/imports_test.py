@@ -46,10 +46,6 @@ _MAY_IMPORT = {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",
     },
-    "dcmdp_jax.rollout.engines": {
-        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
-    },
     "dcmdp_jax.observe": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
     },
@@ -63,6 +59,11 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.mismatch": {"dcmdp_jax.algorithm", "dcmdp_jax.inputs"},
     "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
+    "dcmdp_jax.studies": {"dcmdp_jax.evaluation", "dcmdp_jax.observe"},
+    "dcmdp_jax.rollout.engines": {
+        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
+        "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
+    },
     "configs": {"dcmdp_jax.config", "dcmdp_jax.studies"},
     "bin": {
         "configs", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text", "dcmdp_jax.evaluation",
@@ -76,7 +77,6 @@ _MAY_IMPORT = {
         "dcmdp_jax.rollout", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks",
         "dcmdp_jax.training", "dcmdp_jax.types",
     },
-    "dcmdp_jax.studies": {"dcmdp_jax.observe", "dcmdp_jax.evaluation"},
 }  # fmt: skip
 
 # Library -> the parts that import it.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.evaluation.estimators import t_half_width
-from dcmdp_jax.observe.metrics import Series
+from dcmdp_jax.observe.metrics_io import Series
 
 _LAST_SHARE = 10
 Table = Mapping[str, Mapping[int, Series]]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dcmdp_jax.observe.metrics import read_metrics
+from dcmdp_jax.observe.metrics_io import read_metrics
 
 import bin.sweep
 from bin.cli import run_main
