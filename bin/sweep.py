@@ -23,8 +23,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dcmdp_jax.observe.metrics_io import read_metrics
-
 from bin.arguments import whole
 from bin.cli import Parser, run_main
 from bin.flags import parse as parse_run
@@ -32,6 +30,7 @@ from dcmdp_jax.config import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
+from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.study_figures import draw_curves, draw_differences
 from dcmdp_jax.studies.results import (
     MEASURES,

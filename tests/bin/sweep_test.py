@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from dcmdp_jax.observe.metrics_io import read_metrics
 
 import bin.sweep
 from bin.cli import run_main
 from bin.sweep import main
 from dcmdp_jax.config import to_dict
+from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
