@@ -58,7 +58,7 @@ from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
-from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
+from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.vllm.launch import check_installation
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
@@ -274,7 +274,7 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
             completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
             max_completion_tokens=settings["max_completion_tokens"],
         ).check()  # fmt: skip
-    spec = EngineSpec(
+    spec = EngineArguments(
         model=model.config,
         **precision,
         max_total_tokens=longest + settings["max_completion_tokens"],

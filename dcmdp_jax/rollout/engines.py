@@ -21,7 +21,7 @@ _REMOTE_TIMEOUT_S = 7200.0
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineSpec:
+class EngineArguments:
     """All that an engine may want to know; each takes what it needs.
 
     Attributes:
@@ -52,7 +52,7 @@ class EngineSpec:
     server: str = ""
 
 
-def _local(spec: EngineSpec) -> Engine:
+def _local(spec: EngineArguments) -> Engine:
     return LocalEngine(
         spec.model,
         precision=spec.precision,
@@ -65,7 +65,7 @@ def _local(spec: EngineSpec) -> Engine:
     )
 
 
-def _vllm(spec: EngineSpec) -> Engine:
+def _vllm(spec: EngineArguments) -> Engine:
     return VllmEngine(
         spec.model,
         spec.vllm,
@@ -79,7 +79,7 @@ def _vllm(spec: EngineSpec) -> Engine:
     )
 
 
-def _remote(spec: EngineSpec) -> Engine:
+def _remote(spec: EngineArguments) -> Engine:
     return RemoteEngine(
         spec.model,
         server=spec.server,
@@ -89,7 +89,7 @@ def _remote(spec: EngineSpec) -> Engine:
     )
 
 
-ENGINES: dict[str, Callable[[EngineSpec], Engine]] = {"local": _local, "vllm": _vllm, "remote": _remote}
+ENGINES: dict[str, Callable[[EngineArguments], Engine]] = {"local": _local, "vllm": _vllm, "remote": _remote}
 """Name -> builder. It raises UserError for what can't be, EngineError or MemoryError if the engine does not start.
 
 "remote" holds weights of its own, so training can't use it.

@@ -74,7 +74,7 @@ def single_turn(
         policy_version, group, member, finish_reason: see `Episode`.
     """
     given = len(prompt_ids)
-    token_ids = np.concatenate([prompt_ids, completion_ids]).astype(np.int32)
+    token_ids = np.concatenate([prompt_ids, completion_ids], dtype=np.int32)
     sampled_mask = np.arange(token_ids.size) >= given
     rollout_logprobs = np.zeros(token_ids.size, np.float32)
     rollout_logprobs[given:] = logprobs

@@ -22,7 +22,7 @@ from dcmdp_jax.parallel.sharding import param_shardings, shard_map_over_data
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.rollout.engine import Engine
-from dcmdp_jax.rollout.engines import ENGINES, EngineSpec
+from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
@@ -128,7 +128,7 @@ def make_engine(plan: Plan) -> Engine:
         EngineError, MemoryError: in one line, if it does not start.
     """
     config, rollout = plan.config, plan.config.rollout
-    spec = EngineSpec(
+    spec = EngineArguments(
         model=plan.model,
         precision=rollout.precision,
         compute_dtype=rollout.compute_dtype,

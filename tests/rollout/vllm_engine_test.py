@@ -216,8 +216,8 @@ def test_publishing_disturbs_no_call_in_progress(engine, killed):
     params, sidecar, published = random_params(config, 8), engine._supervisor._sidecar.pid, []
 
     def publish(complete):
-        """At the first list that is pulled, with the sidecar in the middle of the call."""
-        if not published:
+        """At the first groups that are pulled, with the sidecar in the middle of the call."""
+        if complete and not published:
             published.append(len(complete))
             engine.publish_weights(params, 8)
             if killed:
