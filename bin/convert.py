@@ -104,9 +104,12 @@ def _write(
 
 def _describe(config: ModelConfig) -> str:
     embeddings = "tied" if config.tie_word_embeddings else "untied"
+    mlp = f"MLP {config.intermediate_size}"
+    if config.num_experts:
+        mlp = f"{config.num_experts_per_tok} of {config.num_experts} experts of {config.moe_intermediate_size}"
     return (
         f"model        {config.model_type}, {num_params(config):,} parameters, {config.num_layers} layers, "
-        f"hidden {config.hidden_size}, MLP {config.intermediate_size}, heads {config.num_heads}/{config.num_kv_heads} "
+        f"hidden {config.hidden_size}, {mlp}, heads {config.num_heads}/{config.num_kv_heads} "
         f"of {config.head_dim}, vocabulary {config.vocab_size}, {embeddings}\n"
         f"rotary       base {config.rope_theta:g}, {config.rope_scaling.kind}; "
         f"context {config.max_position_embeddings} tokens"

@@ -16,7 +16,7 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
@@ -97,7 +97,7 @@ def _batch(
 ):  # fmt: skip
     """`sampled`, a rollout and its rewards, packed and on the devices."""
     n = PROMPTS * GROUP // mini_batches
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
+    shards = row_shards(mesh) if mesh else 1
     shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n, "row_shards": shards}
     if shared:
         plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
