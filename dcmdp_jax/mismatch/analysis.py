@@ -121,8 +121,9 @@ def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
     evidence = collect(
-        pairs, floor=floor, rounding=measured.rounding, explanations=measured.explanations, settings=measured.settings
-    )
+        pairs, floor=floor, rounding=measured.rounding, explanations=measured.explanations,
+        settings=measured.settings,
+    )  # fmt: skip
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
     defect = verdict.title if CAUSES[verdict.cause].defect else None

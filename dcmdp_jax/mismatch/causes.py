@@ -140,11 +140,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         for finding in rule():
             found.setdefault(finding.cause, finding)
     if not found:
-        for cause, setting in e.settings.items():
-            found[cause] = Finding(cause, (
-                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} is beyond rounding, no "
-                "emulation reproduces it, and nothing speaks of a defect in sampling, tokens or prompts.",
-            ))  # fmt: skip
+        found |= {finding.cause: finding for finding in _settings(e)}
     if not found:
         found["undetermined"] = Finding("undetermined", (
             f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats, no sign of a defect in "
@@ -239,6 +235,15 @@ def _start(e: Evidence) -> Iterator[Finding]:
         yield Finding("chat_template", (
             f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.settled:.2g} from "
             "the 17th on: the completions begin in different contexts.",
+        ))  # fmt: skip
+
+
+def _settings(e: Evidence) -> Iterator[Finding]:
+    """The price of the engine's settings, where nothing measured speaks for or against them."""
+    for cause, setting in e.settings.items():
+        yield Finding(cause, (
+            f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} is beyond rounding, no emulation "
+            "reproduces it, and nothing speaks of a defect in sampling, tokens or prompts.",
         ))  # fmt: skip
 
 

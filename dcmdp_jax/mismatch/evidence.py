@@ -15,6 +15,7 @@ from dcmdp_jax.mismatch.pairs import TokenPairs
 LARGE_LOG_RATIO = 0.3
 """Nats. Rounding and 8-bit quantisation leave the median |d| of any stretch of tokens far below it."""
 _NOTICEABLE = 0.01
+_UNCERTAIN, _FEWEST_UNCERTAIN = 0.9, 16
 _SHORTEST_PART = 4
 _START_TOKENS, _SETTLED_FROM = 4, 16
 
@@ -57,7 +58,8 @@ class Evidence:
 
     Attributes:
         mean: of |p - q|.
-        median_log_ratio: median |d|, nats.
+        median_log_ratio: median |d|, nats, of the tokens with p or q below 0.9; of all if those are fewer than 16. Near
+            1 the log-ratio of a token is small whatever differs.
         ratio: mean of p / q. If the tokens were sampled from q and q covers p's support, its expectation is
             sum_y q(y) p(y) / q(y) = 1. Where q is cut to a set S and renormalised, it is p(S) < 1.
         inverse_ratio: mean of q / p; its expectation is 1 if the tokens were sampled from p.
@@ -117,7 +119,7 @@ def collect(
     lags = {} if pairs.lags is None else {int(lag): float(delta[pairs.lags == lag].mean()) for lag in set(pairs.lags)}
     return Evidence(
         mean=float(delta.mean()),
-        median_log_ratio=float(np.median(np.abs(d))),
+        median_log_ratio=_median_log_ratio(pairs),
         ratio=_estimate(np.exp(d)),
         inverse_ratio=_estimate(np.exp(-d)),
         surprise=surprise,
@@ -168,6 +170,12 @@ def _breaks(pairs: TokenPairs) -> dict[str, float]:
         "broken_share": float(sums[broken].sum() / total) if total else 0.0,
         "unbroken_mean": float(sums[~broken].sum() / whole) if whole else np.nan,
     }
+
+
+def _median_log_ratio(pairs: TokenPairs) -> float:
+    uncertain = np.minimum(pairs.train_logprobs, pairs.rollout_logprobs) < np.log(_UNCERTAIN)
+    size = np.abs(pairs.log_ratio)
+    return float(np.median(size[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else size))
 
 
 def _estimate(values: np.ndarray) -> Estimate:

@@ -118,4 +118,4 @@ def _colour(train: float, rollout: float) -> str:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.=-]+", "-", name).strip("-")
+    return re.sub(r"[^A-Za-z0-9.=_]+", "-", name).strip("-")

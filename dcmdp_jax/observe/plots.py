@@ -7,6 +7,7 @@ run recorded its metrics. Nothing uses pyplot or its global state; save a figure
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -313,10 +314,7 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
             axes.plot(steps, values, color=_colour(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
     for level, indices in constant.items():
         colour = _INK if len(constant) == 1 else _colour(indices[0])
-        axes.axhline(level, color=colour, linestyle="--", linewidth=1.3, label=f"tolerance c = {level:g}", zorder=2)
-        # axhline does not extend the axes' limits by itself.
-        axes.update_datalim([(1.0, level)], updatex=False)
-        axes.autoscale_view(scalex=False)
+        _horizontal(axes, level, color=colour, linestyle="--", label=f"tolerance c = {level:g}")
 
 
 def _draw_noise_floors(axes: Axes, runs: Runs) -> None:
@@ -325,7 +323,14 @@ def _draw_noise_floors(axes: Axes, runs: Runs) -> None:
         values = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
         if (values := values[np.isfinite(values)]).size:
             text = f"noise floor = {values[-1]:.2g}" + (f", {label}" if len(runs) > 1 else "")
-            axes.axhline(values[-1], color=_colour(index), linestyle=":", linewidth=1.3, label=text, zorder=2)
+            _horizontal(axes, float(values[-1]), color=_colour(index), linestyle=":", label=text)
+
+
+def _horizontal(axes: Axes, level: float, **style: Any) -> None:
+    axes.axhline(level, linewidth=1.3, zorder=2, **style)
+    # axhline does not extend the axes' limits by itself.
+    axes.update_datalim([(1.0, level)], updatex=False)
+    axes.autoscale_view(scalex=False)
 
 
 def _grid(runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Figure | None:

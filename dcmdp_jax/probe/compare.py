@@ -108,10 +108,10 @@ def compare(
 def sampling_floor(
     engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, sampled: Sampled, *, seed: int
 ) -> float | None:
-    """Mean |q - q'| of the first prompts' completions, sampled once more without the others.
+    """Mean |q - q'| of completions sampled once more in smaller batches, the larger of two.
 
-    Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding tips over; they are
-    compared up to there.
+    Once the completions of the first two prompts without the others, once the very first alone. Sampling is a function
+    of (seed, step, row), so the same tokens come again but for what rounding tips over; they are compared up to there.
 
     Args:
         engine: the engine that sampled.
@@ -123,14 +123,21 @@ def sampling_floor(
     """
     if len(prompts) <= _FLOOR_PROMPTS:
         return None
-    again = sample(engine, prompts[:_FLOOR_PROMPTS], sampling, seed=seed)
+    few = sample(engine, prompts[:_FLOOR_PROMPTS], sampling, seed=seed)
+    one = sample(engine, prompts[:1], dataclasses.replace(sampling, group_size=1), seed=seed)
+    means = [mean for again in (few, one) if (mean := _mean_difference(sampled, again)) is not None]
+    return max(means, default=None)
+
+
+def _mean_difference(first: Sampled, again: Sampled) -> float | None:
+    """Mean |q - q'| over the tokens up to where the completions part; None if there is none."""
     differences = []
-    for ids, new_ids, first, second in zip(
-        sampled.completion_ids, again.completion_ids, sampled.logprobs, again.logprobs, strict=False
+    for ids, new_ids, logprobs, new_logprobs in zip(
+        first.completion_ids, again.completion_ids, first.logprobs, again.logprobs, strict=False
     ):
         length = min(len(ids), len(new_ids))
         same = np.cumprod(ids[:length] == new_ids[:length]).astype(bool)
-        differences.append(np.abs(np.exp(first[:length][same]) - np.exp(second[:length][same])))
+        differences.append(np.abs(np.exp(logprobs[:length][same]) - np.exp(new_logprobs[:length][same])))
     every = np.concatenate(differences).astype(np.float64)
     return float(every.mean()) if len(every) else None
 

@@ -31,6 +31,14 @@ def test_evidence_by_hand():
     assert found.start == pytest.approx(np.abs(np.log(p / q)).mean(), rel=1e-6)
 
 
+def test_certain_tokens_do_not_make_a_mismatch_look_small():
+    # 80 tokens near 1 and 20 at one half that are 0.2 nats apart: the median of all would be 0.
+    p = np.array([0.999] * 80 + [0.5] * 20)
+    q = np.where(p > 0.9, p, p * np.exp(0.2))
+    found = collect(make_pairs([np.arange(100)], [np.log(p)], [np.log(q)]))
+    assert found.median_log_ratio == pytest.approx(0.2, rel=1e-5)
+
+
 def test_a_break_is_where_the_levels_change():
     wild = np.array([0.01] * 10 + [2.0] * 6)
     assert break_at(wild) == 10

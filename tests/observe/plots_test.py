@@ -90,6 +90,14 @@ def test_tolerance_is_one_dashed_line_when_runs_share_it_and_one_each_when_not()
     assert axes.get_ylim()[0] == 0.0
 
 
+def test_the_noise_floor_is_drawn_beside_c():
+    runs = {"a": {"discrepancy/mean": _series([0.001] * 3), "mismatch/noise_floor": _series([0.004])}}
+    axes = draw_discrepancy(runs).axes[0]
+    dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
+    assert [(line.get_label(), line.get_ydata()[0]) for line in dotted] == [("noise floor = 0.004", 0.004)]
+    assert axes.get_ylim()[1] > 0.004
+
+
 def test_runs_of_other_lengths_share_a_tolerance():
     runs = {
         "a": {"discrepancy/mean": _series([0.005] * 3), "dual/tolerance": _series([0.0037] * 3)},
