@@ -48,6 +48,12 @@ class AlgorithmSettings:
         0.0037, "c, the budget of the mean discrepancy.", unit="of the measure",
         source="paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B)", minimum=0, limit=(5e8, _CLAMPED),
     )  # fmt: skip
+    tolerance_steps: int = setting(
+        0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
+        "their mean discrepancies. 0: c is `tolerance`.", unit="steps", source="paper: c is given",
+        minimum=0, limit=(10_000, "they are all kept in the state"),
+    )  # fmt: skip
+    tolerance_quantile: float = setting(0.9, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
     dual_learning_rate: float = setting(
         1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0,
         limit=(1e9, "there the smallest violation takes lambda from end to end"),

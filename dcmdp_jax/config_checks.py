@@ -79,6 +79,12 @@ def _check_between(config: Any) -> None:
         )
     if config.rollout.engine == "vllm":
         _check_vllm_dtypes(config.rollout)
+    forward, rollout = config.model.forward_precision, config.rollout
+    if forward != "full" and (rollout.engine, rollout.precision) != ("local", forward):
+        raise UserError(
+            f"config.model.forward_precision: got {forward!r} with rollout.engine={rollout.engine} and "
+            f"rollout.precision={rollout.precision}; it matches the local engine at the same precision, or is 'full'"
+        )
     training, algorithm = config.training, config.algorithm
     if training.prompts_per_step % training.prompts_per_mini_batch:
         raise UserError(

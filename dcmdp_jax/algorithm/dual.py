@@ -6,11 +6,13 @@ No optimizer, decay or gradient clipping touches it.
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.checks import require_integer, require_number
+from dcmdp_jax.algorithm.masked import masked_quantile
 from dcmdp_jax.types import Array, DualState
 
 PID_WINDOW = 3
@@ -130,3 +132,48 @@ def effective_discrepancy(state: DualState, average: int | None = None) -> jax.A
 def violation(state: DualState, tolerance: float | Array, average: int | None = None) -> jax.Array:
     """dbar - c as the last update used it, [] float32; positive when the constraint is violated."""
     return effective_discrepancy(state, average) - jnp.asarray(tolerance, jnp.float32)
+
+
+def rolling(state: DualState, steps: int) -> DualState:
+    """The state without the `steps` entries at the front of its window that `calibrated_update` keeps."""
+    return DualState(state.multiplier, state.window[steps:], jnp.maximum(state.filled - steps, 0))
+
+
+def calibrated_tolerance(state: DualState, before: float, *, steps: int, quantile: float) -> jax.Array:
+    """c measured on the run itself: a quantile of the mean discrepancies of its first steps. Ours, not in the paper.
+
+    Args:
+        state: from `calibrated_update`, or `dual_init` with a window that is `steps` longer.
+        before: c until they are measured.
+        steps: how many, at least 1.
+        quantile: in [0, 1].
+
+    Returns:
+        [] float32.
+    """
+    first = jnp.asarray(state.window, jnp.float32)[:steps]
+    measured = masked_quantile(first, jnp.ones(steps, bool), quantile)
+    return jnp.where(state.filled < steps, jnp.float32(before), measured)
+
+
+def calibrated_update(
+    state: DualState, mean_discrepancy: float | Array, *, steps: int, quantile: float, **options: Any
+) -> DualState:
+    """Keep the first mean discrepancies and leave lambda as it is; then dual ascent against their quantile.
+
+    They stay at the front of the window, so that the tolerance never moves again and a resumed run has it.
+
+    Args:
+        state: as in `calibrated_tolerance`.
+        mean_discrepancy: as in `dual_update`. One that is not finite changes nothing.
+        steps, quantile: as in `calibrated_tolerance`.
+        options: of `dual_update`, without its tolerance.
+    """
+    mean_discrepancy, window = jnp.asarray(mean_discrepancy, jnp.float32), jnp.asarray(state.window, jnp.float32)
+    tolerance = calibrated_tolerance(state, 0.0, steps=steps, quantile=quantile)
+    moved = dual_update(rolling(state, steps), mean_discrepancy, tolerance=tolerance, **options)
+    after = DualState(moved.multiplier, jnp.concatenate([window[:steps], moved.window]), moved.filled + steps)
+    taken = jnp.isfinite(mean_discrepancy)
+    kept = window.at[jnp.minimum(state.filled, steps - 1)].set(jnp.where(taken, mean_discrepancy, 0.0))
+    during = DualState(state.multiplier, jnp.where(taken, kept, window), state.filled + taken.astype(jnp.int32))
+    return jax.tree.map(lambda a, b: jnp.where(state.filled < steps, a, b), during, after)

@@ -17,8 +17,6 @@ from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty
 from dcmdp_jax.algorithm.corrections import Correction
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.dual import dual_update, violation
-from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config_algorithm import AlgorithmSettings
@@ -31,6 +29,7 @@ from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import constrain, data_parallel_only
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
+from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
 from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
 
 RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
@@ -57,6 +56,7 @@ class _Constants(NamedTuple):
     Attributes:
         advantages, weights: [N] float32, of each completion.
         multiplier: [] float32, lambda_k.
+        tolerance: [] float32, c.
         first: [] bool, the update starts from the weights that made the batch.
         ref_params: the frozen reference policy, or None.
     """
@@ -64,6 +64,7 @@ class _Constants(NamedTuple):
     advantages: jax.Array
     weights: jax.Array
     multiplier: jax.Array
+    tolerance: jax.Array
     first: jax.Array
     ref_params: Params | None
 
@@ -212,7 +213,7 @@ def _train_step(
     parts: _Parts, state: TrainState, batch: Batch, ref_params: Params | None
 ) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
-    settings, multiplier = parts.settings, state.dual.multiplier
+    settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
     old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
@@ -226,7 +227,7 @@ def _train_step(
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
         weights, _ = normalize()
-        constants = _Constants(advantages, weights, multiplier, first, ref_params)
+        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, ref_params)
         rows = tuple(zip(mini.rows, old_logprobs, strict=True))
         sums, signals = accumulate(
             functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
@@ -241,14 +242,9 @@ def _train_step(
     learner, (sums, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
     totals = stats.merge_stacked(sums)
 
-    mean_discrepancy, dual = totals["discrepancy/mean"].value(), state.dual
-    if settings.method not in FIXED_MULTIPLIERS:
-        dual = dual_update(
-            dual, mean_discrepancy, tolerance=settings.tolerance, learning_rate=settings.dual_learning_rate,
-            minimum=settings.multiplier_min, maximum=settings.multiplier_max, average=_average(settings),
-            proportional=settings.dual_proportional, derivative=settings.dual_derivative,
-        )  # fmt: skip
-    metrics = stats.values(totals) | batch_metrics(batch, signals, settings)
+    mean_discrepancy = totals["discrepancy/mean"].value()
+    dual = update_dual(settings, state.dual, mean_discrepancy)
+    metrics = stats.values(totals) | batch_metrics(batch, signals, settings, tolerance)
     if parts.correction is not None:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
@@ -311,7 +307,7 @@ def _objective(
         old_logprobs, rows.rollout_logprobs, mask, rows.completion_index,
         constants.advantages, constants.weights, constants.multiplier,
         method=settings.method, measure=settings.measure, sided=settings.sided, level=settings.level,
-        tolerance=settings.tolerance, correction=parts.correction, train_logprobs=train_logprobs,
+        tolerance=constants.tolerance, correction=parts.correction, train_logprobs=train_logprobs,
         count_dropped=settings.correction_denominator == "all",
     )  # fmt: skip
     anchor = signals.old_logprobs if settings.ratio_denominator == "train" else rows.rollout_logprobs
@@ -362,22 +358,14 @@ def _state_metrics(
 ) -> Metrics:
     """The multiplier as this step used it, what moves it, and the optimizer's counters."""
     settings = parts.settings
-    gap = mean_discrepancy - settings.tolerance
-    if settings.method not in FIXED_MULTIPLIERS:
-        gap = jnp.where(jnp.isfinite(gap), violation(dual, settings.tolerance, _average(settings)), gap)
     rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
     return {
         "optimizer/learning_rate": jnp.asarray(rate, jnp.float32),
         "optimizer/skipped_in_row": learner.skipped_in_row,
         "dual/multiplier": state.dual.multiplier,
-        "dual/tolerance": jnp.float32(settings.tolerance),
-        "dual/violation": gap,
+        "dual/tolerance": jnp.float32(tolerance_of(settings, state.dual)),
+        "dual/violation": dual_violation(settings, state.dual, dual, mean_discrepancy),
     }
-
-
-def _average(settings: AlgorithmSettings) -> int | None:
-    """Number of entries of the dual state's window to average; None for all."""
-    return settings.dual_window if settings.pid else None
 
 
 def _norm(grads: Params) -> jax.Array:

@@ -1,5 +1,7 @@
 """Projected dual ascent: one step by hand, its limits, the window, and what a broken batch does."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -143,3 +145,19 @@ def test_pid_without_gains_is_dual_ascent_bit_for_bit():
 def test_pid_needs_its_window():
     with pytest.raises(ValueError, match="window=1; must be an integer of at least 3"):
         run(dual.dual_init(0.1, **BOUNDS), [0.0], proportional=1.0)
+
+
+def test_tolerance_is_measured_on_the_first_steps_and_then_stays():
+    # Three steps of 0.25, 0.75, 0.5 and a NaN among them; quantile 0.75 of (0.25, 0.5, 0.75) is 0.625. Lambda waits at
+    # 0.5, then 0.5 + (1.0 - 0.625) = 0.875, then 0.875 + (0.5 - 0.625) = 0.75.
+    options = {"steps": 3, "quantile": 0.75}
+    update = jax.jit(functools.partial(dual.calibrated_update, **options, learning_rate=1.0, **BOUNDS))
+    state = dual.dual_init(0.5, **BOUNDS, window=4)
+    seen = []
+    for value in (0.25, np.nan, 0.75, 0.5, 1.0, np.nan, 0.5):
+        state = update(state, value)
+        c = dual.calibrated_tolerance(state, 9.0, **options)
+        seen.append((float(c), float(state.multiplier)))
+    waits, done = (9.0, 0.5), 0.625
+    assert seen == [waits, waits, waits, (done, 0.5), (done, 0.875), (done, 0.875), (done, 0.75)]
+    assert float(dual.violation(dual.rolling(state, 3), done)) == -0.125

@@ -470,6 +470,18 @@ def test_multiplier_zero_is_grpo_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
 
 
+def test_measured_tolerance_serves_the_steps_after_it():
+    settings = dataclasses.replace(ALGORITHM, tolerance_steps=2, tolerance_quantile=1.0, tolerance=0.05)
+    state, history, _ = _run(settings=settings, steps=4, mini_batches=1)
+    first, second, third, _ = (metrics["discrepancy/mean"] for metrics in history)
+    measured = max(first, second)
+    assert [float(m["dual/tolerance"]) for m in history] == [np.float32(0.05)] * 2 + [measured] * 2
+    assert [float(m["dual/multiplier"]) for m in history[:3]] == [np.float32(0.4)] * 3
+    assert history[3]["dual/multiplier"] == pytest.approx(max(0.4 + third - measured, 0), rel=1e-5)
+    assert history[2]["dual/violation"] == pytest.approx(third - measured, abs=1e-7)
+    assert state.dual.window.shape == (3,)
+
+
 def test_update_that_is_not_finite_is_skipped_and_counted():
     rollout, rewards = _rollout()
     # Completion 0 is in the first of two mini-batches: its NaN makes that gradient NaN, the second is sound.
