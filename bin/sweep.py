@@ -43,7 +43,7 @@ from dcmdp_jax.studies.results import (
     recorded,
     tables,
 )
-from dcmdp_jax.studies.study import SET_BY_THE_STUDY, Run, Study, check_collisions, runs_of
+from dcmdp_jax.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
 from dcmdp_jax.training.run_directory import check_run_directory
 
 _OVERRIDE = "--config."
@@ -79,7 +79,7 @@ class _Commands:
         if self._process is not None:
             self._process.terminate()
 
-    def call(self, run: Run, words: Sequence[str], label: str) -> int:
+    def call(self, run: StudyRun, words: Sequence[str], label: str) -> int:
         """The exit code of `python -m WORDS`, 128 + N for signal N. Its output goes to the run's log."""
         log = run.directory.with_name(f"{run.directory.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
         for run in runs:
             print(f"{run.label}: python -m bin.train {' '.join(run.arguments)}")
         return 0
-    failed: list[Run] = []
+    failed: list[StudyRun] = []
     code = 0
     with _Commands() as commands:
         for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
@@ -176,7 +176,7 @@ def _load(given: str) -> Study:
     return study
 
 
-def _resolve(study: Study, out: Path, overrides: Sequence[str]) -> tuple[list[Run], list[Config]]:
+def _resolve(study: Study, out: Path, overrides: Sequence[str]) -> tuple[list[StudyRun], list[Config]]:
     """Every run with its checked config, before the first is begun."""
     for word in overrides:
         name, equals, _ = word.removeprefix(_OVERRIDE).partition("=")
@@ -197,7 +197,7 @@ def _resolve(study: Study, out: Path, overrides: Sequence[str]) -> tuple[list[Ru
     return runs, configs
 
 
-def _finish(commands: _Commands, run: Run, config: Config, evaluation: Sequence[str], label: str) -> int:
+def _finish(commands: _Commands, run: StudyRun, config: Config, evaluation: Sequence[str], label: str) -> int:
     """Train and evaluate one run as far as it is not done; the exit code of what failed."""
     done = run.directory / _FINISHED
     began = time.monotonic()
@@ -217,7 +217,7 @@ def _finish(commands: _Commands, run: Run, config: Config, evaluation: Sequence[
     return 0
 
 
-def _compare(study: Study, runs: Sequence[Run], failed: Sequence[Run], out: Path) -> None:
+def _compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], out: Path) -> None:
     """Tables and figures of the runs that are finished."""
     finished = [run for run in runs if (run.directory / _FINISHED).exists()]
     notes = [f"Failed: {', '.join(run.label for run in failed)}."] if failed else []

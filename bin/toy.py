@@ -24,7 +24,7 @@ from dcmdp_jax.theory.toy import (
     BUDGETS,
     INFERENCE_POLICY,
     TOLERANCE,
-    Row,
+    ToyRow,
     concentration,
     solve_toy,
     wrong_directions,
@@ -71,7 +71,7 @@ def _budgets(text: str) -> tuple[float, ...]:
     return budgets
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[ToyRow]) -> list[str]:
     lines = [
         f"{'sided':5}  {'C':>6}  {'measure':7}  {'  '.join(f'{name:>6}' for name in ACTIONS)}  {'<pi,A>':>7}  budget"
     ]
@@ -86,8 +86,8 @@ def _table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _figure(sided: str, rows: list[Row], budgets: tuple[float, ...]):
-    def panel(row: Row) -> Panel:
+def _figure(sided: str, rows: list[ToyRow], budgets: tuple[float, ...]):
+    def panel(row: ToyRow) -> Panel:
         met = row.result.status == "met"
         note = f"lambda = {row.result.optimum.multiplier:.3g}" if met else _NOTES[row.result.status]
         return Panel(row.result.optimum.policy, note, met)
@@ -102,7 +102,7 @@ def _figure(sided: str, rows: list[Row], budgets: tuple[float, ...]):
     )
 
 
-def _record(row: Row) -> dict[str, object]:
+def _record(row: ToyRow) -> dict[str, object]:
     result = row.result
     return {
         "sided": row.sided,
@@ -119,7 +119,7 @@ def _record(row: Row) -> dict[str, object]:
     }
 
 
-def _check(sides: dict[str, list[Row]], budgets: tuple[float, ...]) -> None:
+def _check(sides: dict[str, list[ToyRow]], budgets: tuple[float, ...]) -> None:
     rows = [row for rows in sides.values() for row in rows]
     worst = max(rows, key=lambda row: row.disagreement)
     if worst.disagreement > TOLERANCE:

@@ -1,4 +1,4 @@
-"""What the studies share: their two sizes."""
+"""The two sizes that every study has."""
 
 from collections.abc import Mapping
 from typing import Any

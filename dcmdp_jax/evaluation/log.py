@@ -37,6 +37,7 @@ class EvaluationLog:
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._parts: dict[tuple[str, int], EvaluationResult] = {}
+        self._path = path
         self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,6 +56,8 @@ class EvaluationLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self._parts:  # nothing to continue from
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
     def finished(self, task: str, part: int) -> EvaluationResult | None:

@@ -1,4 +1,4 @@
-"""What a study is, and which studies can't be run."""
+"""Definition of a study, and the checks before it runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Study:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One cell of the grid.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run:
         return f"{self.arm}, seed {self.seed}"
 
 
-def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> list[Run]:
+def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> list[StudyRun]:
     """The grid's runs, seed by seed, so that a study that is stopped has compared arms on some seeds.
 
     Args:
@@ -86,7 +86,7 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
     """
     _check(study)
     return [
-        Run(
+        StudyRun(
             arm,
             seed,
             path := directory / arm / f"seed{seed}",
@@ -97,7 +97,7 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
     ]
 
 
-def check_collisions(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> None:
+def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, Any]]) -> None:
     """Refuse two runs that would be the same run.
 
     Args:
@@ -107,7 +107,7 @@ def check_collisions(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) 
     Raises:
         UserError: naming both.
     """
-    seen: list[tuple[Run, dict[str, Any]]] = []
+    seen: list[tuple[StudyRun, dict[str, Any]]] = []
     for run, config in zip(runs, configs, strict=True):
         content = {name: value for name, value in config.items() if name != "run_dir"}
         for other, before in seen:

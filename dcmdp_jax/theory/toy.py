@@ -24,7 +24,7 @@ _A6 = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ToyRow:
     """One panel of a figure.
 
     Attributes:
@@ -40,7 +40,7 @@ class Row:
     disagreement: float
 
 
-def solve_toy(sided: str, budgets: tuple[float, ...] = BUDGETS) -> list[Row]:
+def solve_toy(sided: str, budgets: tuple[float, ...] = BUDGETS) -> list[ToyRow]:
     """The rows of one figure: measure by measure, budget by budget, each checked by the independent solver.
 
     Args:
@@ -55,14 +55,14 @@ def solve_toy(sided: str, budgets: tuple[float, ...] = BUDGETS) -> list[Row]:
         names = {"measure": measure, "sided": sided}
         for budget in budgets:
             result = policy_for_budget(ADVANTAGES, INFERENCE_POLICY, budget=budget, **names)
-            rows.append(Row(measure, sided, result, disagreement(ADVANTAGES, INFERENCE_POLICY, result, **names)))
+            rows.append(ToyRow(measure, sided, result, disagreement(ADVANTAGES, INFERENCE_POLICY, result, **names)))
     return rows
 
 
 def disagreement(
     advantages: np.ndarray, inference_policy: np.ndarray, result: BudgetResult, *, measure: str, sided: str
 ) -> float:
-    """Distance of `policy_for_budget` from SLSQP, as `Row.disagreement`.
+    """Distance of `policy_for_budget` from SLSQP, as `ToyRow.disagreement`.
 
     Differs where advantages are equal: one-sided optima and slack ones are then not unique.
     """
@@ -81,7 +81,7 @@ def disagreement(
     return max(differences)
 
 
-def concentration(rows: list[Row], budget: float) -> dict[str, float] | None:
+def concentration(rows: list[ToyRow], budget: float) -> dict[str, float] | None:
     """Probability of a6 by measure, in the order of `CONCENTRATION`; None unless all three meet the budget."""
     met = {row.measure: row.result for row in rows if row.result.budget == budget and row.result.status == "met"}
     if len(met) < len(CONCENTRATION):
@@ -89,7 +89,7 @@ def concentration(rows: list[Row], budget: float) -> dict[str, float] | None:
     return {measure: float(met[measure].optimum.policy[_A6]) for measure in CONCENTRATION}
 
 
-def wrong_directions(row: Row) -> list[str]:
+def wrong_directions(row: ToyRow) -> list[str]:
     """Actions that move against the sign of their advantage (the paper says there are none)."""
     moved = row.result.optimum.policy - INFERENCE_POLICY
     return [ACTIONS[i] for i in np.flatnonzero(moved * ADVANTAGES < -1e-12)]

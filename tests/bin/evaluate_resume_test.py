@@ -105,12 +105,17 @@ def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypat
 
 
 def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, tasks, tmp_path, capsys, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
+    sample, calls = resumable.evaluate, []
+
+    def stop_at_the_second(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sample(*arguments, **options)
 
     out = tmp_path / "o.json"
     with monkeypatch.context() as patch:
-        patch.setattr(resumable, "evaluate", stop)
+        patch.setattr(resumable, "evaluate", stop_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             main(["evaluate", *_words(hf_dir, tasks, out)])
     got = _fails(capsys, *_words(hf_dir, tasks, out), "--seed", 1)

@@ -91,9 +91,16 @@ def test_two_processes_cannot_write_one_file(tmp_path):
         EvaluationLog(tmp_path / "e", _HEADER)
 
 
+def test_an_evaluation_without_a_part_leaves_no_file(tmp_path):
+    with EvaluationLog(tmp_path / "e", _HEADER):
+        assert (tmp_path / "e").exists()
+    assert not any(tmp_path.iterdir())
+
+
 def test_names_are_free_or_unfinished(tmp_path):
     def opened(header=_HEADER, out=None, finish=False):
         path, log = open_output(out, tmp_path, "evaluation-m", header)
+        log.append(0, [0, 1], _part(0))
         if finish:
             path.write_text("{}")
             log.close_finished()
@@ -110,4 +117,4 @@ def test_names_are_free_or_unfinished(tmp_path):
     # A finished one that is named is replaced: its lines start over, its JSON stays until the new one is done.
     out = tmp_path / "evaluation-m.json"
     assert opened(other, out) == "evaluation-m.json" and out.exists()
-    assert json.loads((tmp_path / "evaluation-m.problems.jsonl").read_text()) == other
+    assert json.loads((tmp_path / "evaluation-m.problems.jsonl").read_text().splitlines()[0]) == other
