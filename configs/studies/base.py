@@ -1,4 +1,4 @@
-"""What the studies share: their two sizes."""
+"""Shared by the studies: their two sizes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a study is, and which studies can't be run."""
+"""Definition of a study, and the studies that can't be run."""
 
 from __future__ import annotations
 
