@@ -29,7 +29,7 @@ from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.probe.models import load_model
 from dcmdp_jax.probe.session import Session, check_specs, probe_pairs
-from dcmdp_jax.probe.specs import EngineSpec, parse_spec
+from dcmdp_jax.probe.specs import ProbeSpec, parse_spec
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import load_tokenizer
@@ -91,7 +91,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _engine(text: str) -> EngineSpec:
+def _engine(text: str) -> ProbeSpec:
     try:
         return parse_spec(text)
     except UserError as error:  # a ValueError, whose message argparse would drop
@@ -160,10 +160,10 @@ def _probed(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     return f"Mismatch of engines on {model.name}", probe_pairs(session, first, arguments.b)
 
 
-def _spec_of(config: Config) -> EngineSpec:
+def _spec_of(config: Config) -> ProbeSpec:
     """The engine that a config samples with."""
     rollout = config.rollout
-    return EngineSpec(rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype)
+    return ProbeSpec(rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype)
 
 
 def _model_of(config: Config) -> Path:

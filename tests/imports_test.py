@@ -46,11 +46,14 @@ _MAY_IMPORT = {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",
     },
+    "dcmdp_jax.observe.html_page": {"dcmdp_jax.number_format"},
     "dcmdp_jax.observe": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.mismatch",
-        "dcmdp_jax.number_format",
+        "dcmdp_jax.number_format", "dcmdp_jax.observe.html_page",
     },
-    "dcmdp_jax.evaluation": {"dcmdp_jax.inputs", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks"},
+    "dcmdp_jax.evaluation": {
+        "dcmdp_jax.atomic_write", "dcmdp_jax.inputs", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks",
+    },
     "dcmdp_jax.training": {
         "dcmdp_jax.algorithm", "dcmdp_jax.array_checksum", "dcmdp_jax.atomic_write", "dcmdp_jax.config",
         "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation",
@@ -58,7 +61,10 @@ _MAY_IMPORT = {
         "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.types",
     },
-    "dcmdp_jax.mismatch": {"dcmdp_jax.algorithm", "dcmdp_jax.inputs"},
+    "dcmdp_jax.mismatch": {
+        "dcmdp_jax.algorithm", "dcmdp_jax.atomic_write", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
+        "dcmdp_jax.observe.html_page",
+    },
     "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "dcmdp_jax.studies": {"dcmdp_jax.evaluation", "dcmdp_jax.observe"},
     "dcmdp_jax.rollout.engines": {
@@ -89,7 +95,7 @@ _LIBRARIES = {
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
-    "jinja2": ("dcmdp_jax.observe.html_page", "dcmdp_jax.mismatch.page"),
+    "jinja2": ("dcmdp_jax.observe.html_page",),
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.mismatch.figures"),
     "scipy": ("dcmdp_jax.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),

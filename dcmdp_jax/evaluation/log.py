@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import VERIFIER_COUNTS, EvaluationResult
 from dcmdp_jax.inputs import shorten
@@ -208,11 +209,5 @@ def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """All of it or nothing: a hidden sibling, synced and renamed."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a record as JSON, atomically."""
+    atomic_write(path, json.dumps(record, indent=2, allow_nan=False) + "\n")

@@ -37,7 +37,7 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class TokenMean:
     """A mean over tokens and its standard error; NaN if it was not measured."""
 
     mean: float
@@ -82,9 +82,9 @@ class Evidence:
 
     mean: float
     median_log_ratio: float
-    ratio: Estimate
-    inverse_ratio: Estimate
-    surprise: Estimate
+    ratio: TokenMean
+    inverse_ratio: TokenMean
+    surprise: TokenMean
     positive: float
     smallest_ratio: float
     spread: float
@@ -115,7 +115,7 @@ def collect(
     noticeable = np.abs(d) > _NOTICEABLE
     spreads = log_p.std(), log_q.std()
     position = pairs.position
-    surprise = Estimate(np.nan, np.nan) if pairs.entropies is None else _estimate(-log_p - pairs.entropies)
+    surprise = TokenMean(np.nan, np.nan) if pairs.entropies is None else _estimate(-log_p - pairs.entropies)
     lags = {} if pairs.lags is None else {int(lag): float(delta[pairs.lags == lag].mean()) for lag in set(pairs.lags)}
     return Evidence(
         mean=float(delta.mean()),
@@ -178,8 +178,8 @@ def _median_log_ratio(pairs: TokenPairs) -> float:
     return float(np.median(size[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else size))
 
 
-def _estimate(values: np.ndarray) -> Estimate:
-    return Estimate(float(values.mean()), float(values.std() / np.sqrt(len(values))))
+def _estimate(values: np.ndarray) -> TokenMean:
+    return TokenMean(float(values.mean()), float(values.std() / np.sqrt(len(values))))
 
 
 def _mean(values: np.ndarray) -> float:

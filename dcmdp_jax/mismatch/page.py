@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
@@ -10,12 +9,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.mismatch.analysis import Analysis, Measured
+from dcmdp_jax.number_format import number, percent
+from dcmdp_jax.observe.html_page import render_page
 
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
-_TEMPLATE = "page.html.jinja"
 _DPI = 110
 # |p - q| that gets the full colour.
 _FULL_COLOUR = 0.2
@@ -44,28 +43,14 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
             buffer = io.BytesIO()
             draw(one.pairs, analysis).savefig(buffer, format="png", dpi=_DPI)
             (plots / f"{_slug(analysis.name)}-{stem}.png").write_bytes(buffer.getvalue())
-            drawn.append((caption, base64.b64encode(buffer.getvalue()).decode("ascii")))
+            drawn.append((caption, buffer.getvalue()))
         images.append(drawn)
     record = {"title": title, "pairs": [analysis.to_json() for analysis in analyses]}
-    (out_dir / JSON_FILE).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
     page = out_dir / PAGE_FILE
-    page.write_text(render(title, analyses, images), encoding="utf-8")
-    return page
-
-
-def render(title: str, analyses: Sequence[Analysis], images: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """The HTML page; all text in it is escaped.
-
-    Args:
-        title: of the page.
-        analyses: one or more.
-        images: of each, (caption, PNG in base64).
-    """
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"number": number, "percent": percent}
     parts = list(zip(analyses, images, strict=True))
-    return environment.get_template(_TEMPLATE).render(title=title, parts=parts, colour=_colour)
+    atomic_write(page, render_page("mismatch.html", title=title, parts=parts, colour=_colour))
+    return page
 
 
 def table(analyses: Sequence[Analysis]) -> str:
@@ -79,13 +64,13 @@ def table(analyses: Sequence[Analysis]) -> str:
         "mean |dp|": "mean", "p50": "p50", "p99": "p99", "max": "max", "k1, nats": "k1", "k3, nats": "k3",
         "Pearson": "pearson",
     }  # fmt: skip
-    rows += [(label, [number(getattr(a.statistics, name)) for a in analyses]) for label, name in fields.items()]
+    rows += [(label, [number(getattr(a.statistics, name), ".3g") for a in analyses]) for label, name in fields.items()]
     rows += [
         ("effective sample size", [percent(a.statistics.effective_sample_size) for a in analyses]),
-        ("noise floor", [number(max(a.floors.values(), default=math.nan)) for a in analyses]),
-        ("recommended c", [number(a.recommendation.tolerance) for a in analyses]),
+        ("noise floor", [number(max(a.floors.values(), default=math.nan), ".3g") for a in analyses]),
+        ("recommended c", [number(a.recommendation.tolerance, ".3g") for a in analyses]),
         ("completions over c", [percent(a.statistics.completions_over) for a in analyses]),
-        ("first, last quarter", [f"{number(a.growth.first)}, {number(a.growth.last)}" for a in analyses]),
+        ("first, last quarter", [f"{number(a.growth.first, '.3g')}, {number(a.growth.last, '.3g')}" for a in analyses]),
     ]
     widths = [max(len(row[1][column]) for row in rows) for column in range(len(analyses))]
     lines = [
@@ -99,16 +84,6 @@ def table(analyses: Sequence[Analysis]) -> str:
             lines += [f"  {line}" for line in (*finding.evidence, f"-> {finding.remedy}")]
         lines.append(f"  {analysis.recommendation.reasoning}")
     return "\n".join(lines)
-
-
-def number(value: float) -> str:
-    """Three digits; "-" for what was not measured."""
-    return "-" if math.isnan(value) else f"{value:.3g}"
-
-
-def percent(value: float) -> str:
-    """A share in percent; "-" for what was not measured."""
-    return "-" if math.isnan(value) else f"{100 * value:.1f}%"
 
 
 def _colour(train: float, rollout: float) -> str:

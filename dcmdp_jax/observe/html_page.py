@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from dcmdp_jax.number_format import number
+from dcmdp_jax.number_format import number, percent
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -21,7 +21,7 @@ def render_page(template: str, **values: Any) -> str:
     Args:
         template: file name in `templates/`.
         values: what the template reads. Filters: `png` makes an image's address of PNG bytes, `as_text` makes text of a
-            JSON value, `number` is `number_format.number`.
+            JSON value, `number` and `percent` are those of `number_format`.
 
     Raises:
         jinja2.UndefinedError: if the template reads a value that is not given.
@@ -44,4 +44,4 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"png": _png, "as_text": _as_text, "number": number}
+_ENVIRONMENT.filters |= {"png": _png, "as_text": _as_text, "number": number, "percent": percent}

@@ -23,7 +23,7 @@ _DPI = 130
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """Contents of a run directory.
 
     Attributes:
@@ -39,7 +39,7 @@ class Run:
     samples: list[dict[str, Any]]
 
 
-def read_run(run_dir: str | Path, label: str | None = None) -> Run:
+def read_run(run_dir: str | Path, label: str | None = None) -> RecordedRun:
     """Read a run directory; skip a last line torn by a kill.
 
     Args:
@@ -54,7 +54,7 @@ def read_run(run_dir: str | Path, label: str | None = None) -> Run:
     series = read_metrics(run_dir)
     path = run_dir / CONFIG_FILE
     config = flatten(read_json_object(path)) if path.exists() else {}
-    return Run(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
+    return RecordedRun(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
 
 
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:

@@ -14,12 +14,12 @@ from dcmdp_jax.observe.metric_names import METRICS, describe
 from dcmdp_jax.observe.run_summary import Summary, summarize, warnings
 
 if TYPE_CHECKING:
-    from dcmdp_jax.observe.report import Run
+    from dcmdp_jax.observe.report import RecordedRun
 
 _SAMPLES_PER_STEP = 6
 
 
-def report_content(runs: Sequence[Run]) -> dict[str, Any]:
+def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Values of the template `report.html`, all but its images.
 
     Args:
@@ -91,7 +91,7 @@ def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:
     return cells + [[name, *[show(summary) for summary in summaries]] for name, show in rows]
 
 
-def _samples(runs: Sequence[Run]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _samples(runs: Sequence[RecordedRun]) -> list[tuple[str, list[dict[str, Any]]]]:
     """(heading, records) of the first and the last step with samples."""
     parts = []
     for run in runs:
@@ -103,7 +103,7 @@ def _samples(runs: Sequence[Run]) -> list[tuple[str, list[dict[str, Any]]]]:
     return parts
 
 
-def _settings(runs: Sequence[Run]) -> dict[str, Any]:
+def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Every setting, those that differ between runs first."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [
@@ -114,7 +114,7 @@ def _settings(runs: Sequence[Run]) -> dict[str, Any]:
     return {"rows": rows, "differs": [len(set(row[1:])) > 1 for row in rows]}
 
 
-def _metrics(runs: Sequence[Run]) -> dict[str, Any]:
+def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Every metric, with its unit and meaning."""
     order = {name: place for place, name in enumerate(METRICS)}
     names = sorted({name for run in runs for name in run.series}, key=lambda name: (order.get(name, len(order)), name))

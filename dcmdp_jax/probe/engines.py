@@ -14,7 +14,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.probe.specs import EngineSpec
+from dcmdp_jax.probe.specs import ProbeSpec
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.rollout.episode import collect
@@ -62,7 +62,7 @@ def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingPara
 
 
 def build(
-    spec: EngineSpec, config: ModelConfig, params: Params, *, vllm: VllmSettings, directory: Path,
+    spec: ProbeSpec, config: ModelConfig, params: Params, *, vllm: VllmSettings, directory: Path,
     max_total_tokens: int, max_rows: int,
 ) -> Scorer:  # fmt: skip
     """Build an engine and give it the parameters.

@@ -15,7 +15,7 @@ from dcmdp_jax.mismatch.analysis import Measured
 from dcmdp_jax.probe import engines
 from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
 from dcmdp_jax.probe.models import Model, prompt_variants
-from dcmdp_jax.probe.specs import SAMPLING_KINDS, EngineSpec
+from dcmdp_jax.probe.specs import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.tasks.problems import Problem
 from dcmdp_jax.tasks.prompts import encode_prompts, end_token_ids
@@ -54,7 +54,7 @@ class Session:
     show: Callable[[str], None]
 
 
-def check_specs(first: Sequence[EngineSpec], second: EngineSpec) -> None:
+def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
     """Refuse engines that can't do what is asked of them, before anything is loaded.
 
     Raises:
@@ -67,7 +67,7 @@ def check_specs(first: Sequence[EngineSpec], second: EngineSpec) -> None:
         raise UserError("--b: trainer is of the probed model (--model); it takes no model of its own")
 
 
-def probe_pairs(session: Session, first: Sequence[EngineSpec], second: EngineSpec) -> list[Measured]:
+def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec) -> list[Measured]:
     """Measure each engine of `first` against `second`. One that this machine can't run is told and left out.
 
     Raises:
@@ -88,7 +88,7 @@ class _Refused(Exception):
     """An engine that does not start here."""
 
 
-def _probe(session: Session, spec: EngineSpec, other: EngineSpec) -> Measured:
+def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
     models = [session.load(Path(each.model)) if each.model else session.model for each in (spec, other)]
     names = _names(spec, other)
     engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
@@ -137,7 +137,7 @@ def _probe(session: Session, spec: EngineSpec, other: EngineSpec) -> Measured:
         return compare(f"{spec} - {other}", source, sampled, pair, setup, rescore=session.rescore, show=session.show)
 
 
-def _names(spec: EngineSpec, other: EngineSpec) -> tuple[str, str]:
+def _names(spec: ProbeSpec, other: ProbeSpec) -> tuple[str, str]:
     """The names of a pair's engines, which may be two of the same kind."""
     return (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
 

@@ -23,7 +23,7 @@ _QUANTIZED = ("int8", "fp8", "fp8_per_block")
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineSpec:
+class ProbeSpec:
     """An engine to build.
 
     Attributes:
@@ -61,7 +61,7 @@ class EngineSpec:
         return ",".join(parts)
 
 
-def parse_spec(text: str) -> EngineSpec:
+def parse_spec(text: str) -> ProbeSpec:
     """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`.
 
     Raises:
@@ -82,7 +82,7 @@ def parse_spec(text: str) -> EngineSpec:
         if name != "model":
             _one_of(name, value, allowed[name], text)
         values[name] = value
-    return EngineSpec(kind, precision, **values)
+    return ProbeSpec(kind, precision, **values)
 
 
 def _default_compute(kind: str, precision: str) -> str:

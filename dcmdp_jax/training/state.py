@@ -75,7 +75,7 @@ def dual_violation(
 
 
 def _average(settings: AlgorithmSettings) -> int | None:
-    """How much of the rolling window is averaged: all of it, which under PID control may be longer."""
+    """Number of steps of the window to average; None for all. Under PID control the window is longer than that."""
     return settings.dual_window if settings.pid else None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.mismatch.causes import CAUSES, diagnose
-from dcmdp_jax.mismatch.evidence import Estimate, Evidence, Explanation, break_at, collect
+from dcmdp_jax.mismatch.evidence import Evidence, Explanation, TokenMean, break_at, collect
 from dcmdp_jax.mismatch.pairs import make_pairs
 from tests.mismatch.sampled_columns import columns
 
@@ -132,11 +132,13 @@ def test_a_strong_rescoring_beats_the_columns_and_a_weak_one_does_not():
 
 def test_the_tokens_say_whose_temperature_is_wrong():
     fitted = Explanation("temperature 0.7", "temperature", 0.99)
-    off, fits = Estimate(-0.5, 0.01), Estimate(0.01, 0.01)
+    off, fits = TokenMean(-0.5, 0.01), TokenMean(0.01, 0.01)
     assert _decide(explanations=[fitted], surprise=off)[0].cause == "temperature"
     assert _decide(explanations=[fitted], surprise=fits)[0].cause == "raw_logprobs"
-    unknown = Estimate(np.nan, np.nan)
-    assert _decide(explanations=[fitted], surprise=unknown, inverse_ratio=Estimate(1.2, 0.01))[0].cause == "temperature"
+    unknown = TokenMean(np.nan, np.nan)
+    assert (
+        _decide(explanations=[fitted], surprise=unknown, inverse_ratio=TokenMean(1.2, 0.01))[0].cause == "temperature"
+    )
 
 
 def test_settings_speak_only_where_nothing_was_measured():

@@ -5,20 +5,20 @@ import pytest
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.probe.engines import check_same_tokens
 from dcmdp_jax.probe.session import check_specs
-from dcmdp_jax.probe.specs import EngineSpec, parse_spec
+from dcmdp_jax.probe.specs import ProbeSpec, parse_spec
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("trainer", EngineSpec("trainer", "float32", "float32")),
-        ("trainer:bfloat16", EngineSpec("trainer", "bfloat16", "bfloat16")),
-        ("local:fp8", EngineSpec("local", "fp8", "float32")),
-        ("local:int8,compute=bfloat16", EngineSpec("local", "int8", "bfloat16")),
-        ("vllm:bfloat16,cache=fp8", EngineSpec("vllm", "bfloat16", "bfloat16", "fp8")),
-        ("vllm:fp8_per_block", EngineSpec("vllm", "fp8_per_block", "bfloat16")),
-        ("local:exact,model=a/b", EngineSpec("local", "exact", "float32", "auto", "a/b")),
-        ("hf", EngineSpec("hf", "float32", "float32")),
+        ("trainer", ProbeSpec("trainer", "float32", "float32")),
+        ("trainer:bfloat16", ProbeSpec("trainer", "bfloat16", "bfloat16")),
+        ("local:fp8", ProbeSpec("local", "fp8", "float32")),
+        ("local:int8,compute=bfloat16", ProbeSpec("local", "int8", "bfloat16")),
+        ("vllm:bfloat16,cache=fp8", ProbeSpec("vllm", "bfloat16", "bfloat16", "fp8")),
+        ("vllm:fp8_per_block", ProbeSpec("vllm", "fp8_per_block", "bfloat16")),
+        ("local:exact,model=a/b", ProbeSpec("local", "exact", "float32", "auto", "a/b")),
+        ("hf", ProbeSpec("hf", "float32", "float32")),
     ],
 )
 def test_a_name_says_which_engine(text, expected):

@@ -125,7 +125,7 @@ _MAX_PIECES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Measure:
+class Quantity:
     """A value and its unit.
 
     Attributes:
@@ -147,7 +147,7 @@ class Measure:
         return not self.dimension and not self.percent and self.scale == 1
 
 
-def measures(prediction: str, gold: str) -> tuple[Measure, Measure]:
+def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     """Split both answers into value and unit.
 
     A lone letter (`5 m`) is a unit where the other answer states a unit, else a variable.
@@ -160,7 +160,7 @@ def measures(prediction: str, gold: str) -> tuple[Measure, Measure]:
     return left, right
 
 
-def factors(left: Measure, right: Measure) -> list[tuple[Fraction, Fraction]]:
+def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
     """Factors for the two values, any pair of which makes them comparable; empty if their units disagree.
 
     A unit that only one answer has is dropped. A percentage is matched by its number and by its hundredth; a reference
@@ -189,13 +189,13 @@ def unit_words(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Measure:
-    found = Measure(text)
+def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
+    found = Quantity(text)
     currency = _CURRENCY.match(text)
     if currency is not None:
         kind = next(name for name, group in zip(_CURRENCIES, currency.groups()[1:], strict=True) if group)
         text = currency[1] + text[currency.end() :]
-        found = Measure(text, dimension=((kind, 1),))
+        found = Quantity(text, dimension=((kind, 1),))
     start = _tail_start(text, letters)
     for begin in start:
         unit = _read(text[begin:], any_noun=any_noun, letters=letters)
@@ -240,7 +240,7 @@ def _tail_start(text: str, letters: bool) -> list[int]:
     return [begin for begin, _ in starts[:1] + starts[1:][-_MAX_PIECES:]]
 
 
-def _read(tail: str, *, any_noun: bool, letters: bool) -> Measure | None:
+def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is no unit."""
     plain, in_text = [], False
     for piece in _PIECE.finditer(tail):
@@ -257,7 +257,7 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Measure | None:
     return _read_words("".join(plain), any_noun=any_noun and in_text, letters=letters or in_text)
 
 
-def _read_words(text: str, *, any_noun: bool, letters: bool) -> Measure | None:
+def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text)
     scale, size, percent = Fraction(1), Fraction(1), False
     powers: dict[str, int] = {}
@@ -313,7 +313,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Measure | None:
         del powers["angle"]
     if not powers and not percent and scale == 1:
         return None
-    return Measure("", scale, tuple(sorted(item for item in powers.items() if item[1])), size, percent)
+    return Quantity("", scale, tuple(sorted(item for item in powers.items() if item[1])), size, percent)
 
 
 def _look_up(word: str) -> tuple[str, Fraction] | None:
