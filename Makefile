@@ -9,7 +9,7 @@ TORCH_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-torch)
 # More flags for the demos: make demo ARGS=--config.training.steps=20
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-long lint clean
+.PHONY: demo demo-vllm demo-probe test test-long lint clean
 # Two pips must not work in one environment at a time.
 .NOTPARALLEL:
 
@@ -20,6 +20,13 @@ demo: $(VENV)/.installed
 # The same against stock vLLM on CPU: BF16 training, a vLLM sidecar in BF16 samples and judges.
 demo-vllm: $(VENV)/.installed-vllm
 	$(BIN)/python -m bin.train --config=configs/demo_vllm.py $(ARGS)
+
+# Trains the demo's policy if it isn't there, and compares vLLM in three precisions with the training stack. A precision
+# that this processor can't compute is left out with a line.
+demo-probe: $(VENV)/.installed-vllm
+	$(BIN)/python -m bin.train --config=configs/demo.py
+	$(BIN)/python -m bin.probe --model=runs/demo --b=trainer:float32 --out=runs/probe \
+	  --a=vllm:bfloat16 --a=vllm:bfloat16,cache=fp8 --a=vllm:fp8_per_block $(ARGS)
 
 test: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile

@@ -1,11 +1,11 @@
-"""What is measured; each module is a command."""
+"""Measurements of speed and memory; each module is a command."""
 
 import sys
 
-from dcmdp_jax.memory import leave_out_torch, prepare_memory
+from dcmdp_jax.process_memory import hide_torch, keep_freed_memory
 
 # Before what they import makes threads. Peers run as their users run them, vLLM without this package too.
 if not {"benchmarks.peers.trl", "benchmarks.peers.tunix"}.intersection(sys.orig_argv):
-    prepare_memory("benchmarks")
+    keep_freed_memory("benchmarks")
     if "benchmarks.vllm_direct" not in sys.orig_argv:
-        leave_out_torch("benchmarks")
+        hide_torch("benchmarks")

@@ -1,4 +1,4 @@
-"""What several benchmarks read from the command line alike."""
+"""Command-line arguments that several benchmarks share."""
 
 from __future__ import annotations
 

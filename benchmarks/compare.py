@@ -35,11 +35,11 @@ from benchmarks.timing import matmul_gflops
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from bin.cli import Parser, run_main
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.host import usable_cores
+from dcmdp_jax.parallel.cpu import usable_cores
 
 _WARM_UPS = 2
 _ROOT = Path(__file__).resolve().parents[1]
-# From so many parameters on three processes side by side need more memory than a small machine has.
+# From this number of parameters on, three processes at once need more memory than a small machine has.
 _APART_FROM = 30_000_000
 
 
@@ -58,7 +58,7 @@ class Comparison:
         }
 
     def measure(self, part: str, size: str) -> dict[str, Any]:
-        """All contenders at one part and size; whoever fails is told of, and left out from there on."""
+        """Measure all contenders at one part and size; a contender that fails is reported and left out from then on."""
         names = list(self._pythons)
         apart = _is_apart(size, self._arguments.apart)
         measured: dict[str, Any] = {"part": part, "size": size, "in_turn": not apart, "contenders": {}}

@@ -1,4 +1,4 @@
-"""What of a training step is not model time: the loop of bin/train.py, phase by phase.
+"""Time of a training step outside the model: the loop of bin/train.py, phase by phase.
 
     python -m benchmarks.loop --size 9M --steps 24
 
@@ -18,12 +18,13 @@ import time
 from pathlib import Path
 
 from benchmarks.peers.inputs import make_inputs
-from benchmarks.peers.ours import SteppedEngine, run_config
+from benchmarks.peers.ours import run_config, stepped
 from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.config import from_config_dict
-from dcmdp_jax.parallel.host import prepare_host
-from dcmdp_jax.training import loop
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import make_plan_of_run
 
 _WARM, _EVERY = 3, 4
@@ -35,7 +36,8 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="9M")
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     print(machine() + "\n")
     stamps: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -46,9 +48,8 @@ def main() -> None:
         )  # fmt: skip
         config.training.steps = arguments.steps + _WARM + 1
         config.checkpoint.every_steps = _EVERY
-        make_engine = loop.make_engine
-        loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), lambda _: stamps.append(time.monotonic()))
-        loop.train(make_plan_of_run(from_config_dict(config)), show=lambda line: None)
+        build = stepped(lambda _: stamps.append(time.monotonic()))
+        train(make_plan_of_run(from_config_dict(config)), show=lambda line: None, build=build)
         lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["step"]: record for record in map(json.loads, lines) if "time/step" in record}
     seconds = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]

@@ -25,11 +25,12 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import Episode, collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.training.setup import make_probe
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.training.build import make_probe
+from dcmdp_jax.types import Params
 
 PROMPTS, TOKENS, PROMPT_TOKENS, ALONE = 64, 64, 16, 16
 TOTAL = PROMPT_TOKENS + TOKENS
@@ -46,7 +47,7 @@ class Regime(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """What an engine differs by.
+    """Differences of an engine from the trainer.
 
     Attributes:
         probability: mean |p_train - p_engine| over the sampled tokens.
@@ -85,30 +86,32 @@ def model(family: str) -> ModelConfig:
 
 
 def mean_difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
-    """Of probabilities, over all tokens."""
+    """Statistics of probabilities, over all tokens."""
     return float(np.mean(np.abs(np.exp(np.concatenate(first)) - np.exp(np.concatenate(second)))))
 
 
-def noise_floor(engine: VllmEngine, rollout: Rollout) -> float:
+def noise_floor(engine: VllmEngine, episodes: list[Episode]) -> float:
     """The first requests once more, with their own seeds, each alone: same tokens, another batch composition."""
     together, alone = [], []
-    for row in range(ALONE):
-        prompt = rollout.prompt_ids[row]
+    for row, episode in enumerate(episodes[:ALONE]):
+        prompt = episode.prompt_ids
         arrays = {
             "prompt_ids": prompt,
             "prompt_lengths": np.array([prompt.size], np.int32),
-            "rows": np.zeros(1, np.int32),
+            "prompt_of_row": np.zeros(1, np.int32),
             "seeds": request_seeds(0, 0, np.array([row])),
         }
         sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": TOKENS, "stop_token_ids": []}
-        answer = engine._supervisor.run(
-            lambda sidecar, arrays=arrays, sampling=sampling: sidecar.request(
-                "generate", {"sampling": sampling}, arrays, answer="generated"
-            )
-        ).arrays
+        (answer,) = engine._supervisor.run(
+            lambda sidecar, arrays=arrays, sampling=sampling: [
+                message.arrays
+                for message in sidecar.stream("generate", {"sampling": sampling}, arrays, answer="generated")
+                if message.arrays
+            ]
+        )
         # Where rounding tips a token over, what follows is another completion.
-        same = np.cumprod(answer["token_ids"] == rollout.completion_ids[row]).astype(bool)
-        together.append(rollout.rollout_logprobs[row][same])
+        same = np.cumprod(answer["token_ids"] == episode.completion_ids).astype(bool)
+        together.append(episode.rollout_logprobs[episode.sampled_mask][same])
         alone.append(answer["logprobs"][same])
     return mean_difference(together, alone)
 
@@ -124,7 +127,7 @@ def _reference(family: str) -> tuple[ModelConfig, Params, LocalEngine]:
 
 
 def measure(family: str, regime: Regime) -> Mismatch:
-    """Starts a sidecar, samples with it, and compares with the training stack."""
+    """Start a sidecar, sample with it, and compare with the training stack."""
     config, params, exact = _reference(family)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
@@ -136,12 +139,12 @@ def measure(family: str, regime: Regime) -> Mismatch:
         )  # fmt: skip
         try:
             pushed = engine.push_weights(params, 0)
-            rollout = engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0)
-            floor = noise_floor(engine, rollout)
+            episodes = collect(engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0))
+            floor = noise_floor(engine, episodes)
         finally:
             engine.close()
-    train = exact.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
-    sampled = rollout.rollout_logprobs
+    train = exact.score([e.prompt_ids for e in episodes], [e.completion_ids for e in episodes], temperature=1.0)
+    sampled = [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes]
     entropy = -float(np.mean(np.concatenate(sampled)))
     return Mismatch(mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy)
 

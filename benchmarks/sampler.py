@@ -21,7 +21,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,11 @@ from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
-from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local import decode, sampler
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.rollout.local.schedule import Scheduler
@@ -42,6 +44,7 @@ from dcmdp_jax.rollout.local.weights import PRECISIONS
 
 TAIL_PROMPTS, TAIL_ROWS, MEDIAN, LONGEST = 64, 128, 32, 256
 _END = 0
+_Schedule = Callable[..., Iterator[None]]
 
 
 def _mesh() -> Mesh:
@@ -70,10 +73,12 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     for precision, engine in engines.items():
         engine.push_weights(params, 0)
         push[precision] = _seconds(lambda engine=engine: engine.push_weights(params, 1))
-        first[precision] = _seconds(lambda engine=engine: engine.generate(prompts, sampling, seed=0, step=0))
+        first[precision] = _seconds(lambda engine=engine: collect(engine.generate(prompts, sampling, seed=0, step=0)))
     for step in range(repeats):
         for precision, engine in engines.items():
-            seconds = _seconds(lambda engine=engine, step=step: engine.generate(prompts, sampling, seed=1, step=step))
+            seconds = _seconds(
+                lambda engine=engine, step=step: collect(engine.generate(prompts, sampling, seed=1, step=step))
+            )
             times[precision].append(PROMPTS * GROUP * NEW_TOKENS / seconds)
     return [
         f"| {size} | {num_params(config):,} | {precision} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - "
@@ -93,10 +98,12 @@ def _forced_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.where((tokens >= lengths - 1)[:, None], np.uint32(0), words)
 
 
-def _one_batch_after_another(schedule: Callable[..., None]) -> Callable[..., None]:
-    def sample(self: Scheduler, prompts: list[np.ndarray], members: list[int], group: int, bucket: int) -> None:
+def _one_batch_after_another(schedule: _Schedule) -> _Schedule:
+    def sample(
+        self: Scheduler, prompts: list[np.ndarray], members: list[int], group: int, bucket: int
+    ) -> Iterator[None]:
         for start in range(0, len(members), TAIL_ROWS // group):
-            schedule(self, prompts, members[start : start + TAIL_ROWS // group], group, bucket)
+            yield from schedule(self, prompts, members[start : start + TAIL_ROWS // group], group, bucket)
 
     return sample
 
@@ -121,10 +128,11 @@ def measure_long_tail(size: str, repeats: int) -> str:
     coarse = made(cache_block=128, min_rows=32)
     completions, refilled = {}, Scheduler.sample
 
-    def call(name: str, engine: LocalEngine, sample: Callable[..., None]) -> None:
+    def call(name: str, engine: LocalEngine, sample: _Schedule) -> None:
         Scheduler.sample = sample
         try:
-            completions[name] = engine.generate(prompts, sampling, seed=0, step=0).completion_ids
+            episodes = collect(engine.generate(prompts, sampling, seed=0, step=0))
+            completions[name] = [episode.completion_ids for episode in episodes]
         finally:
             Scheduler.sample = refilled
 
@@ -161,7 +169,8 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
     parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     print(machine() + "\n")
     if arguments.lengths == "longtail":
         print(

@@ -1,4 +1,4 @@
-"""What the method costs: one training step of DC-GRPO against GRPO, with one and with four mini-batches.
+"""Cost of the method: one training step of DC-GRPO against GRPO, with one and with four mini-batches.
 
     python -m benchmarks.step --sizes 0.6M,9M --repeats 7
 

@@ -1,4 +1,4 @@
-"""Two or more things measured side by side in one run, reported as a ratio with its spread."""
+"""Two or more calls measured in turn in one run, reported as a ratio with its spread."""
 
 from __future__ import annotations
 

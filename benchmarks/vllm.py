@@ -1,4 +1,4 @@
-"""What the vLLM sidecar costs: weight pushes, the way there and back, and its speed beside the embedded engine's.
+"""Cost of the vLLM sidecar: weight pushes, round trips, and its speed compared with the embedded engine's.
 
     python -m benchmarks.vllm push --repeats 7         0.6B parameters, against one memcpy of the same bytes
     python -m benchmarks.vllm client --repeats 9       generate through the client against LLM.generate itself
@@ -29,13 +29,14 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.client import VllmEngine
-from dcmdp_jax.rollout.vllm.probe import Probe
+from dcmdp_jax.rollout.sidecar.probe import Probe
+from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
+from dcmdp_jax.rollout.vllm import launch
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.rollout.vllm.segments import available_bytes
-from dcmdp_jax.training.setup import make_probe
+from dcmdp_jax.training.build import make_probe
 
 # Vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
 MODELS = {
@@ -120,12 +121,12 @@ def client(repeats: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
             engine = sidecar(config, directory, precision="bfloat16", probe=False)
             engine.push_weights(init_params(config, jax.random.key(0)), 0)
-            arguments = vllm_settings.engine_arguments(
+            arguments = launch.engine_arguments(
                 config, SETTINGS, Path(directory), precision="bfloat16", compute_dtype="bfloat16",
                 kv_cache_dtype="auto", max_total_tokens=TOTAL, max_rows=ROWS, cpu=True, available=available_bytes(),
             )  # fmt: skip
             request = {
-                "environment": vllm_settings.environment(SETTINGS, cpu=True),
+                "environment": launch.environment(SETTINGS, cpu=True),
                 "llm": arguments,
                 "tokens": NEW_TOKENS,
                 "prompts": [ids.tolist() for ids in asked for _ in range(GROUP)],
@@ -142,7 +143,7 @@ def client(repeats: int) -> None:
             times: dict[str, list[float]] = {"LLM.generate": [], "client": []}
             for repeat in range(repeats + 1):
                 began = time.perf_counter()
-                engine.generate(asked, sampling, seed=0, step=0)
+                collect(engine.generate(asked, sampling, seed=0, step=0))
                 ours = time.perf_counter() - began
                 direct.stdin.write("\n")
                 direct.stdin.flush()
@@ -160,7 +161,7 @@ def client(repeats: int) -> None:
 
 
 def _answer(process: subprocess.Popen, word: str) -> str:
-    """What follows `word` in the next line that begins with it; vLLM logs in between."""
+    """The rest of the next line that starts with `word`; vLLM logs in between."""
     for line in process.stdout:
         if line.startswith(word):
             return line.removeprefix(word)
@@ -185,7 +186,7 @@ def sampler(repeats: int, models: str) -> None:
             for repeat in range(repeats + 1):
                 for way, engine in engines.items():
                     began = time.perf_counter()
-                    engine.generate(asked, sampling, seed=0, step=repeat)
+                    collect(engine.generate(asked, sampling, seed=0, step=repeat))
                     if repeat:
                         times[way].append(time.perf_counter() - began)
             for engine in engines.values():

@@ -14,12 +14,14 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.parallel.host import training_mesh
+from dcmdp_jax.parallel.mesh import training_mesh
+from dcmdp_jax.rollout.episode import Episode, single_turn
 from dcmdp_jax.rollout.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import make_row_logprobs, make_train_step
-from dcmdp_jax.types import Batch, Rollout
+from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.types import Batch
 
 # The peers' sizes: vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
 SIZES = {
@@ -38,31 +40,32 @@ def model(size: str) -> ModelConfig:
     return ModelConfig("qwen3", *SIZES[size], tie_word_embeddings=True)
 
 
-def rollout(config: ModelConfig, prompt_tokens: int, lengths: np.ndarray, group_size: int) -> Rollout:
+def rollout(config: ModelConfig, prompt_tokens: int, lengths: np.ndarray, group_size: int) -> list[Episode]:
     """Random completions of the given lengths to prompts of one length."""
     rng = np.random.default_rng(0)
     count = len(lengths)
     prompts = [rng.integers(0, config.vocab_size, prompt_tokens).astype(np.int32) for _ in range(count // group_size)]
-    return Rollout(
-        prompt_ids=[prompts[i // group_size] for i in range(count)],
-        completion_ids=[rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths],
-        rollout_logprobs=[rng.normal(-3.0, 0.5, n).clip(-9, -0.01).astype(np.float32) for n in lengths],
-        finish_reasons=["stop"] * count,
-        group_ids=np.repeat(np.arange(count // group_size), group_size),
-        policy_version=0,
-    )
+    completions = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
+    logprobs = [rng.normal(-3.0, 0.5, n).clip(-9, -0.01).astype(np.float32) for n in lengths]
+    return [
+        single_turn(
+            prompts[i // group_size], completions[i], logprobs[i],
+            policy_version=0, group=i // group_size, member=i % group_size, finish_reason="stop",
+        )
+        for i in range(count)
+    ]  # fmt: skip
 
 
-def batch_of(sampled: Rollout, plan: PackingPlan, config: ModelConfig) -> tuple[Batch, float]:
+def batch_of(sampled: list[Episode], plan: PackingPlan, config: ModelConfig) -> tuple[Batch, float]:
     """The packed batch on the devices and its share of padding."""
-    rewards = np.random.default_rng(1).integers(0, 2, len(sampled.completion_ids)).astype(np.float32)
+    rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan, mask_truncated=False)
     shardings = batch_shardings(training_mesh(num_params=num_params(config)), buckets=len(plan.row_lengths))
     return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
 
 
 def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
-    """How a step on 16 x 8 completions of 64 tokens computes, and its shapes: a group's prompt once, no padding."""
+    """Settings and shapes of a step on 16 x 8 completions of 64 tokens: a group's prompt once, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,

@@ -1,7 +1,7 @@
 """The commands."""
 
-from dcmdp_jax.memory import leave_out_torch, prepare_memory
+from dcmdp_jax.process_memory import hide_torch, keep_freed_memory
 
 # Before what they import makes threads.
-prepare_memory("bin")
-leave_out_torch("bin")
+keep_freed_memory("bin")
+hide_torch("bin")

@@ -12,7 +12,7 @@ from dcmdp_jax.tasks.problems import source_name
 
 UNLIMITED = 2**31 - 1
 """No number of tokens, rows or problems is larger."""
-# Below it log-probs reach their clamp, beyond it every token is about as likely: as config.rollout.temperature.
+# Below, log-probs reach their clamp; above, all tokens are about equally likely. As config.rollout.temperature.
 _TEMPERATURES = 0.01, 100.0
 
 

@@ -1,4 +1,4 @@
-"""What every command does with bad arguments and failures: one clear line, an exit code, no traceback lost."""
+"""Bad arguments and failures of commands: one clear line, an exit code, no lost traceback."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 
 _EXPECTED = 2
 _UNEXPECTED = 1
 _INTERRUPTED = 130
 _DEBUG = "--debug"
-_DISK_FULL = "No space left on device"  # an OSError's own words, and the end of Orbax's page about it
+_DISK_FULL = "No space left on device"  # in an OSError, and at the end of Orbax's long message
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's errors begin
 ERROR_LOG = "error.log"
 _run_dir: Path | None = None
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as one line for `run_main`, with the nearest flag for one that is not there."""
+    """Argument parser that raises one-line errors for `run_main`, with the nearest flag for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviated flag would change its meaning when a new one is added.
         super().__init__(epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError instead of printing the usage and leaving."""
+        """Raise UserError instead of printing the usage and exiting."""
         raise UserError(message)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """As argparse's; UserError in one line for what it doesn't know."""
+        """Parse as argparse does; UserError in one line for an unknown argument."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             near = difflib.get_close_matches(rest[0].partition("=")[0], self._flags(), n=1)
@@ -73,9 +73,9 @@ def run_main(
     | is interrupted (Ctrl-C) | `interrupted` | 130 |
 
     The traceback of everything but a UserError is appended to error.log of the run directory that
-    `keep_tracebacks_in` names. Without one, the traceback of what is not expected goes to stderr before the line.
-    Exceptions of threads go the same way. SystemExit (argparse, absl) passes through. `--debug` before a bare `--` is
-    taken from the arguments; every failure then prints its traceback on stderr as well.
+    `keep_tracebacks_in` names. Without one, the traceback of an unexpected failure goes to stderr before the line.
+    Exceptions of threads are handled the same way. SystemExit (argparse, absl) passes through. `--debug` before a bare
+    `--` is removed from the arguments; every failure then prints its traceback on stderr as well.
 
     Args:
         main: takes the arguments as in `sys.argv`, the program's name first, without `--debug`.
@@ -103,17 +103,17 @@ def run_main(
 
 
 def keep_tracebacks_in(run_dir: str | Path) -> None:
-    """Has tracebacks appended to `run_dir`/error.log from now on, wherever that directory exists."""
+    """Append tracebacks to `run_dir`/error.log from now on, if that directory exists."""
     global _run_dir
     _run_dir = Path(run_dir)
 
 
 def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) -> int:
-    """Says what went wrong, keeps the traceback, returns the exit code."""
-    text, line, code = traceback.format_exc(), _one_line(error), _EXPECTED
+    """Print the error, keep the traceback, return the exit code."""
+    text, line, code = traceback.format_exc(), _message(error), _EXPECTED
     log = None if isinstance(error, UserError) else _append_to_log("failed", text)
     hints = [] if log is None else [f"traceback: {log}"]
-    # Ours have no errno: they are raised with a message alone.
+    # This package raises OSError with a message alone, without errno.
     names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
     if not (names_file or isinstance(error, (UserError, *expected)) or _DISK_FULL in str(error)):
         line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
@@ -127,7 +127,7 @@ def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) 
 
 
 def _append_to_log(what: str, text: str) -> Path | None:
-    """Appends to the run's error.log and says where that is; None if there is none or it can't be written."""
+    """Append to the run's error.log; its path, or None if there is none or it can't be written."""
     if _run_dir is None or not _run_dir.is_dir():
         return None
     path = _run_dir / ERROR_LOG
@@ -140,10 +140,10 @@ def _append_to_log(what: str, text: str) -> Path | None:
 
 
 def _keep_failures_of_threads() -> None:
-    """Sends what fails outside the main thread to the log, and to stderr only where there is none.
+    """Send failures outside the main thread to the log, or to stderr if there is no log.
 
-    When a checkpoint can't be written, each of Orbax's threads fails with a traceback, its abandoned coroutines with
-    another at the exit, and it logs more. The main thread raises the same error and says it in one line.
+    When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned coroutines print
+    another at exit, and it logs more. The main thread raises the same error and reports it in one line.
     """
 
     def keep(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -168,15 +168,15 @@ def _keep_failures_of_threads() -> None:
 
 
 class _LogHandler(logging.Handler):
-    """Appends records to the run's error.log; drops them where there is none."""
+    """Appends records to the run's error.log; drops them if there is none."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _append_to_log(f"logged by {record.name}", self.format(record))
 
 
-def _one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if _DISK_FULL in str(error):
         return "no space left on the disk; make room and run the same command again"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.strerror}: {error.filename}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error) or type(error).__name__

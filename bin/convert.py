@@ -62,14 +62,15 @@ def _check(directory: Path) -> None:
     check_values(manifest)
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
-    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(set(manifest.files.values()))} file(s)")
+    files = {place.path for place in manifest.tensors.values()}
+    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s)")
     print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
     print(f"tokenizer    {'present' if has_tokenizer(directory) else 'none'}")
     print(f"{directory}: fits its config.json, all values are finite")
 
 
 def _check_apart(source: Path, out_dir: Path) -> None:
-    """Refuses an output that would replace what it is made of, or lie within it, --overwrite or not."""
+    """Refuse an output that would replace what it is made of, or lie within it, --overwrite or not."""
     source, out_dir = source.resolve(), out_dir.resolve()
     if out_dir.is_relative_to(source) or source.is_relative_to(out_dir):
         raise UserError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")
@@ -103,9 +104,12 @@ def _write(
 
 def _describe(config: ModelConfig) -> str:
     embeddings = "tied" if config.tie_word_embeddings else "untied"
+    mlp = f"MLP {config.intermediate_size}"
+    if config.num_experts:
+        mlp = f"{config.num_experts_per_tok} of {config.num_experts} experts of {config.moe_intermediate_size}"
     return (
         f"model        {config.model_type}, {num_params(config):,} parameters, {config.num_layers} layers, "
-        f"hidden {config.hidden_size}, MLP {config.intermediate_size}, heads {config.num_heads}/{config.num_kv_heads} "
+        f"hidden {config.hidden_size}, {mlp}, heads {config.num_heads}/{config.num_kv_heads} "
         f"of {config.head_dim}, vocabulary {config.vocab_size}, {embeddings}\n"
         f"rotary       base {config.rope_theta:g}, {config.rope_scaling.kind}; "
         f"context {config.max_position_embeddings} tokens"

@@ -7,63 +7,75 @@
 MODEL is a Hugging Face directory, or a run directory (or a checkpoint in it) written by bin.train. The defaults are the
 paper's evaluation: temperature 0.7, top-p 1, 32768 tokens, avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500,
 Minerva and OlympiadBench, known by their file names: aime24, aime25, amc23, math500, minerva, olympiadbench.
+
+The same command continues a killed evaluation; it ends with the same files as an uninterrupted one.
+
+    python -m bin.evaluate --table evaluation-*.json                       one table over methods and runs
+    python -m bin.evaluate MODEL --tasks amc23.jsonl --train_data dapo.jsonl [--drop_overlap]
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bin.arguments import UNLIMITED, real, split_tasks, temperature, whole
-from bin.cli import Parser, keep_tracebacks_in, run_main
+from bin.arguments import UNLIMITED
+from bin.cli import keep_tracebacks_in, run_main
+from bin.evaluate_flags import parse, settings_of
 from configs.base import get_config
-from dcmdp_jax.config import ENGINE_CHOICES, VllmSettings, to_dict
+from dcmdp_jax.config import VllmSettings, to_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
+from dcmdp_jax.evaluation.average import EvaluationResult
+from dcmdp_jax.evaluation.log import EvaluationLog, open_output, write_json
+from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
+from dcmdp_jax.evaluation.resumable import default_part, evaluate_in_parts
 from dcmdp_jax.evaluation.size import check_size
-from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
-from dcmdp_jax.inputs import shorten
-from dcmdp_jax.memory import give_back_freed
+from dcmdp_jax.evaluation.table import (
+    format_comparison,
+    format_table,
+    paper_samples,
+    plain_average,
+    read_scores,
+    to_record,
+)
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.parallel.host import prepare_host
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
+from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.client import VllmEngine
-from dcmdp_jax.rollout.vllm.remote import RemoteEngine
-from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
+from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
+from dcmdp_jax.rollout.vllm.launch import check_installation
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
+from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.training.memory_parts import plan_engine_memory
 from dcmdp_jax.training.memory_plan import free_host_bytes, this_machine
 from dcmdp_jax.training.run_directory import read_config as read_run_config
-from dcmdp_jax.training.setup import make_probe
 from dcmdp_jax.types import Params
 
 _MOST_VERIFIERS = 8
 # Of one completion on a server: 32768 tokens at a few a second, and the wait in its queue.
 _REMOTE_TIMEOUT_S = 7200.0
-# More in flight than any engine decodes; vLLM allocates for each.
-_MOST_ROWS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is to be evaluated, found and checked, its weights not read yet.
+    """A model to evaluate, found and checked; its weights are not read yet.
 
     Attributes:
         name: for people.
@@ -71,6 +83,7 @@ class _Model:
         tokenizer: its directory; generation_config.json there names further end tokens.
         step: of a checkpoint, None for a Hugging Face directory.
         run: a run's directory and settings, None for a Hugging Face directory.
+        weights: name, size and time of its files: a directory may get others under the same name.
         dtype: that the weights are loaded in for an engine of the given precision.
         load: reads the weights for an engine of the given precision.
     """
@@ -80,20 +93,28 @@ class _Model:
     tokenizer: Path
     step: int | None
     run: tuple[Path, dict[str, Any]] | None
+    weights: list[list[Any]]
     dtype: Callable[[str], str]
     load: Callable[[str], Params]
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), check all input, evaluate task by task, print the table."""
-    arguments = _parser().parse_args(argv[1:])
-    prepare_host(cpu_devices=0)
+    arguments = parse(argv[1:])
+    if arguments.table is not None:
+        print(format_comparison([read_scores(path) for path in arguments.table]))
+        return
+    enable_compile_cache()
+    set_cpu_devices(0)
     model = _find_model(arguments.model, arguments.step)
     if model.run is not None:
         keep_tracebacks_in(model.run[0])
-    settings = _settings(arguments, model)
+    settings = settings_of(arguments, model.run[1] if model.run else None)
     tokenizer = _tokenizer(model)
     tasks = {name: _prompts(location, tokenizer, settings) for name, location in settings["tasks"].items()}
+    overlaps = _overlaps(tasks, settings)
+    if settings["drop_overlap"]:
+        tasks = {name: leave_out(prompts, overlaps[name], task=name) for name, prompts in tasks.items()}
     sampling = SamplingParams(
         group_size=1,
         max_completion_tokens=settings["max_completion_tokens"],
@@ -109,28 +130,31 @@ def main(argv: list[str]) -> None:
             settings["max_completion_tokens"],
             free=free_host_bytes(),
         )
-    out = _out_path(arguments.out, model)
-    with contextlib.closing(_engine(model, tasks, settings, out)) as engine:
+    out, log = open_output(arguments.out, *_default_output(model), _header(model, tasks, settings))
+    with log, contextlib.closing(_engine(model, tasks, settings, out)) as engine:
         if settings["engine"] != "remote":
             engine.push_weights(model.load(settings["precision"]), model.step or 0)
-            give_back_freed()
-        results = _evaluate(engine, model, tokenizer, tasks, sampling, settings, arguments.method, out)
-    print(format_table(arguments.method or model.name, results))
+            release_freed_memory()
+        results = _evaluate(engine, tokenizer, tasks, sampling, settings, log)
+        method = arguments.method or model.name
+        write_json(out, _record(method, model, settings, results, tasks, overlaps))
+        log.close_finished()
+    print(format_table(method, results, seed=settings["seed"]))
     if dropped := {name: prompts.dropped for name, prompts in tasks.items() if prompts.dropped}:
         said = ", ".join(f"{count} of {name}" for name, count in dropped.items())
         print(f"left out, prompt over --max_prompt_tokens={settings['max_prompt_tokens']}: {said}")
+    for line in _describe_overlaps(results, tasks, overlaps, settings):
+        print(line)
     print(f"wrote {out}")
 
 
 def _evaluate(
     engine: Engine,
-    model: _Model,
     tokenizer: PreTrainedTokenizerBase,
     tasks: dict[str, EncodedPrompts],
     sampling: SamplingParams,
     settings: dict[str, Any],
-    method: str | None,
-    out: Path,
+    log: EvaluationLog,
 ) -> list[EvaluationResult]:
     results: list[EvaluationResult] = []
     # No budget: a score depends on the answers, not on how fast this machine is.
@@ -138,77 +162,25 @@ def _evaluate(
         for name, prompts in tasks.items():
             samples = _samples(name, settings)
             began = time.monotonic()
-            result = evaluate(
+            result = evaluate_in_parts(
                 engine,
                 verifier,
                 tokenizer,
                 prompts.token_ids,
-                [problem.answer for problem in prompts.problems],
+                prompts.problems,
                 dataclasses.replace(sampling, group_size=samples),
                 task=name,
                 seed=settings["seed"],
+                problems_per_part=settings["problems_per_part"] or default_part(samples, settings["max_rows"]),
+                log=log,
             )
             results.append(result)
             _report_progress(result, len(tasks), len(results), time.monotonic() - began)
-            # After every task: a long evaluation that dies keeps what it has.
-            _write(out, _record(method or model.name, model, settings, results, tasks))
     return results
 
 
 def _samples(task: str, settings: dict[str, Any]) -> int:
     return settings["samples"] or paper_samples(task)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m bin.evaluate",
-        description="avg@K and pass@K of a Hugging Face directory or a checkpoint, in the paper's table layout.",
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, help="Hugging Face directory, run directory, or checkpoint directory")
-    add(
-        "--tasks",
-        type=split_tasks,
-        metavar="A,B,...",
-        help=".jsonl or .parquet files, arithmetic:... or Hub names (default: a run's evaluation.task)",
-    )
-    add("--step", type=whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    add("--engine", choices=(*ENGINE_CHOICES, "remote"), help="what samples (default: a run's own, else local)")
-    add("--server", metavar="URL", help="with --engine remote: http(s)://HOST:PORT or the path of a Unix socket")
-    add("--precision", help="of the engine's weights, as rollout.precision (default: a run's own, else bfloat16)")
-    add("--compute_dtype", help="of activations, as rollout.compute_dtype (default: a run's own, else bfloat16)")
-    add("--kv_cache_dtype", help="of the key-value cache, as rollout.kv_cache_dtype (default: a run's own, else auto)")
-    add("--samples", type=whole(1), metavar="K", help="completions a problem (default: the paper's K, others 8)")
-    add("--temperature", type=temperature, default=0.7, help="default %(default)s, as the paper; 0 is greedy")
-    add("--top_p", type=real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
-    add(
-        "--max_completion_tokens",
-        type=whole(1),
-        default=32768,
-        metavar="N",
-        help="end-of-sequence included (default: %(default)s, as the paper)",
-    )
-    add("--max_prompt_tokens", type=whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
-    add("--max_problems", type=whole(1), metavar="N", help="only the first N rows of each task (default: all)")
-    add("--prompt_suffix", help="appended to each problem (default: a run's own, else the default)")
-    add("--on_bad_row", choices=("error", "skip"), default="error", help="a malformed row (default: %(default)s)")
-    add(
-        "--max_rows",
-        type=whole(1, _MOST_ROWS),
-        default=256,
-        metavar="N",
-        help="decoded side by side (default: %(default)s)",
-    )
-    add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
-    add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="JSON with every problem's mean, replaced if it is there (default: a new evaluation-*.json in the run "
-        "directory, or here for a Hugging Face directory)",
-    )
-    return parser
 
 
 def _find_model(path: Path, step: int | None) -> _Model:
@@ -230,7 +202,7 @@ def _find_model(path: Path, step: int | None) -> _Model:
     def load(precision: str) -> Params:
         return load_params(path, config, dtype=dtype(precision))
 
-    return _Model(resolved.name, config, path, None, None, dtype, load)
+    return _Model(resolved.name, config, path, None, None, _fingerprint(path.glob("*.safetensors")), dtype, load)
 
 
 def _checkpoint_model(path: Path, step: int | None) -> _Model:
@@ -249,39 +221,12 @@ def _checkpoint_model(path: Path, step: int | None) -> _Model:
         del precision
         return run["model"]["param_dtype"]
 
-    return _Model(f"{run_dir.name} step {found}", config, tokenizer, found, (run_dir, run), dtype, load)
+    files = _fingerprint((run_dir / "checkpoints" / str(found)).iterdir())
+    return _Model(f"{run_dir.name} step {found}", config, tokenizer, found, (run_dir, run), files, dtype, load)
 
 
-def _settings(arguments: argparse.Namespace, model: _Model) -> dict[str, Any]:
-    """The arguments, with the run's own values, or those of configs/base.py, where they say nothing."""
-    base = get_config()
-    run = model.run[1] if model.run else base.to_dict()
-    given = {name: value for name, value in vars(arguments).items() if name not in ("model", "method", "out", "step")}
-    defaults = {
-        "engine": run["rollout"]["engine"],
-        "prompt_suffix": run["task"]["prompt_suffix"],
-        "precision": run["rollout"]["precision"],
-        "compute_dtype": run["rollout"]["compute_dtype"],
-        "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
-    }
-    for name, value in defaults.items():
-        given[name] = value if given[name] is None else given[name]
-    for name, allowed in ENGINE_CHOICES.get(given["engine"], {}).items():
-        option = name.removeprefix("rollout.")
-        if given[option] not in allowed:
-            raise UserError(
-                f"--{option}: got {shorten(given[option])}, allowed with --engine {given['engine']} are "
-                f"{', '.join(allowed)}"
-            )
-    if (given["engine"] == "remote") != (given["server"] is not None):
-        raise UserError("--server: goes with --engine remote, which needs it: http(s)://HOST:PORT or a socket's path")
-    if given["engine"] != "local":
-        check_temperature(given["temperature"], "--temperature")
-    if given["tasks"] is None:
-        if not run["evaluation"]["task"]:
-            raise UserError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")
-        given["tasks"] = split_tasks(run["evaluation"]["task"])
-    return given
+def _fingerprint(files: Iterable[Path]) -> list[list[Any]]:
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
 
 
 def _tokenizer(model: _Model) -> PreTrainedTokenizerBase:
@@ -315,47 +260,91 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
             f"tokens, {name}) more than the model's max_position_embeddings={model.config.max_position_embeddings}; "
             f"--max_completion_tokens={room} fits"
         )
-    total = longest + settings["max_completion_tokens"]
-    if settings["engine"] == "remote":
-        return RemoteEngine(
-            model.config, server=settings["server"], max_total_tokens=total, timeout_s=_REMOTE_TIMEOUT_S,
-            max_concurrent=settings["max_rows"],
-        )  # fmt: skip
     precision = {name: settings[name] for name in ("precision", "compute_dtype", "kv_cache_dtype")}
+    rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
+    sidecar = VllmSettings(**rollout["vllm"])
     if settings["engine"] == "vllm":
-        rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
-        sidecar = VllmSettings(**rollout["vllm"])
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
         check_installation(sidecar, settings["precision"])
-        return VllmEngine(
-            model.config, sidecar, directory=out.with_suffix(".vllm"), **precision, max_total_tokens=total,
-            max_rows=settings["max_rows"], probe=make_probe(model.config, Compute(), one_device_mesh()),
-        )  # fmt: skip
-    mesh = make_mesh(data=-1)
-    plan_engine_memory(
-        model.config, this_machine(mesh.devices.flat[0].platform), **precision,
-        param_dtype=model.dtype(settings["precision"]), max_rows=settings["max_rows"],
-        prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
-        completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
-        max_completion_tokens=settings["max_completion_tokens"],
-    ).check()  # fmt: skip
-    return LocalEngine(model.config, **precision, max_total_tokens=total, max_rows=settings["max_rows"], mesh=mesh)
+    elif settings["engine"] == "local":
+        plan_engine_memory(
+            model.config, this_machine(make_mesh(data=-1).devices.flat[0].platform), **precision,
+            param_dtype=model.dtype(settings["precision"]), max_rows=settings["max_rows"],
+            prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
+            completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
+            max_completion_tokens=settings["max_completion_tokens"],
+        ).check()  # fmt: skip
+    spec = EngineArguments(
+        model=model.config,
+        **precision,
+        max_total_tokens=longest + settings["max_completion_tokens"],
+        max_rows=settings["max_rows"],
+        min_rows=get_config().rollout.min_rows,
+        mesh=lambda: make_mesh(data=-1),
+        probe=lambda: make_probe(model.config, Compute(), one_device_mesh()),
+        vllm=sidecar,
+        directory=out.with_suffix(".vllm"),
+        server=settings["server"] or "",
+    )
+    return ENGINES[settings["engine"]](spec)
 
 
-def _out_path(out: Path | None, model: _Model) -> Path:
-    """Where the JSON goes, found writable; without --out a name that is free."""
-    if out is None:
-        directory = model.run[0] if model.run else Path.cwd()
-        stem = f"evaluation-{model.name if model.step is None else model.step}"
-        out, number = directory / f"{stem}.json", 1
-        while out.exists():
-            number += 1
-            out = directory / f"{stem}-{number}.json"
-    if out.is_dir():
-        raise UserError(f"--out: {out} is a directory, name a file")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--out: {out} can't be written, {out.parent} is no directory one can write to")
-    return out
+def _overlaps(tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> dict[str, list[Overlap]]:
+    """The problems of each task that --train_data has; nothing without it."""
+    if settings["train_data"] is None:
+        return {}
+    train = load_problems(settings["train_data"], on_bad_row="skip")
+    texts = [problem.prompt for problem in train]
+    return {
+        name: [
+            overlap._replace(train_problem=train[overlap.train_problem].index)
+            for overlap in find_overlap([problem.prompt for problem in prompts.problems], texts)
+        ]
+        for name, prompts in tasks.items()
+    }
+
+
+def _describe_overlaps(
+    results: list[EvaluationResult],
+    tasks: dict[str, EncodedPrompts],
+    overlaps: dict[str, list[Overlap]],
+    settings: dict[str, Any],
+) -> Iterator[str]:
+    for result in results:
+        shared = {overlap.problem for overlap in overlaps.get(result.task, ())}
+        if not shared:
+            continue
+        said = f"overlap of {result.task} with {settings['train_data']}: {len(shared)} problems"
+        if settings["drop_overlap"]:
+            yield f"{said}, left out"
+        else:
+            rest = [place for place in range(len(tasks[result.task].problems)) if place not in shared]
+            alone = f"{100 * result.select(rest).average:.1f}" if rest else "no problem"
+            yield f"{said}; avg@{result.samples} is {100 * result.average:.1f}, without them {alone}"
+
+
+def _default_output(model: _Model) -> tuple[Path, str]:
+    """Directory and stem of the output's name."""
+    stem = f"evaluation-{model.name if model.step is None else model.step}"
+    return (model.run[0] if model.run else Path.cwd()), stem
+
+
+def _header(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> dict[str, Any]:
+    """Everything that changes a score: a continued evaluation must have the same."""
+
+    def digest(prompts: EncodedPrompts) -> str:
+        asked = [
+            (ids.tolist(), problem.answer) for ids, problem in zip(prompts.token_ids, prompts.problems, strict=True)
+        ]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+    return {
+        "model": model.name,
+        "step": model.step,
+        "weights": model.weights,
+        "settings": settings,
+        "problems": {name: digest(prompts) for name, prompts in tasks.items()},
+    }
 
 
 def _record(
@@ -364,11 +353,15 @@ def _record(
     settings: dict[str, Any],
     results: list[EvaluationResult],
     tasks: dict[str, EncodedPrompts],
+    overlaps: dict[str, list[Overlap]],
 ) -> dict[str, Any]:
     def record(result: EvaluationResult) -> dict[str, Any]:
         prompts = tasks[result.task]
         rows = [problem.index for problem in prompts.problems]
-        return {**to_record(result), "dropped_prompts": prompts.dropped, "problem_rows": rows}
+        made = {**to_record(result, seed=settings["seed"]), "dropped_prompts": prompts.dropped, "problem_rows": rows}
+        if overlaps:
+            made["overlap"] = [overlap._asdict() for overlap in overlaps[result.task]]
+        return made
 
     return {
         "method": method,
@@ -378,17 +371,6 @@ def _record(
         "average": plain_average(results),
         "tasks": {result.task: record(result) for result in results},
     }
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """All of it or nothing: a hidden sibling, synced and renamed."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: float) -> None:

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from bin.cli import Parser
 from dcmdp_jax.config import Config, from_config_dict, parse_value
 from dcmdp_jax.config_fields import replace_value
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.training.run_directory import name_suffix
 
 _OVERRIDE = "config."
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             `--config.section.name=value`, `--dry_run` and `--print_config`.
 
     Raises:
-        UserError: in one line, for a misspelt or ill-typed flag, a config file that is not there or breaks, or a
+        UserError: in one line, for a misspelt or ill-typed flag, a config file that is missing or fails, or a
             setting that `from_config_dict` refuses.
     """
     given, rest = _split_overrides(argv[1:])
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     for name, value in overrides.items():
         replace_value(values, name, value)
     config = from_config_dict(values)
-    # What the command line changes names the directory, so that two experiments never share one by default.
+    # Overrides are part of the directory's name, so that two experiments never share one by default.
     if "run_dir" not in overrides:
         config = dataclasses.replace(config, run_dir=config.run_dir + name_suffix(overrides, config))
     return Arguments(config, parsed.dry_run, parsed.print_config)
@@ -78,7 +78,7 @@ def _parser() -> Parser:
 
 
 def _split_overrides(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Overrides by dotted name, written --config.name=value or --config.name value, and all other words."""
+    """Split off overrides, --config.name=value or --config.name value, by dotted name; and all other words."""
     overrides: dict[str, str] = {}
     rest: list[str] = []
     pairs = itertools.pairwise([*words, None])
@@ -115,6 +115,6 @@ def _load(given: str) -> dict[str, Any]:
         return made.to_dict() if isinstance(made, ConfigDict) else dict(made)
     except SystemExit as error:
         raise UserError(f"--config: {path}: it called exit({error.code!r}); let get_config return") from error
-    except Exception as error:  # the file is a program: anything may be wrong with it
+    except Exception as error:  # the file is a program and may raise anything
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"--config: {path}: {kind}{' '.join(str(error).split())}") from error
+        raise UserError(f"--config: {path}: {kind}{one_line(error)}") from error

@@ -10,14 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from bin.cli import Parser, run_main
-from dcmdp_jax.observe.report import PLOTS_DIRECTORY, write_report
+from dcmdp_jax.observe.report import write_report
+from dcmdp_jax.observe.run_files import PLOTS_DIRECTORY
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
     parser = Parser(
         prog="python -m bin.report",
-        description="Plots (PNG) and a self-contained HTML page of one run, or of several laid over each other.",
+        description="Plots (PNG) and a self-contained HTML page of one run, or of several, overlaid.",
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by bin.train")
     parser.add_argument(

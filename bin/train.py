@@ -1,4 +1,4 @@
-"""Trains a policy: python -m bin.train --config=configs/demo.py [--config.section.name=value ...] [--dry_run]."""
+"""Train a policy: python -m bin.train --config=configs/demo.py [--config.section.name=value ...] [--dry_run]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcmdp_jax.training.stop_signal import Interrupted
 
 
 def main(argv: list[str]) -> int:
-    """Checks, prints the plan, trains, writes the report."""
+    """Check everything, print the plan, train, write the report."""
     arguments = parse(argv)
     config = arguments.config
     if arguments.print_config:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     except Interrupted as stopped:
         print(f"{stopped}; the same command resumes", flush=True)
         return 128 + stopped.signal_number
-    # The plotting library takes most of a second to import, which the first step need not wait for.
+    # Imported late: the plotting library takes most of a second.
     from dcmdp_jax.observe.report import write_report
 
     print(f"report: {write_report([config.run_dir], config.run_dir)}")

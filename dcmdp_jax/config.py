@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from dcmdp_jax.config_algorithm import AlgorithmSettings, check_algorithm
 from dcmdp_jax.config_checks import engine_choices, validate
 from dcmdp_jax.config_fields import INT32_MAX, build, declared, nearest_name, parse_text, setting
 from dcmdp_jax.config_rewards import RewardSettings, check_rewards
@@ -24,7 +25,6 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
 _MODEL = "no known dense model comes near it"
-_CLAMPED = "log-ratios are clamped to 20 nats: no ratio or discrepancy is larger"
 _ADAM = "AdamW moves each parameter by about as much in one update"
 
 
@@ -32,7 +32,7 @@ _ADAM = "AdamW moves each parameter by about as much in one update"
 class Architecture:
     """Shape of a freshly initialised model, used when `model.path` is empty."""
 
-    model_type: str = setting("qwen3", "Family of the model.", choices=("qwen2", "qwen3"))
+    model_type: str = setting("qwen3", "Family of the model.", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
     hidden_size: int = setting(128, "Width of the residual stream.", minimum=1, limit=(65536, _MODEL))
     intermediate_size: int = setting(384, "Width of the MLP.", minimum=1, limit=(524288, _MODEL))
     num_layers: int = setting(4, "Layers.", minimum=1, limit=(1024, _MODEL))
@@ -41,11 +41,15 @@ class Architecture:
     head_dim: int = setting(32, "Width of a head.", minimum=2, limit=(1024, _MODEL))
     rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1, limit=(1e12, _MODEL))
     tie_word_embeddings: bool = setting(True, "Use the embedding as output layer.")
+    num_experts: int = setting(0, "Experts of each layer of a qwen3_moe.", minimum=0, limit=(1024, _MODEL))
+    num_experts_per_tok: int = setting(0, "Experts that compute each token.", minimum=0, limit=(1024, _MODEL))
+    moe_intermediate_size: int = setting(0, "Width of an expert.", minimum=0, limit=(65536, _MODEL))
+    norm_topk_prob: bool = setting(True, "Divide the probabilities of a token's experts by their sum.")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which model, in which precision, computed how."""
+    """The model, its precision and its kernels."""
 
     path: str = setting(
         "", "Hugging Face directory (config.json, safetensors). Empty: a fresh model of `architecture`."
@@ -61,6 +65,16 @@ class ModelSettings:
     compute_dtype: str = setting(
         "bfloat16", "Activations and matrix products.", choices=("float32", "bfloat16"), source="paper [6.1]: BF16"
     )
+    forward_precision: str = setting(
+        "full",
+        "Matrices in the forward pass. full: compute_dtype. int8, fp8: the values that the local engine has with "
+        "rollout.precision of the same name, so that both agree; gradients pass straight through to the full weights.",
+        choices=("full", "int8", "fp8"), source="paper: full; Jet-RL, QaRL",
+    )  # fmt: skip
+    head_dtype: str = setting(
+        "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",
+        choices=("compute", "float32"),
+    )  # fmt: skip
     remat: str = setting(
         "full",
         "What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs (full).",
@@ -68,7 +82,7 @@ class ModelSettings:
     )  # fmt: skip
     scan_unroll: int = setting(
         1, "Layers in one iteration of the scan over layers. 1 compiles fastest, all of them run fastest on a CPU.",
-        unit="layers", minimum=1, limit=(1024, "a model has at most so many layers"), free=True,
+        unit="layers", minimum=1, limit=(1024, "a model has at most this many layers"), free=True,
     )  # fmt: skip
     attention: str = setting(
         "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16, else xla.",
@@ -114,80 +128,6 @@ class TaskSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class AlgorithmSettings:
-    """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper."""
-
-    # The names of functions in dcmdp_jax.algorithm; a test holds both together. Importing them would import JAX.
-    method: str = setting(
-        "dc_grpo", "Penalty of the discrepancy. dual_grpo: multiplier fixed at 1.", source="paper [4, 5]",
-        choices=("grpo", "dual_grpo", "threshold_grpo", "dc_grpo"),
-    )  # fmt: skip
-    measure: str = setting(
-        "diff", "Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.",
-        source="paper: diff", choices=("diff", "ratio", "log"),
-    )  # fmt: skip
-    sided: str = setting(
-        "two", "two: absolute value. one: only p_train above p_inf is charged.", source="paper: two",
-        choices=("two", "one"),
-    )  # fmt: skip
-    level: str = setting(
-        "token", "What is charged: each token's discrepancy, or its completion's mean.", source="paper: token",
-        choices=("token", "sequence"),
-    )  # fmt: skip
-    multiplier: float = setting(
-        0.1, "lambda_0, the multiplier of the first step.", unit="advantage per discrepancy",
-        source="paper [6.1]: 0.1 (8B), 0.05 (30B-A3B)",
-    )  # fmt: skip
-    tolerance: float = setting(
-        0.0037, "c, the budget of the mean discrepancy.", unit="of the measure",
-        source="paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B)", minimum=0, limit=(5e8, _CLAMPED),
-    )  # fmt: skip
-    dual_learning_rate: float = setting(
-        1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0,
-        limit=(1e9, "there the smallest violation takes lambda from end to end"),
-    )  # fmt: skip
-    multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)
-    multiplier_max: float = setting(
-        1.0, "Upper end of lambda.", source="ours: not stated in the paper",
-        limit=(1e6, "at 1 a discrepancy of 1 costs as much as the advantage of a good answer earns"),
-    )  # fmt: skip
-    dual_window: int = setting(
-        1, "Steps averaged in the dual update.", unit="steps", source="ours: 1 is the paper's update", minimum=1,
-        limit=(100_000, "the multiplier would answer to steps of long ago; the paper's window is 1"),
-    )  # fmt: skip
-    clip_low: float = setting(
-        0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high].", source="ours: not stated in the paper",
-        minimum=0, maximum=0.999999,
-    )  # fmt: skip
-    clip_high: float = setting(
-        0.24, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high].", source="paper [6.1]: 0.24", minimum=0,
-        limit=(5e8, _CLAMPED),
-    )  # fmt: skip
-    aggregation: str = setting(
-        "seq_mean_token_mean", "How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO.",
-        source="paper: seq_mean_token_mean", choices=("seq_mean_token_mean", "token_mean", "fixed_length"),
-    )  # fmt: skip
-    std_ddof: int = setting(
-        1, "Degrees of freedom taken from a group's standard deviation.",
-        source="ours: as in the framework the paper trained with", minimum=0, maximum=1,
-    )  # fmt: skip
-    std_epsilon: float = setting(
-        1e-6, "Added to a group's standard deviation.", source="ours: as in the framework the paper trained with",
-        minimum=0, limit=(1e6, "it only keeps the division by a standard deviation finite"),
-    )  # fmt: skip
-    normalize_std: bool = setting(True, "Divide advantages by their group's standard deviation.")
-    mask_truncated: bool = setting(False, "Leave truncated completions out of the loss.", source="ours: off")
-    kl_coefficient: float = setting(
-        0.0, "Weight of the KL divergence to the initial policy.", source="paper: no KL", minimum=0,
-        limit=(1e6, "the loss itself is of the order of 1"),
-    )  # fmt: skip
-    kl_estimator: str = setting(
-        "k3", "Estimator of that divergence.", choices=("k2", "k3"),
-        why="k1 is an estimate and no loss: its expected gradient is 0",
-    )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainingSettings:
     """Sizes of a step and when to give up."""
 
@@ -225,7 +165,7 @@ class TrainingSettings:
         limit=(INT32_MAX, "seeds are int32"),
     )
     max_skipped_in_row: int = setting(
-        8, "Updates with a gradient that is not finite are skipped; so many in a row stop the run.", unit="updates",
+        8, "Updates with a gradient that is not finite are skipped; this many in a row stop the run.", unit="updates",
         source="ours", minimum=1, free=True,
     )  # fmt: skip
 
@@ -271,6 +211,9 @@ class MeshSettings:
     data: int = setting(1, "Devices that rows are split over, each with all parameters.", unit="devices", free=True)
     fsdp: int = setting(-1, "Devices that rows and parameters are split over.", unit="devices", free=True)
     tensor: int = setting(1, "Devices that each matrix product is split over.", unit="devices", free=True)
+    expert: int = setting(
+        1, "Devices that rows and the experts of each layer are split over.", unit="devices", free=True
+    )
     cpu_devices: int = setting(
         0, "Devices that the CPU counts as, for training and the local engine. 0: one for each core, at most 4.",
         unit="devices", minimum=0, limit=(256, "each takes threads of its own"), free=True,
@@ -309,7 +252,7 @@ class EvaluationSettings:
         limit=HIGHEST_TEMPERATURE,
         free=True,
     )  # fmt: skip
-    max_problems: int = setting(0, "Only the first so many problems. 0: all.", unit="problems", minimum=0, free=True)
+    max_problems: int = setting(0, "Maximum number of problems. 0: all.", unit="problems", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +269,7 @@ class CheckpointSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings:
-    """What is recorded beside the metrics."""
+    """Records beside the metrics."""
 
     samples_every_steps: int = setting(
         10, "Steps between sample completions in samples.jsonl.", unit="steps", minimum=1, free=True
@@ -383,6 +326,7 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
     made = build(Config, config.to_dict() if isinstance(config, ConfigDict) else config, unknown_setting)
     validate(made)
     check_rewards(made.rewards)
+    check_algorithm(made.algorithm, made.rollout.max_completion_tokens)
     return made
 
 
@@ -422,7 +366,7 @@ def unknown_setting(name: str) -> UserError:
 
 
 def to_saved(config: Config) -> dict[str, Any]:
-    """What a run directory's config.json holds."""
+    """Content of a run directory's config.json."""
     return {"config_version": VERSION, **to_dict(config)}
 
 

@@ -39,7 +39,7 @@ def validate(config: Any) -> None:
 
 
 def engine_choices(kind: type, engine: str) -> dict[str, tuple[str, ...]]:
-    """What an engine has of the settings that depend on it: dotted name -> allowed values."""
+    """Allowed values of the settings that depend on the engine, by dotted name."""
     settings = declared(kind).values()
     return {one.name: one.about.engine_choices[engine] for one in settings if engine in one.about.engine_choices}
 
@@ -79,6 +79,12 @@ def _check_between(config: Any) -> None:
         )
     if config.rollout.engine == "vllm":
         _check_vllm_dtypes(config.rollout)
+    forward, rollout = config.model.forward_precision, config.rollout
+    if forward != "full" and (rollout.engine, rollout.precision) != ("local", forward):
+        raise UserError(
+            f"config.model.forward_precision: got {forward!r} with rollout.engine={rollout.engine} and "
+            f"rollout.precision={rollout.precision}; it matches the local engine at the same precision, or is 'full'"
+        )
     training, algorithm = config.training, config.algorithm
     if training.prompts_per_step % training.prompts_per_mini_batch:
         raise UserError(
@@ -104,9 +110,9 @@ def _check_between(config: Any) -> None:
                 f"config.training.row_lengths: longest is {training.row_lengths[-1]}, must hold task.max_prompt_tokens "
                 f"+ rollout.max_completion_tokens = {config.max_total_tokens}"
             )
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise UserError(f"config.mesh: got data, fsdp, tensor = {sizes}, sizes are positive and at most one is -1")
+        raise UserError(f"config.mesh: got data, fsdp, tensor, expert = {sizes}, sizes are positive, at most one is -1")
     if config.warmup.steps and not config.warmup.task:
         raise UserError("config.warmup.task: empty; name problems with worked solutions or set warmup.steps=0")
     if not config.task.train:
@@ -121,7 +127,8 @@ def _check_products(config: Any) -> None:
     """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
     shape, training, rollout = config.model.architecture, config.training, config.rollout
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-    parameters = shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+    width = max(shape.intermediate_size, shape.num_experts * shape.moe_intermediate_size)
+    parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
         raise UserError(
             f"config.model.architecture: got {parameters:,} parameters in its layers, must be at most "

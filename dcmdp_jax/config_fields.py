@@ -91,10 +91,11 @@ def declared(kind: type) -> dict[str, Declared]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one dict of dotted names."""
+    """Nested mappings as one dict of dotted names. An empty mapping is a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 
@@ -192,7 +193,7 @@ _PARSERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
 
 
 def nearest_name(name: str, names: list[str], sections: list[str]) -> str:
-    """What to say of a dotted name that is no setting: the nearest one that is, or the sections."""
+    """Hint for a dotted name that is no setting: the nearest setting, or the sections."""
     tail = name.rpartition(".")[2]
     near = [other for other in names if other.rpartition(".")[2] == tail][:1]
     near = near or difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)

@@ -17,7 +17,7 @@ _LARGEST_WEIGHT = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    """What a completion earns in training. Evaluation always uses `math`."""
+    """Rewards in training. Evaluation always uses `math`."""
 
     functions: str = setting(
         "math",

@@ -8,3 +8,8 @@ class UserError(ValueError):
 
     Commands print the message alone. Every other exception is taken for a defect, whose traceback is kept.
     """
+
+
+def one_line(text: object, limit: int | None = None) -> str:
+    """A text, or an error's message, on one line, cut to `limit` characters."""
+    return " ".join(str(text).split())[:limit]

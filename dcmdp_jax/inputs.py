@@ -1,4 +1,4 @@
-"""Reading what users give: JSON files, digits, and short quotes of bad values for errors."""
+"""Input from users: JSON files, digits, and short quotes of bad values for error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
 def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
     """The `repr` of a value from a file or a command line, cut to about `limit` characters for one line of an error.
 
-    Text that is cut says how long it is: `'aaa'... (1,000,000 characters)`.
+    A cut text states its length: `'aaa'... (1,000,000 characters)`.
     """
     if isinstance(value, str | bytes):
         unit = "characters" if isinstance(value, str) else "bytes"
@@ -34,7 +34,7 @@ def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Reads a file that holds one JSON object.
+    """Read a file that holds one JSON object.
 
     Raises:
         FileNotFoundError: if there is no such file.

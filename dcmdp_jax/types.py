@@ -6,7 +6,6 @@ Every token array is aligned to the token it describes: `logprobs[t] = log pi(to
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ Params = dict[str, Any]
 
 
 class DualState(NamedTuple):
-    """What the dual ascent remembers between steps.
+    """State of the dual ascent between steps.
 
     Attributes:
         multiplier: [] float32, lambda, in advantage units per unit of discrepancy.
@@ -73,6 +72,7 @@ class Rows(NamedTuple):
         rollout_logprobs: float32 nats, the inference engine's; 0 where the mask is false.
         prompts: None: each segment holds its whole prompt. Else rows r G to r G + G - 1 are the completions of prompt
             r, one each, every one after its prompt's last token.
+        policy_versions: None, or int32, the training step whose weights sampled each token; -1 where the mask is false.
     """
 
     input_ids: Array
@@ -82,6 +82,7 @@ class Rows(NamedTuple):
     completion_index: Array
     rollout_logprobs: Array
     prompts: SharedPrompts | None = None
+    policy_versions: Array | None = None
 
 
 class Batch(NamedTuple):
@@ -105,24 +106,3 @@ class Batch(NamedTuple):
     completion_lengths: Array
     loss_mask: Array
     valid: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """What an engine returns: N = prompts * G completions, ragged, completion `p * G + j` answers prompt p.
-
-    Attributes:
-        prompt_ids: per completion, [P_i] int32.
-        completion_ids: per completion, [T_i] int32, the end-of-sequence token included when it was sampled.
-        rollout_logprobs: per completion, [T_i] float32 nats, under the distribution sampled from.
-        finish_reasons: per completion, "stop" (sampled an end token) or "length".
-        group_ids: [N] int32, index of the prompt.
-        policy_version: the training step whose weights produced the completions.
-    """
-
-    prompt_ids: list[np.ndarray]
-    completion_ids: list[np.ndarray]
-    rollout_logprobs: list[np.ndarray]
-    finish_reasons: list[str]
-    group_ids: np.ndarray
-    policy_version: int

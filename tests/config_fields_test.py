@@ -10,6 +10,7 @@ from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.config import Config
 from dcmdp_jax.config_checks import validate
 from dcmdp_jax.config_fields import Setting, build, declared, flatten, parse_text, replace_value, setting
+from dcmdp_jax.rollout.engines import ENGINES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,8 @@ def test_every_default_keeps_its_own_rules():
         ("algorithm.measure", discrepancy.Measure, ()),
         ("algorithm.sided", discrepancy.Sided, ()),
         ("algorithm.level", discrepancy.Level, ()),
+        # A server that holds weights of its own can't be trained.
+        ("rollout.engine", typing.Literal[tuple(ENGINES)], ("remote",)),
     ],
 )
 def test_the_choices_are_those_of_the_functions(name, functions, refused):

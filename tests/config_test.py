@@ -175,9 +175,11 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(name):
 
 @pytest.mark.parametrize("name", sorted(_CHOICES))
 def test_every_choice_is_allowed(name):
-    """With the engine that has it; vLLM wants one dtype for weights and activations."""
+    """With the engine that has it; vLLM wants one dtype for weights and activations, a matched forward its engine."""
     for choice in _CHOICES[name]:
         settings = _set(name, choice)
+        if name == "model.forward_precision" and choice != "full":
+            settings |= _set("rollout.precision", choice)
         if choice not in ENGINE_CHOICES["local"].get(name, (choice,)):
             settings = _set("rollout.engine", "vllm") | settings
             if name in ("rollout.precision", "rollout.compute_dtype") and choice == "float16":
@@ -240,14 +242,18 @@ def test_the_lowest_value_is_itself_allowed(name, lowest):
             "algorithm.multiplier: got 1.5, must lie in [multiplier_min, multiplier_max] = [0.0, 1.0]",
         ),
         ({"algorithm__multiplier_min": 0.2}, "algorithm.multiplier: got 0.1, must lie in"),
+        (
+            {"model__forward_precision": "fp8"},
+            "model.forward_precision: got 'fp8' with rollout.engine=local and rollout.precision=bfloat16; it matches",
+        ),
         ({"algorithm__multiplier_max": -1.0}, "algorithm.multiplier: got 0.1, must lie in"),
         ({"training__row_lengths": (64, 9215)}, "training.row_lengths: longest is 9215, must hold"),
         ({"training__row_lengths": (9216, 64)}, "training.row_lengths: got (9216, 64), must rise from at least 1"),
         ({"training__row_lengths": (9216, 9216)}, "training.row_lengths: got (9216, 9216), must rise"),
         ({"training__row_lengths": (0, 9216)}, "training.row_lengths: got (0, 9216), must rise from at least 1"),
-        ({"mesh__data": -1}, "mesh: got data, fsdp, tensor = (-1, -1, 1), sizes are positive and at most one is -1"),
-        ({"mesh__tensor": 0}, "mesh: got data, fsdp, tensor = (1, -1, 0), sizes are positive"),
-        ({"mesh__tensor": -2}, "mesh: got data, fsdp, tensor = (1, -1, -2), sizes are positive"),
+        ({"mesh__data": -1}, "mesh: got data, fsdp, tensor, expert = (-1, -1, 1, 1), sizes are positive, at most one"),
+        ({"mesh__tensor": 0}, "mesh: got data, fsdp, tensor, expert = (1, -1, 0, 1), sizes are positive"),
+        ({"mesh__tensor": -2}, "mesh: got data, fsdp, tensor, expert = (1, -1, -2, 1), sizes are positive"),
         ({"warmup__steps": 5}, "warmup.task: empty; name problems with worked solutions or set warmup.steps=0"),
         ({"evaluation__every_steps": 5}, "evaluation.task: empty; name a task or set evaluation.every_steps=0"),
         ({"run_dir": ""}, "run_dir: empty; name the directory that the run writes to"),

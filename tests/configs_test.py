@@ -117,6 +117,16 @@ def test_the_papers_constants_of_the_8b_runs():
     assert config.evaluation.temperature == 0.7 and config.warmup.steps == 0
 
 
+def test_the_30b_runs_differ_from_the_8b_runs_by_model_engine_and_budget():
+    """Section 6.1 of the paper: lambda_0 0.05 and c 0.0050 for Qwen3-30B-A3B."""
+    changed = _changes(_config("qwen3_8b"), _config("qwen3_30b_a3b"))
+    architecture = {name for name in changed if name.startswith("model.architecture.")}
+    assert set(changed) - architecture == {
+        "model.path", "run_dir", "rollout.engine", "algorithm.multiplier", "algorithm.tolerance",
+    }  # fmt: skip
+    assert (changed["algorithm.multiplier"][1], changed["algorithm.tolerance"][1]) == (0.05, 0.0050)
+
+
 def test_the_case_study_differs_from_the_8b_runs_by_its_model_alone():
     changed = _changes(_config("qwen3_8b"), _config("r1_distill_qwen_1p5b"))
     assert sorted(changed) == ["model.path", "run_dir"]

@@ -23,7 +23,7 @@ _MANY_MAPPINGS = 20_000
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_programs():
-    """Drops compiled programs before they are too many: each takes several mappings, of which Linux gives a process
+    """Drop compiled programs before they are too many: each takes several mappings, of which Linux gives a process
     65,530, and XLA ends with a segmentation fault when there are no more."""
     yield
     maps = "/proc/self/maps"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs import base
-from dcmdp_jax.observe.names import METRICS
+from dcmdp_jax.observe.metric_names import METRICS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGES = [_ROOT / "README.md", _ROOT / "BUILD.md", _ROOT / "benchmarks" / "README.md", *(_ROOT / "docs").glob("*.md")]

@@ -67,5 +67,5 @@ def test_digits_of_other_scripts_are_found(text, digit, said):
 
 
 @pytest.mark.parametrize("text", ["12345", "", "π/2", "五", "½", "x²", "①"])
-def test_what_python_does_not_read_as_a_digit_is_left_alone(text):
+def test_characters_that_python_does_not_parse_as_digits_are_ignored(text):
     assert foreign_digit(text) is None

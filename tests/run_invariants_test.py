@@ -17,6 +17,7 @@ def _step(step, multiplier, discrepancy):
         "reward/verifier_timeouts": 1, "reward/verifier_errors": 0, "reward/no_answer_fraction": 0.125,
         "completion/length_mean": 5.0, "completion/length_min": 2, "completion/length_max": 16,
         "completion/truncated_fraction": 0.125, "rollout/dropped_completions": 0, "rollout/padding_fraction": 0.5,
+        "rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0,
         "discrepancy/mean": discrepancy, "discrepancy/p50": 0.1, "discrepancy/p99": 0.9, "discrepancy/max": 0.95,
         "discrepancy/completions_over_tolerance": 0.5, "mismatch/k1": -0.1, "mismatch/pearson": 0.9,
         "policy/ratio_min": 0.5, "policy/ratio_mean": 1.0, "policy/ratio_max": 2.0, "policy/loss": -0.1,
@@ -81,7 +82,7 @@ def test_a_sound_record_has_no_contradiction(tmp_path):
         ("3e", {"eval/arithmetic/pass@2": 0.25}, "eval/arithmetic/avg@2: above eval/arithmetic/pass@2 at step 3"),
     ],
 )  # fmt: skip
-def test_each_lie_is_seen(tmp_path, line, change, said):
+def test_each_contradiction_is_found(tmp_path, line, change, said):
     _write(tmp_path, (line, change))
     assert any(found.startswith(said) for found in contradictions(tmp_path)), contradictions(tmp_path)
 
@@ -110,8 +111,8 @@ def test_a_users_reward_may_be_any_number_and_missing_where_it_gave_none(tmp_pat
     [
         ({"reward/own/std": -1.0}, "reward/own/std: -1.0 at step 2, outside 0.0 .. inf"),
         ({"reward/own/failed": 9}, "reward/own/failed: above all completions at step 2"),
-        ({"reward/own/median": 0.5}, "reward/own/median: observe/names.py does not know it"),
+        ({"reward/own/median": 0.5}, "reward/own/median: observe/metric_names.py does not know it"),
     ],
 )
-def test_what_can_not_be_of_a_users_reward_is_seen(tmp_path, change, said):
+def test_contradictions_of_a_users_reward_are_found(tmp_path, change, said):
     assert said in _with_own_reward(tmp_path, ("2", change))

@@ -1,4 +1,4 @@
-"""What every contender is given: one random model as a Hugging Face directory, one file of problems."""
+"""Inputs of all contenders: one random model as a Hugging Face directory, one file of problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_CHARACTER = 0x20000
 
 
 def make_inputs(config: ModelConfig, directory: Path, *, prompt_tokens: int) -> tuple[Path, Path]:
-    """Writes weights with a tokenizer, and problems whose prompts are `prompt_tokens` random characters.
+    """Write weights with a tokenizer, and problems whose prompts are `prompt_tokens` random characters.
 
     A character is a token. The end token has the id after the vocabulary's last, so no model can sample it and every
     completion runs to its limit, with nothing to suppress at any step. (Id 1 is left without a token in exchange: a

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +17,21 @@ from benchmarks.peers.rounds import Ended, Job, Rounds, work
 from benchmarks.workload import MICRO_BATCH_TOKENS, step_inputs, step_layout, stepper
 from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh
-from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.tasks.prompts import load_tokenizer
 from dcmdp_jax.training import loop
-from dcmdp_jax.training.setup import make_plan_of_run
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.training.build import Parts, build_parts
+from dcmdp_jax.training.setup import Plan, make_plan_of_run
+from dcmdp_jax.types import Params
 
 _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -50,12 +56,12 @@ def sampler(job: Job, rounds: Rounds) -> None:
         mesh=sampling_mesh(one_device_mesh()),
     )
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
-    give_back_freed()  # as bin.evaluate does
+    release_freed_memory()  # as bin.evaluate does
     sampling = SamplingParams(job.group, job.new_tokens)
     rounds.hello(_PACKAGES)
     step = 0
     while rounds.boundary():
-        job.check_completions(engine.generate(prompts, sampling, seed=0, step=step).completion_ids)
+        _check(job, collect(engine.generate(prompts, sampling, seed=0, step=step)))
         step += 1
 
 
@@ -74,23 +80,25 @@ def reinforce(job: Job, rounds: Rounds) -> None:
         if not rounds.boundary():
             raise Ended
 
-    def check(rollout: Rollout) -> None:
-        job.check_completions(rollout.completion_ids)
-
-    make_engine = loop.make_engine
-    loop.make_engine = lambda plan: SteppedEngine(make_engine(plan), begin, check)
     rounds.hello(_PACKAGES)
     try:
-        loop.train(plan, show=print)
+        loop.train(plan, show=print, build=stepped(begin, functools.partial(_check, job)))
     except Ended:
         return
+
+
+def _check(job: Job, episodes: list[Episode]) -> None:
+    job.check_completions([episode.completion_ids for episode in episodes])
 
 
 class SteppedEngine:
     """An engine that calls `begin` before a step, whose first act is to push the weights, and `check` on samples."""
 
     def __init__(
-        self, engine: Engine, begin: Callable[[Params], None], check: Callable[[Rollout], None] = lambda rollout: None
+        self,
+        engine: Engine,
+        begin: Callable[[Params], None],
+        check: Callable[[list[Episode]], None] = lambda episodes: None,
     ) -> None:
         self._engine, self._begin, self._check = engine, begin, check
 
@@ -98,13 +106,29 @@ class SteppedEngine:
         self._begin(params)
         return self._engine.push_weights(params, policy_version)
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: SamplingParams, **settings: Any) -> Rollout:
-        rollout = self._engine.generate(prompts, sampling, **settings)
-        self._check(rollout)
-        return rollout
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, **settings: Any
+    ) -> Iterator[list[Episode]]:
+        episodes: list[Episode] = []
+        for complete in self._engine.generate(prompts, sampling, **settings):
+            episodes += complete
+            yield complete
+        self._check(in_prompt_order(episodes))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+
+def stepped(
+    begin: Callable[[Params], None], check: Callable[[list[Episode]], None] = lambda episodes: None
+) -> Callable[[Plan, contextlib.ExitStack], Parts]:
+    """A builder of the loop's parts whose engine is a `SteppedEngine`."""
+
+    def build(plan: Plan, stack: contextlib.ExitStack) -> Parts:
+        parts = build_parts(plan, stack)
+        return dataclasses.replace(parts, engine=SteppedEngine(parts.engine, begin, check))
+
+    return build
 
 
 def run_config(
@@ -141,5 +165,6 @@ def _model(job: Job) -> ModelConfig:
 
 
 if __name__ == "__main__":
-    prepare_host(cpu_devices=0)
+    enable_compile_cache()
+    set_cpu_devices(0)
     work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})

@@ -12,7 +12,6 @@ The result is a dict, kept as JSON:
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from benchmarks.timing import median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPTS
+from dcmdp_jax.atomic_write import atomic_write
 
 LABELS = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
 PARTS = {
@@ -84,10 +84,8 @@ def foot(result: Mapping[str, Any]) -> str:
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the JSON; whoever reads meanwhile sees the old one or the new."""
-    partial = path.with_name(path.name + ".new")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    """Write the JSON, atomically."""
+    atomic_write(path, json.dumps(result, indent=1) + "\n")
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:

@@ -54,12 +54,12 @@ class Job:
         return [json.loads(line)["problem"] for line in Path(self.problems).read_text(encoding="utf-8").splitlines()]
 
     def check_parameters(self, count: int) -> None:
-        """Raises RuntimeError unless the contender's model has as many parameters as the others'."""
+        """Raise RuntimeError unless the contender's model has as many parameters as the others'."""
         if count != self.parameters:
             raise RuntimeError(f"the model has {count:,} parameters, the others' {self.parameters:,}")
 
     def check_completions(self, completions: Iterable[Any]) -> None:
-        """Raises RuntimeError unless there are as many completions as asked for, each of `new_tokens` tokens."""
+        """Raise RuntimeError unless there are as many completions as asked for, each of `new_tokens` tokens."""
         lengths = [len(completion) for completion in completions]
         if lengths != [self.new_tokens] * self.rows:
             raise RuntimeError(
@@ -86,7 +86,7 @@ class Rounds:
         self._answer({"versions": {"python": platform.python_version(), **versions}})
 
     def boundary(self) -> bool:
-        """Ends the round under way, if one is, and waits for the next; False when no more are wanted."""
+        """End the current round, if any, and wait for the next; False when there is none."""
         if self._began is not None:
             wall, cpu = self._began
             self._answer({

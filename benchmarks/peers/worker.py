@@ -34,7 +34,7 @@ class Worker:
     def __init__(
         self, python: Path, module: str, job: Job, *, environment: dict[str, str], log: Path, timeout: float
     ) -> None:
-        """Starts it.
+        """Start it.
 
         Args:
             python: its interpreter.
@@ -68,7 +68,7 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Kills the process and its children; a second call does nothing."""
+        """Kill the process and its children; a second call does nothing."""
         if self._process.stdin.closed:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -79,7 +79,7 @@ class Worker:
         os.close(self._answers)
 
     def hello(self) -> dict[str, str]:
-        """Waits until the work is set up; the versions of what does it.
+        """Wait until the work is set up; the versions of what does it.
 
         Raises:
             WorkerFailed: if it fails, dies or takes too long.
@@ -92,7 +92,7 @@ class Worker:
         Raises:
             WorkerFailed: if it fails, dies or takes too long.
         """
-        with contextlib.suppress(BrokenPipeError):  # a dead one is told of below
+        with contextlib.suppress(BrokenPipeError):  # a dead one is reported below
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         return self._answer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.checks import require_number, require_option, require_same_shape
+from dcmdp_jax.algorithm.checks import require_integer, require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.masked import group_statistics
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.types import Array
@@ -54,6 +54,48 @@ def group_advantages(
     return jax.lax.stop_gradient(centred / scale)
 
 
+def overlong_penalty(
+    completion_lengths: Array, *, max_completion_tokens: int, buffer: int, penalty: float = 1.0
+) -> jax.Array:
+    """Soft overlong punishment, to be subtracted from the reward (DAPO, Yu et al. 2025, Eq. 13).
+
+        penalty * clip((|o_i| - (T_max - buffer)) / buffer, 0, 1)
+
+    0 up to T_max - buffer tokens, `penalty` at T_max. verl (`overlong_buffer`) and AReaL (`overlong_tokens`) alike.
+
+    Args:
+        completion_lengths: [N] int, sampled tokens.
+        max_completion_tokens: T_max, the sampling limit.
+        buffer: in 1 .. T_max, tokens.
+        penalty: in units of the reward.
+
+    Returns:
+        [N] float32, >= 0.
+
+    Raises:
+        ValueError: if `buffer` is not a positive integer or `penalty` is a negative Python number.
+    """
+    require_integer("buffer", buffer, minimum=1)
+    require_number("penalty", penalty, minimum=0)
+    over = jnp.asarray(completion_lengths, jnp.float32) - (max_completion_tokens - buffer)
+    return penalty * jnp.clip(over / buffer, 0.0, 1.0)
+
+
+def has_signal(rewards: Array, group_ids: Array, valid: Array) -> jax.Array:
+    """Whether a completion's group has rewards that differ: dynamic sampling as a mask (DAPO, Yu et al. 2025).
+
+    DAPO samples further groups in place of the others; this only leaves them out of the loss.
+
+    Args:
+        rewards, group_ids, valid: [N], as in `group_advantages`.
+
+    Returns:
+        [N] bool.
+    """
+    table = group_statistics(rewards, group_ids, valid, ddof=0)
+    return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]
+
+
 def penalized_advantages(
     advantages_tokens: Array,
     discrepancy_tokens: Array,
@@ -68,6 +110,7 @@ def penalized_advantages(
         dual_grpo         A_i - delta_{i,t}                              (Eq. 4: lambda fixed at 1)
         threshold_grpo    A_i - delta_{i,t} where delta_{i,t} > c, else A_i    (section 5, tolerance region)
         dc_grpo           A_i - lambda_k delta_{i,t}                     (Eq. 8, the method)
+        excess_grpo       A_i - lambda_k max(delta_{i,t} - c, 0)         (ours)
 
     The threshold is strict: delta = c is free. `dc_grpo` with multiplier 0 is `grpo` bit for bit. Advantages,
     discrepancy and multiplier are all functions of the old weights, hence constants to the gradient.

@@ -1,4 +1,4 @@
-"""How far the training stack and the inference engine disagree on the sampled tokens, on the same weights.
+"""Discrepancy between the training stack and the inference engine on the sampled tokens, on the same weights.
 
 `train_logprobs` here are the training stack's under the weights that made the batch, p^Train in the paper;
 `rollout_logprobs` are the engine's, p^Inf. Policy drift (new weights against old) is another matter: `losses.py`.
@@ -89,7 +89,7 @@ def discrepancy(
     Args:
         train_logprobs: [R, L] nats, training stack, weights that made the batch.
         rollout_logprobs: [R, L] nats, inference engine.
-        completion_mask: [R, L] bool, true on sampled tokens; what lies outside is not looked at.
+        completion_mask: [R, L] bool, true on sampled tokens; other positions are ignored.
         completion_index: [R, L] int, the completion a token belongs to (`padded_completion_index` where rows are
             completions). For `level="sequence"` all tokens of a completion must be in this call.
         num_completions: N, static.
@@ -171,7 +171,7 @@ def completions_over_tolerance(
 
 
 def mismatch_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Array) -> dict[str, jax.Array]:
-    """How the two engines differ as distributions, over all tokens at once.
+    """Differences between the two engines as distributions, over all tokens at once.
 
     The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q clamped to [-20, 20].
 

@@ -1,26 +1,121 @@
-"""The clipped surrogate, its three normalisations as weights, and the divergence from a reference policy.
+"""The surrogate with its trust regions, its three normalisations as weights, and the divergence from a reference.
 
-Ratios here are policy drift, new weights over old, both on the training stack. Engine mismatch is `discrepancy.py`.
+Ratios here are policy drift, new weights over old, both on the training stack, unless the denominator is chosen to be
+the inference engine's. Engine mismatch is `discrepancy.py`, its corrections are `corrections.py`.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dcmdp_jax.algorithm.checks import require_integer, require_number, require_option, require_rank, require_same_shape
-from dcmdp_jax.algorithm.masked import masked_sum, weighted_sum
-from dcmdp_jax.algorithm.numerics import clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.masked import completion_means, gather_to_tokens, masked_sum, weighted_sum
+from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamp, clamped_log_ratio, exp_minus_linear, log_difference
 from dcmdp_jax.algorithm.stats import Max, Mean, Min, Statistic
 from dcmdp_jax.types import Array
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
+_LEAST_REST = 1e-6
+"""Probability left to all other tokens, at least, where a binary KL divides by it."""
 
-def clipped_surrogate(
+
+class Region(NamedTuple):
+    """The objective of tokens within a trust region.
+
+    Attributes:
+        objective: [R, L] float32, to be maximised; the gradient flows through it.
+        low, high: [R, L] bool, tokens whose gradient is stopped because the ratio fell or rose too far.
+    """
+
+    objective: jax.Array
+    low: jax.Array
+    high: jax.Array
+
+
+def clip(
+    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
+) -> Region:
+    """PPO's pessimistic clip: min(gamma A, clip(gamma, 1 - low, 1 + high) A). No gradient strictly beyond a bound.
+
+    At gamma equal to a bound the gradient is that of the unclipped side, so that with a clip of 0 the first update on a
+    batch, where gamma = 1, is the plain policy gradient.
+    """
+    del policy, anchor
+    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
+    bites_low = (advantages < 0) & (ratio < 1.0 - low)
+    bites_high = (advantages > 0) & (ratio > 1.0 + high)
+    bound = jnp.where(bites_low, 1.0 - low, 1.0 + high)
+    return Region(jnp.where(bites_low | bites_high, bound, ratio) * advantages, bites_low, bites_high)
+
+
+def dppo_tv(
+    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
+) -> Region:
+    """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is within bounds.
+
+        stopped:   A > 0 and pi - mu > high,   or   A < 0 and pi - mu < -low,      in probability, 0 to 1
+
+    A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's denominator: the
+    paper's is the engine's (`ratio_denominator="rollout"`). prime-rl (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the
+    same and adds 1e-3 log(gamma)^2. verl: `dppo_tv`.
+    """
+    shift = jnp.exp(policy) - jnp.exp(anchor)
+    return _masked(ratio, advantages, (advantages < 0) & (shift < -low), (advantages > 0) & (shift > high))
+
+
+def dppo_kl(
+    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
+) -> Region:
+    """DPPO's binary KL: gamma A while KL(Bernoulli(mu) || Bernoulli(pi)) is within bounds, in nats.
+
+        D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
+        stopped:   A > 0, gamma > 1 and D > high,   or   A < 0, gamma < 1 and D > low
+
+    pi and mu are held below 1 - 1e-6 in D. Otherwise as `dppo_tv`. verl: `dppo_kl`.
+    """
+    mu = jnp.exp(anchor)
+    rest_pi, rest_mu = (jnp.maximum(-jnp.expm1(x), _LEAST_REST) for x in (policy, anchor))
+    divergence = mu * clamped_log_ratio(anchor, policy) + rest_mu * (jnp.log(rest_mu) - jnp.log(rest_pi))
+    falls = (advantages < 0) & (policy < anchor) & (divergence > low)
+    return _masked(ratio, advantages, falls, (advantages > 0) & (policy > anchor) & (divergence > high))
+
+
+def drpo(
+    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
+) -> Region:
+    """DRPO, the smooth form of `dppo_tv` (Yao et al. 2026, arXiv:2606.09821).
+
+        gamma A - |A| / (2 c) mu (gamma - 1)^2,    c = high where A > 0, low where A < 0
+
+    Its gradient is gamma A (1 - sign(A) (pi - mu) / c): at |pi - mu| = c it is 0, as where `dppo_tv` begins to stop
+    it, and beyond it leads back. Nothing is stopped: both shares are 0. The paper has one c for both signs.
+    """
+    del policy
+    bound = jnp.where(advantages > 0, high, low)
+    quadratic = jnp.exp(anchor) * (ratio - 1.0) ** 2
+    stopped = jnp.zeros(jnp.shape(ratio), bool)
+    return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic, stopped, stopped)
+
+
+TrustRegion = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, float, float], Region]
+
+TRUST_REGIONS: Mapping[str, TrustRegion] = MappingProxyType(
+    {"clip": clip, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "drpo": drpo}
+)
+"""Name -> (ratio gamma, advantages, log pi now, log mu of the ratio's denominator, low, high) -> `Region`.
+
+All [R, L] float32; the gradient flows through the ratio alone."""
+
+
+def policy_surrogate(
     train_logprobs: Array,
     old_logprobs: Array,
     advantages: Array,
@@ -29,30 +124,46 @@ def clipped_surrogate(
     *,
     clip_low: float,
     clip_high: float,
+    trust_region: str = "clip",
+    dual_clip: float = 0.0,
+    sequence: tuple[Array, int] | None = None,
 ) -> tuple[Mean, dict[str, Statistic]]:
-    """Negated clipped surrogate (Eq. 9-10; Eq. 1 and 4 with their own advantages), left unreduced.
+    """Negated surrogate of the policy, left unreduced. By default that of Eq. 9-10 (Eq. 1 and 4 with their own A).
 
         gamma_t = exp(clip(log pi_theta - log pi_old, -20, 20))
         l_t     = -min(gamma_t A_t, clip(gamma_t, 1 - clip_low, 1 + clip_high) A_t),    total = sum_t w_t l_t
 
-    The gradient reaches `train_logprobs` alone: -w gamma A where the clip does not bite, 0 where it does. The clip
-    bites strictly beyond a bound: A > 0 and gamma > 1 + clip_high, or A < 0 and gamma < 1 - clip_low. At gamma equal to
-    the bound the gradient is that of the unclipped side, so that with a clip of 0 the first update on a batch, where
-    gamma = 1, is the plain policy gradient.
+    The gradient reaches `train_logprobs` alone: -w gamma A where the clip does not bite, 0 where it does; see `clip`.
 
     Beyond 20 nats the ratio is held at e^20 = 4.85e8 (e^-20), a finite value without gradient, so A = 0 gives 0 and not
     0 * inf; at exactly 20 nats the gradient still flows (`numerics.clamp`). A NaN on a token that takes part stays NaN,
     for the step to see; what lies outside the mask or has weight 0 is ignored.
 
+    Options, each independent of the others:
+
+    - `trust_region`: another entry of `TRUST_REGIONS` in place of the clip.
+    - `dual_clip` c > 1 (Ye et al. 2020): where A < 0, l_t = min(l_t, -c A), so that a ratio above c has no gradient.
+      verl (`clip_ratio_c`, 3 by default), NeMo-RL (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix
+      (`epsilon_c`) and TRL (`delta`) do the same; off by default in all but verl.
+    - `sequence`: the ratio of GSPO (Zheng et al. 2025), s_i = exp(mean_t (log pi_theta - log pi_old)) on every token of
+      completion i, dropped ones included in the mean; token t's gradient is -w s_i A_t ("GSPO-token", the same as GSPO
+      where all tokens of a completion have one A). verl and Tunix alike; they clamp at 10 nats above. Clips are of
+      another order there (3e-4 and 4e-4 in the paper).
+
     Args:
         train_logprobs: [R, L] nats, log pi_theta now.
-        old_logprobs: [R, L] nats, same stack, weights that made the batch. Equal to `train_logprobs` when the batch is
-            used once: the ratio is then 1 and only its gradient matters.
+        old_logprobs: [R, L] nats, the ratio's denominator: same stack, weights that made the batch; or the inference
+            engine's. Equal to `train_logprobs` when the batch is used once: the ratio is then 1 and only its gradient
+            matters.
         advantages: [R, L] float, penalised or not; a constant.
         completion_mask: [R, L] bool, true on sampled tokens.
         token_weights: [R, L] float >= 0, from `aggregation_weights`, gathered to tokens; a constant.
-        clip_low: in [0, 1).
-        clip_high: at least 0.
+        clip_low: lower size of the trust region, in its unit: ratio, probability or nats. In [0, 1).
+        clip_high: upper size, at least 0.
+        trust_region: a name of `TRUST_REGIONS`. `drpo` needs sizes above 0.
+        dual_clip: 0 is off; else above 1.
+        sequence: (completion_index [R, L] int, number of completions N): one ratio for each completion. All its tokens
+            must be in this call.
 
     Returns:
         (loss, statistics). `loss.total` adds over micro-batches; divide the sum once, by the total weight that
@@ -60,10 +171,11 @@ def clipped_surrogate(
         sequence and token means, but NOT for `fixed_length`, where it counts tokens in units of the maximum.
 
         The statistics are of the tokens that took part: `clip_low_fraction` and `clip_high_fraction`, the shares where
-        a bound bites, so that no gradient flows; `ratio_mean`, `ratio_max`, `ratio_min` of the importance ratio.
+        a bound bites, so that no gradient flows; `ratio_mean`, `ratio_max`, `ratio_min` of the importance ratio; with
+        `dual_clip` its share too.
 
     Raises:
-        ValueError: if the shapes differ or a clip is outside its range.
+        ValueError: if the shapes differ, a size is outside its range, or `trust_region` is unknown.
     """
     require_same_shape(
         train_logprobs=train_logprobs,
@@ -74,31 +186,59 @@ def clipped_surrogate(
     )
     require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
     require_number("clip_high", clip_high, minimum=0)
-    weights = jnp.where(jnp.asarray(completion_mask, bool), jnp.asarray(token_weights, jnp.float32), 0.0)
-    weights = jax.lax.stop_gradient(weights)
+    require_option("trust_region", trust_region, tuple(TRUST_REGIONS))
+    if dual_clip != 0:
+        require_number("dual_clip", dual_clip, minimum=1)
+    mask = jnp.asarray(completion_mask, bool)
+    weights = jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0)
+    weights = lax.stop_gradient(weights)
     active = weights != 0
 
     def constant(values: Array) -> jax.Array:
-        return jax.lax.stop_gradient(jnp.where(active, jnp.asarray(values, jnp.float32), 0.0))
+        return lax.stop_gradient(jnp.where(active, jnp.asarray(values, jnp.float32), 0.0))
 
-    advantages = constant(advantages)
-    train_logprobs = jnp.where(active, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-    ratio = jnp.exp(clamped_log_ratio(train_logprobs, constant(old_logprobs)))
-    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
-    bites_low = (advantages < 0) & (ratio < 1.0 - clip_low)
-    bites_high = (advantages > 0) & (ratio > 1.0 + clip_high)
-    bound = jnp.where(bites_low, 1.0 - clip_low, 1.0 + clip_high)
-    loss = weighted_sum(-jnp.where(bites_low | bites_high, bound, ratio) * advantages, weights)
+    advantages, anchor = constant(advantages), constant(old_logprobs)
+    if sequence is None:
+        train = jnp.where(active, jnp.asarray(train_logprobs, jnp.float32), 0.0)
+        ratio = jnp.exp(clamped_log_ratio(train, anchor))
+    else:
+        mean = _sequence_log_ratio(train_logprobs, old_logprobs, mask, *sequence)
+        ratio = jnp.exp(jnp.where(active, mean, 0.0))
+    policy = constant(train_logprobs)
+    region = TRUST_REGIONS[trust_region](ratio, advantages, policy, anchor, clip_low, clip_high)
+    token_losses, statistics = -region.objective, {}
+    if dual_clip:
+        capped = (advantages < 0) & (ratio > dual_clip)
+        token_losses = jnp.where(capped, -dual_clip * advantages, token_losses)
+        statistics["dual_clip_fraction"] = masked_sum(capped, active)
+    loss = weighted_sum(token_losses, weights)
 
-    ratio = jax.lax.stop_gradient(ratio)
-    statistics = {
-        "clip_low_fraction": masked_sum(bites_low, active),
-        "clip_high_fraction": masked_sum(bites_high, active),
+    ratio = lax.stop_gradient(ratio)
+    statistics |= {
+        "clip_low_fraction": masked_sum(region.low, active),
+        "clip_high_fraction": masked_sum(region.high, active),
         "ratio_mean": masked_sum(ratio, active),
         "ratio_max": Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
         "ratio_min": Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
     }
     return loss, statistics
+
+
+def _masked(ratio: jax.Array, advantages: jax.Array, low: jax.Array, high: jax.Array) -> Region:
+    return Region(jnp.where(low | high, 0.0, ratio * advantages), low, high)
+
+
+def _sequence_log_ratio(
+    train_logprobs: Array, old_logprobs: Array, mask: jax.Array, completion_index: Array, num_completions: int
+) -> jax.Array:
+    """The mean log-ratio of each token's completion in value, that of the token alone in gradient; [R, L], clamped."""
+    train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
+    old = lax.stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
+    difference = log_difference(train, old)
+    means = completion_means(lax.stop_gradient(difference), mask, completion_index, num_completions)
+    # difference - stop_gradient(difference) is 0 with gradient 1.
+    drift = difference - lax.stop_gradient(difference)
+    return clamp(gather_to_tokens(means, completion_index) + drift, MAX_LOG_RATIO)
 
 
 def aggregation_weights(
@@ -184,7 +324,7 @@ def reference_kl(
             vanishes beyond the clamp.
         ref_logprobs: same shape, nats, frozen reference.
         estimator: "k1", "k2" or "k3".
-        completion_mask: same shape, bool: tokens outside cost 0 and are not looked at. None: all count.
+        completion_mask: same shape, bool: tokens outside cost 0 and are ignored. None: all count.
 
     Returns:
         Same shape, float32, finite for every input but NaN: k3 is at most e^20 - 21 = 4.85e8.

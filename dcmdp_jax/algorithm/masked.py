@@ -46,7 +46,7 @@ def weighted_sum(values: Array, weights: Array) -> Mean:
 
     Args:
         values: any shape, float.
-        weights: same shape, non-negative float. A value of weight 0 is not looked at, NaN or not.
+        weights: same shape, non-negative float. A value of weight 0 is ignored, NaN or not.
 
     Returns:
         (sum of weights * values, sum of weights).
@@ -214,6 +214,33 @@ def completion_means(
     return Mean(sums, completion_counts(completion_mask, completion_index, num_completions)).value()
 
 
+def completion_maxima(
+    token_values: Array, completion_mask: Array, completion_index: Array, num_completions: int
+) -> jax.Array:
+    """Largest of the token values of each completion; NaN if one of them is NaN.
+
+    Args:
+        token_values: [R, L] float.
+        completion_mask: [R, L] bool, true on sampled tokens.
+        completion_index: [R, L] int, the completion a token belongs to. All its tokens must be in this call.
+        num_completions: N, static.
+
+    Returns:
+        [N] float32, 0 for a completion without tokens.
+
+    Raises:
+        ValueError: if the shapes differ or `num_completions` is not a positive integer.
+    """
+    require_same_shape(token_values=token_values, completion_mask=completion_mask, completion_index=completion_index)
+    require_integer("num_completions", num_completions, minimum=1)
+    mask, index = jnp.asarray(completion_mask, bool), jnp.asarray(completion_index, jnp.int32)
+    values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), -jnp.inf)
+    largest = jax.ops.segment_max(values.ravel(), index.ravel(), num_segments=num_completions)
+    # A backend's maximum may skip a NaN; a sum never does.
+    poison = completion_sums(jnp.where(jnp.isnan(values), jnp.nan, 0.0), mask, index, num_completions)
+    return jnp.where(completion_counts(mask, index, num_completions) > 0, largest, 0.0) + poison
+
+
 def gather_to_tokens(per_completion: Array, completion_index: Array) -> jax.Array:
     """Give each token its completion's value: out[r, l] = per_completion[completion_index[r, l]].
 
@@ -260,7 +287,7 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
     Args:
         rewards: [N] float. A NaN under `valid` makes its group's mean and std NaN.
         group_ids: [N] int in 0 .. N-1.
-        valid: [N] bool; false: padding or dropped, not looked at.
+        valid: [N] bool; false: padding or dropped, ignored.
         ddof: 0 divides by n, 1 by n - 1.
 
     Returns:

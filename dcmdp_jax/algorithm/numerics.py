@@ -45,9 +45,23 @@ def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) ->
     Returns:
         float32, same shape; -inf in both gives 0, -inf in one gives -20 or 20.
     """
+    return clamp(log_difference(numerator_logprobs, denominator_logprobs), MAX_LOG_RATIO)
+
+
+def log_difference(numerator_logprobs: Array, denominator_logprobs: Array) -> jax.Array:
+    """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not: for sums over a completion.
+
+    Finite for every input but NaN: a sum of a million such differences is below float32's maximum.
+
+    Args:
+        numerator_logprobs: any shape, log p in nats.
+        denominator_logprobs: same shape, log q in nats.
+
+    Returns:
+        float32, same shape.
+    """
     numerator = clamp(jnp.asarray(numerator_logprobs, jnp.float32), LOGPROB_LIMIT)
-    denominator = clamp(jnp.asarray(denominator_logprobs, jnp.float32), LOGPROB_LIMIT)
-    return clamp(numerator - denominator, MAX_LOG_RATIO)
+    return numerator - clamp(jnp.asarray(denominator_logprobs, jnp.float32), LOGPROB_LIMIT)
 
 
 def exp_minus_linear(x: Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How the discrepancy is charged to the advantages: one pure function for each method.
+"""Penalties on the advantages for the discrepancy: one pure function for each method.
 
 A penalty is a function
 
@@ -45,8 +45,25 @@ def dc_grpo(advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array
     return advantages - multiplier * discrepancy
 
 
+def excess_grpo(
+    advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array, tolerance: jax.Array
+) -> jax.Array:
+    """A_i - lambda_k max(delta_{i,t} - c, 0): what is within the tolerance is free. Ours, not in the paper.
+
+    With `level="sequence"` delta is the completion's mean, and the charge is that of the constraint on each completion
+    (Eq. 6). lambda still moves by Eq. 11.
+    """
+    return advantages - multiplier * jnp.maximum(discrepancy - tolerance, 0.0)
+
+
 PENALTIES: Mapping[str, Penalty] = MappingProxyType(
-    {"grpo": grpo, "dual_grpo": dual_grpo, "threshold_grpo": threshold_grpo, "dc_grpo": dc_grpo}
+    {
+        "grpo": grpo,
+        "dual_grpo": dual_grpo,
+        "threshold_grpo": threshold_grpo,
+        "dc_grpo": dc_grpo,
+        "excess_grpo": excess_grpo,
+    }
 )
 """Method name -> penalty."""
 

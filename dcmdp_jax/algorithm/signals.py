@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.algorithm import corrections
 from dcmdp_jax.algorithm.advantages import penalized_advantages
-from dcmdp_jax.algorithm.corrections import Correction
+from dcmdp_jax.algorithm.corrections import Correction, SampledTokens
 from dcmdp_jax.algorithm.discrepancy import Level, Measure, Sided, discrepancy, sequence_discrepancy
 from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum
 from dcmdp_jax.algorithm.stats import Mean
@@ -23,9 +24,11 @@ class Signals(NamedTuple):
         discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
         advantages: [R, L] float32, penalised.
         weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
-        dropped_tokens: [N] int32, tokens of each completion that the correction leaves out of the loss.
+        dropped_tokens: [N] int32, tokens of each completion that the correction leaves out of the loss and of its
+            denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
             value is dbar, what moves the multiplier (Eq. 11).
+        correction: statistics of the correction, by name; empty without one.
     """
 
     old_logprobs: jax.Array
@@ -34,6 +37,7 @@ class Signals(NamedTuple):
     weights: jax.Array
     dropped_tokens: jax.Array
     mean_discrepancy: Mean
+    correction: dict[str, Mean]
 
 
 def row_signals(
@@ -51,6 +55,8 @@ def row_signals(
     level: Level,
     tolerance: float,
     correction: Correction | None = None,
+    train_logprobs: Array | None = None,
+    count_dropped: bool = False,
 ) -> Signals:
     """The constants of rows (Algorithm 1 from "Discrepancy" to the penalised advantage).
 
@@ -72,6 +78,8 @@ def row_signals(
         measure, sided, level: of `discrepancy.discrepancy`. The mean discrepancy is that of tokens at either level.
         tolerance: c, in the discrepancy's unit.
         correction: None, or as in `corrections`.
+        train_logprobs: [R, L] nats, the policy now, for corrections that use it; None: as `old_logprobs`.
+        count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:
         `Signals`. No gradient flows through any of them.
@@ -84,15 +92,17 @@ def row_signals(
     where = (completion_mask, completion_index, completions)
     delta = discrepancy(old_logprobs, rollout_logprobs, *where, measure=measure, sided=sided, level="token")
     charged = delta if level == "token" else sequence_discrepancy(delta, *where)
-    penalized = penalized_advantages(
-        gather_to_tokens(advantages, completion_index), charged, multiplier, tolerance, method=method
-    )
+    token_advantages = gather_to_tokens(advantages, completion_index)
+    penalized = penalized_advantages(token_advantages, charged, multiplier, tolerance, method=method)
     token_weights = jnp.where(completion_mask, gather_to_tokens(weights, completion_index), 0.0)
-    dropped_tokens = jnp.zeros(completions, jnp.int32)
+    dropped_tokens, done = jnp.zeros(completions, jnp.int32), {}
     if correction is not None:
-        factors, keep = correction(old_logprobs, rollout_logprobs, *where)
-        token_weights = jnp.where(completion_mask & keep, token_weights * factors, 0.0)
-        dropped_tokens = completion_counts(completion_mask & ~keep, completion_index, completions)
+        now = old_logprobs if train_logprobs is None else jax.lax.stop_gradient(train_logprobs)
+        corrected = correction(SampledTokens(now, old_logprobs, rollout_logprobs, token_advantages, *where))
+        token_weights = jnp.where(completion_mask & corrected.keep, token_weights * corrected.weights, 0.0)
+        if not count_dropped:
+            dropped_tokens = completion_counts(completion_mask & ~corrected.keep, completion_index, completions)
+        done = corrections.statistics(corrected, completion_mask)
     return Signals(
         old_logprobs=old_logprobs,
         discrepancy=delta,
@@ -100,4 +110,5 @@ def row_signals(
         weights=jax.lax.stop_gradient(token_weights),
         dropped_tokens=dropped_tokens,
         mean_discrepancy=masked_sum(delta, completion_mask),
+        correction=done,
     )

@@ -2,45 +2,114 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
+from dcmdp_jax.rewards.math.answers import extract_answer
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
 from dcmdp_jax.tasks.grading import Grading
-from dcmdp_jax.tasks.verifier import Verifier
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
-    """Scores of one task.
+    """Scores of one task, [problems, K] each; completion j of problem p is [p, j].
 
     Attributes:
         task: its name.
-        samples: K.
-        scores: [problems, K] float32, 1 where the answer is right.
-        average: avg@K, the mean of `scores`.
-        pass_at_k: share of problems with at least one right answer among the K.
-        standard_error: of `average`, from the spread between problems; NaN with one problem.
-        length_mean: sampled tokens of a completion.
-        truncated_fraction: completions cut by the length limit.
+        scores: float32, 1 where the answer is right.
+        lengths: int32, sampled tokens.
+        truncated: bool, cut by the length limit.
+        unparsed: bool, without a box or an Answer line; scored 0.
         verifier_timeouts, verifier_errors, verifier_over_budget: answers over the time limit, answers that the verifier
             raised on, answers undecided when the budget of the batch ran out; they count as wrong.
     """
 
     task: str
-    samples: int
     scores: np.ndarray
-    average: float
-    pass_at_k: float
-    standard_error: float
-    length_mean: float
-    truncated_fraction: float
+    lengths: np.ndarray
+    truncated: np.ndarray
+    unparsed: np.ndarray
     verifier_timeouts: int
     verifier_errors: int
     verifier_over_budget: int
+
+    @property
+    def samples(self) -> int:
+        """K."""
+        return self.scores.shape[1]
+
+    @property
+    def problem_averages(self) -> np.ndarray:
+        """[problems] float64, each problem's own avg@K."""
+        return self.scores.mean(axis=1, dtype=np.float64)
+
+    @property
+    def average(self) -> float:
+        """avg@K, the mean of `scores`."""
+        return float(self.scores.mean())
+
+    @property
+    def pass_at(self) -> np.ndarray:
+        """[K] float64, unbiased pass@k for k = 1 .. K."""
+        return self.problem_pass_at.mean(axis=0)
+
+    @property
+    def problem_pass_at(self) -> np.ndarray:
+        """[problems, K] float64, unbiased pass@k of each problem."""
+        return pass_at_every_k((self.scores > 0).sum(axis=1), self.samples)
+
+    @property
+    def pass_at_k(self) -> float:
+        """pass@K: share of problems with at least one right answer among the K."""
+        return float((self.scores > 0).any(axis=1).mean())
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of `average`, from the spread between problems; NaN with one problem."""
+        averages = self.problem_averages
+        return float(averages.std(ddof=1) / np.sqrt(len(averages))) if len(averages) > 1 else float("nan")
+
+    @property
+    def length_mean(self) -> float:
+        """Sampled tokens of a completion."""
+        return float(self.lengths.mean(dtype=np.float64))
+
+    @property
+    def truncated_fraction(self) -> float:
+        """Share of completions cut by the length limit."""
+        return float(self.truncated.mean())
+
+    @property
+    def unparsed_fraction(self) -> float:
+        """Share of completions without an answer to judge."""
+        return float(self.unparsed.mean())
+
+    def interval(self, *, seed: int) -> tuple[float, float]:
+        """95% bootstrap interval of `average` over problems; NaN with one problem."""
+        return bootstrap_interval(self.problem_averages, seed=seed)
+
+    def select(self, problems: Sequence[int]) -> EvaluationResult:
+        """The same task on some of its problems. The verifier's counts are those of all."""
+        chosen = {name: getattr(self, name)[list(problems)] for name in _PER_COMPLETION}
+        return dataclasses.replace(self, **chosen)
+
+
+_PER_COMPLETION = ("scores", "lengths", "truncated", "unparsed")
+VERIFIER_COUNTS = ("verifier_timeouts", "verifier_errors", "verifier_over_budget")
+"""Fields of a result that count what the verifier gave up on."""
+
+
+def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
+    """One task's result from those of its problems in several parts, in order."""
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_COMPLETION}
+    counts = {name: sum(getattr(part, name) for part in parts) for name in VERIFIER_COUNTS}
+    return EvaluationResult(parts[0].task, **arrays, **counts)
 
 
 def evaluate(
@@ -73,24 +142,23 @@ def evaluate(
     """
     grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
 
-    def on_finished(rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-        check_stop()
-        grading.begin(rows, completion_ids)
-
-    rollout = engine.generate(prompts, sampling, seed=seed, step=0, on_finished=on_finished)
-    _, grades = grading.finish(rollout.completion_ids)
-    scores = np.asarray(grades.rewards, np.float32).reshape(len(prompts), sampling.group_size)
-    per_problem = scores.mean(axis=1)
-    spread = per_problem.std(ddof=1) / np.sqrt(len(prompts)) if len(prompts) > 1 else np.nan
+    shape = len(prompts), sampling.group_size
+    lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    with contextlib.closing(engine.generate(prompts, sampling, seed=seed, step=0)) as groups:
+        for episodes in groups:
+            check_stop()
+            rows = [episode.group * sampling.group_size + episode.member for episode in episodes]
+            grading.begin(rows, [episode.completion_ids for episode in episodes])
+            for episode in episodes:
+                lengths[episode.group, episode.member] = episode.num_sampled
+                truncated[episode.group, episode.member] = episode.finish_reason == "length"
+    grades = grading.grade()
     return EvaluationResult(
         task=task,
-        samples=sampling.group_size,
-        scores=scores,
-        average=float(scores.mean()),
-        pass_at_k=float((scores > 0).any(axis=1).mean()),
-        standard_error=float(spread),
-        length_mean=float(np.mean([len(ids) for ids in rollout.completion_ids])),
-        truncated_fraction=float(np.mean([reason == "length" for reason in rollout.finish_reasons])),
+        scores=np.asarray(grades.rewards, np.float32).reshape(shape),
+        lengths=lengths,
+        truncated=truncated,
+        unparsed=np.array([extract_answer(text) is None for text in grading.texts()]).reshape(shape),
         verifier_timeouts=grades.timeouts,
         verifier_errors=grades.errors,
         verifier_over_budget=grades.over_budget,

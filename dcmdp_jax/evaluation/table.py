@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
+from dcmdp_jax.evaluation.estimators import t_half_width
+from dcmdp_jax.inputs import read_json_object
 
 OTHER_SAMPLES = 8
 """K of a task that is none of the paper's benchmarks."""
@@ -56,7 +61,7 @@ def plain_average(results: Sequence[EvaluationResult]) -> float:
     return math.fsum(result.average for result in results) / len(results)
 
 
-def format_table(method: str, results: Sequence[EvaluationResult]) -> str:
+def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int = 0) -> str:
     """The paper's table as text: one row of avg@K in percent, and beneath it what the numbers rest on.
 
     The benchmarks stand in the paper's order, other tasks after them under their own names, Avg last. Avg is the mean
@@ -65,70 +70,176 @@ def format_table(method: str, results: Sequence[EvaluationResult]) -> str:
     Args:
         method: label of the row.
         results: one for each task.
+        seed: of the bootstrap.
 
     Returns:
-        Aligned lines; beneath the scores K, the standard error and pass@K in percent, the share of truncated
-        completions in percent, the mean length in tokens, and how many answers the verifier gave up on.
+        Aligned lines; beneath the scores K, the standard error and the 95% bootstrap interval over problems, unbiased
+        pass@k for powers of two and pass@K in percent, the shares of truncated completions and of those without an
+        answer in percent, the mean length in tokens, and how many answers the verifier gave up on.
 
     Raises:
         ValueError: if there is no result.
     """
     ordered = _in_paper_order(results)
     rows = [
-        ["Method", *(_column(result.task) for result in ordered), "Avg"],
+        ["Method", *(column_name(result.task) for result in ordered), "Avg"],
         [method, *(_percent(result.average) for result in ordered), _percent(plain_average(ordered))],
     ]
+    intervals = {result.task: result.interval(seed=seed) for result in ordered}
     details: dict[str, Callable[[EvaluationResult], str]] = {
         "K": lambda result: str(result.samples),
         "standard error": lambda result: _percent(result.standard_error),
+        "95% from": lambda result: _percent(intervals[result.task][0]),
+        "95% to": lambda result: _percent(intervals[result.task][1]),
+        **{f"pass@{k}": functools.partial(_pass_at, k) for k in _powers_of_two(max(r.samples for r in ordered))},
         "pass@K": lambda result: _percent(result.pass_at_k),
         "truncated %": lambda result: _percent(result.truncated_fraction),
+        "no answer %": lambda result: _percent(result.unparsed_fraction),
         "mean length": lambda result: f"{result.length_mean:.1f}",
         "verifier timeouts": lambda result: str(result.verifier_timeouts),
         "verifier errors": lambda result: str(result.verifier_errors),
         "over budget": lambda result: str(result.verifier_over_budget),
     }
     rows += [[name, *(show(result) for result in ordered), ""] for name, show in details.items()]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    rule = "-+-".join("-" * width for width in widths)
-    lines = [_line(row, widths) for row in rows]
-    return "\n".join([lines[0], rule, lines[1], rule, *lines[2:]])
+    return _align(rows, rules_after=(0, 1))
 
 
-def to_record(result: EvaluationResult) -> dict[str, Any]:
-    """One task's scores with JSON types; a standard error that one problem can't give is None.
+def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
+    """One task's scores with JSON types; a standard error or interval that one problem can't give is None.
 
-    `problem_averages` holds each problem's own avg@K, in the order the problems were asked.
+    `pass_at` holds unbiased pass@k for k = 1 .. K, `problem_averages` each problem's own avg@K, in the order the
+    problems were asked. `seed` is the bootstrap's.
     """
+    interval = result.interval(seed=seed)
     return {
-        "column": _column(result.task),
+        "column": column_name(result.task),
         "problems": len(result.scores),
         "samples": result.samples,
         "average": result.average,
         "standard_error": result.standard_error if math.isfinite(result.standard_error) else None,
+        "interval": None if math.isnan(interval[0]) else list(interval),
         "pass_at_k": result.pass_at_k,
+        "pass_at": result.pass_at.tolist(),
+        "truncated": int(result.truncated.sum()),
+        "unparsed": int(result.unparsed.sum()),
         "truncated_fraction": result.truncated_fraction,
+        "unparsed_fraction": result.unparsed_fraction,
         "length_mean": result.length_mean,
         "verifier_timeouts": result.verifier_timeouts,
         "verifier_errors": result.verifier_errors,
         "verifier_over_budget": result.verifier_over_budget,
-        "problem_averages": result.scores.mean(axis=1, dtype=float).tolist(),
+        "problem_averages": result.problem_averages.tolist(),
     }
 
 
+class Scores(NamedTuple):
+    """Scores of one evaluation for a table over runs.
+
+    Attributes:
+        method: label of the row.
+        averages: task name -> avg@K.
+        samples: task name -> K.
+    """
+
+    method: str
+    averages: dict[str, float]
+    samples: dict[str, int]
+
+
+def read_scores(path: Path) -> Scores:
+    """Read what `format_comparison` needs from a JSON file of bin.evaluate.
+
+    Raises:
+        UserError: if the file is no such record.
+        OSError: if it can't be read.
+    """
+    record = read_json_object(path)
+    try:
+        tasks = dict(record["tasks"])
+        averages = {name: float(task["average"]) for name, task in tasks.items()}
+        return Scores(str(record["method"]), averages, {name: int(task["samples"]) for name, task in tasks.items()})
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: no evaluation that bin.evaluate wrote ({error!r})") from None
+
+
+def format_comparison(runs: Sequence[Scores]) -> str:
+    """One table over methods and runs in the paper's layout: avg@K in percent, the best of each column with a star.
+
+    Runs of one method are one row: the mean of their scores, and with several runs half of its 95% t interval. Avg is
+    the mean of the columns, run by run.
+
+    Raises:
+        UserError: if there is no run, or two differ in their tasks or in K.
+    """
+    if not runs:
+        raise UserError("no evaluation given, a table needs at least one")
+    first = runs[0]
+    for run in runs[1:]:
+        if run.samples != first.samples:
+            raise UserError(
+                f"{first.method} and {run.method}: evaluated on {_describe_tasks(first)} and on "
+                f"{_describe_tasks(run)}; one table needs the same tasks and K"
+            )
+    tasks = sorted(first.averages, key=_place)
+    values: dict[str, list[list[float]]] = {}
+    for run in runs:
+        columns = [run.averages[task] for task in tasks]
+        values.setdefault(run.method, []).append([*columns, math.fsum(columns) / len(columns)])
+    means = {method: [math.fsum(column) / len(column) for column in zip(*rows, strict=True)]
+             for method, rows in values.items()}  # fmt: skip
+    best = [max(column) for column in zip(*means.values(), strict=True)]
+
+    def cell(method: str, place: int) -> str:
+        mean, column = means[method][place], [row[place] for row in values[method]]
+        half = f" ±{_percent(t_half_width(column))}" if len(column) > 1 else ""
+        star = "*" if len(means) > 1 and mean == best[place] else ""
+        return f"{_percent(mean)}{half}{star}"
+
+    labels = {method: f"{method} ({len(rows)} runs)" if len(rows) > 1 else method for method, rows in values.items()}
+    rows = [["Method", *map(column_name, tasks), "Avg"]]
+    rows += [[labels[method], *(cell(method, place) for place in range(len(tasks) + 1))] for method in values]
+    rows.append(["K", *(str(first.samples[task]) for task in tasks), ""])
+    return _align(rows, rules_after=(0, len(values)))
+
+
+def _describe_tasks(run: Scores) -> str:
+    return ", ".join(f"{task} (K={run.samples[task]})" for task in sorted(run.samples, key=_place))
+
+
+def _place(task: str) -> int:
+    return list(BENCHMARKS).index(task.lower()) if task.lower() in BENCHMARKS else len(BENCHMARKS)
+
+
 def _in_paper_order(results: Sequence[EvaluationResult]) -> list[EvaluationResult]:
-    places = {name: place for place, name in enumerate(BENCHMARKS)}
-    return sorted(results, key=lambda result: places.get(result.task.lower(), len(places)))
+    return sorted(results, key=lambda result: _place(result.task))
 
 
-def _column(task: str) -> str:
+def column_name(task: str) -> str:
+    """Heading of a task's column."""
     benchmark = BENCHMARKS.get(task.lower())
     return task if benchmark is None else benchmark.column
+
+
+def _align(rows: Sequence[Sequence[str]], *, rules_after: Sequence[int]) -> str:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    rule = "-+-".join("-" * width for width in widths)
+    lines = []
+    for number, row in enumerate(rows):
+        lines += [_line(row, widths), *([rule] if number in rules_after else [])]
+    return "\n".join(lines)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     aligned = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
     return " | ".join(aligned).rstrip()
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**power for power in range(1, largest.bit_length()) if 2**power < largest]
+
+
+def _pass_at(k: int, result: EvaluationResult) -> str:
+    return _percent(float(result.pass_at[k - 1])) if k <= result.samples else "-"
 
 
 def _percent(share: float) -> str:

@@ -1,17 +1,22 @@
-"""What a Qwen2 or Qwen3 dense checkpoint says of itself, read from its Hugging Face config.json."""
+"""The shape of a Llama, Qwen2, Qwen3 or Qwen3-MoE model, read from its Hugging Face config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object, shorten
+from dcmdp_jax.models.rope import RopeScaling
 
-_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 # Rotary scaling -> the fields it must have, and those it may have.
 _ROPE_FIELDS = {
     "linear": (("factor",), ()),
@@ -32,6 +37,9 @@ _WHOLE = {
     "head_dim": (2, 2**31 - 1),
     "max_position_embeddings": (2, 2**31 - 1),
     "original_max_position_embeddings": (1, 2**31 - 1),
+    "num_experts": (1, 100_000),
+    "num_experts_per_tok": (1, 100_000),
+    "moe_intermediate_size": (1, 2**31 - 1),
 }
 _REAL = {
     "rope_theta": (1.001, 1e15),
@@ -47,51 +55,33 @@ _REAL = {
     "high_freq_factor": (1e-6, 1e6),
 }
 _MOST_PARAMS = 10**13
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of the rotary frequencies, in the fields of Hugging Face's `rope_parameters`.
-
-    Attributes:
-        kind: "default", "linear", "yarn" or "llama3".
-        factor: how many times the context is stretched.
-        original_max_position_embeddings: context length, in tokens, of the unscaled model.
-        attention_factor: multiplies cos and sin (yarn); 0 means derive it from the other fields.
-        beta_fast, beta_slow: rotations that bound yarn's ramp.
-        mscale, mscale_all_dim: yarn's optional attention scale; 0 means absent.
-        truncate: round yarn's ramp bounds to whole dimensions.
-        low_freq_factor, high_freq_factor: llama3's wavelength bounds.
-    """
-
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    attention_factor: float = 0.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+# What a flag that is not supported would change: the message says what is.
+_REFUSED_FLAGS = {
+    "use_sliding_window": "full attention is",
+    "mlp_bias": "MLPs without biases are",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a dense decoder. Field names follow config.json where it has one.
+    """Shape of a decoder. Field names follow config.json where it has one.
 
     Attributes:
-        model_type: "qwen2" (biases on q, k, v) or "qwen3" (RMS norm on the heads of q and k).
+        model_type: "llama", "qwen2" (biases on q, k, v), "qwen3" (RMS norm on the heads of q and k) or "qwen3_moe"
+            (as qwen3, with a mixture of experts in place of each MLP).
         vocab_size: rows of the embedding, padding rows included.
-        hidden_size, intermediate_size: residual and MLP width.
+        hidden_size, intermediate_size: residual and MLP width; a mixture of experts does not use the latter.
         num_layers, num_heads, num_kv_heads, head_dim: decoder depth and attention shape.
         rope_theta, rope_scaling: rotary base and its scaling.
         rms_norm_eps: added to the mean square.
         tie_word_embeddings: the output layer is the embedding.
-        attention_bias: q, k and v (qwen3: o too) carry a bias.
+        attention_bias: q, k and v (all but qwen2: o too) carry a bias.
         max_position_embeddings: longest context in tokens.
         initializer_range: standard deviation of a fresh matrix.
+        num_experts: experts of each layer; 0 in a dense model.
+        num_experts_per_tok: experts that compute each token.
+        moe_intermediate_size: width of an expert.
+        norm_topk_prob: divide the probabilities of a token's experts by their sum.
     """
 
     model_type: str
@@ -109,6 +99,10 @@ class ModelConfig:
     attention_bias: bool = False
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
 
     def __post_init__(self) -> None:
         if self.model_type not in _ARCHITECTURES:
@@ -124,16 +118,42 @@ class ModelConfig:
             low, high = _REAL[name]
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]")
+        if self.model_type != "qwen3_moe":
+            if self.num_experts:
+                raise UserError(f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}")
+            return
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1 for model_type=qwen3_moe")
+        if self.num_experts_per_tok > self.num_experts:
+            raise UserError(
+                f"num_experts_per_tok: got {self.num_experts_per_tok}, must be at most num_experts={self.num_experts}"
+            )
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers and vLLM."""
+        return _ARCHITECTURES[self.model_type]
 
     @property
     def qk_norm(self) -> bool:
         """Qwen3 normalises each head of q and k."""
-        return self.model_type == "qwen3"
+        return self.model_type in ("qwen3", "qwen3_moe")
 
     @property
     def output_bias(self) -> bool:
-        """Qwen3's `attention_bias` reaches the output projection; Qwen2's does not."""
-        return self.attention_bias and self.model_type == "qwen3"
+        """`attention_bias` reaches the output projection, except in Qwen2."""
+        return self.attention_bias and self.model_type != "qwen2"
+
+    @property
+    def active_mlp_width(self) -> int:
+        """Width of the MLP that a token passes through: of all its experts together."""
+        return self.num_experts_per_tok * self.moe_intermediate_size if self.num_experts else self.intermediate_size
+
+    @property
+    def stored_mlp_width(self) -> int:
+        """Width of all MLPs of a layer together."""
+        return self.num_experts * self.moe_intermediate_size if self.num_experts else self.intermediate_size
 
 
 def _number(name: str, value: Any) -> int | float:
@@ -189,7 +209,7 @@ def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-    """Reads the fields of a config.json of a Qwen2 or Qwen3 dense model; nothing is allocated, whatever the sizes.
+    """Reads the fields of a config.json of a supported family; nothing is allocated, whatever the sizes.
 
     Raises:
         UserError: "config.json: " and the field, its value and what it must be, when the family, an activation, a
@@ -215,15 +235,18 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             raise UserError(f"config.json: {name} is {'null' if name in fields else 'missing'}, must be a number")
         return _number(name, value)
 
-    if flag("use_sliding_window"):
-        raise UserError("config.json: use_sliding_window is true, only full attention is supported")
+    for name, reason in _REFUSED_FLAGS.items():
+        if flag(name):
+            raise UserError(f"config.json: {name} is true, only {reason} supported")
     heads, hidden_size = number("num_attention_heads"), number("hidden_size")
-    kv_heads = heads if fields.get("num_key_value_heads", 0) is None else number("num_key_value_heads")
+    # Absent: Llama's config has no default other than null, the others' has one that fits few models.
+    absent = None if model_type == "llama" else 0
+    kv_heads = heads if fields.get("num_key_value_heads", absent) is None else number("num_key_value_heads")
     if heads % kv_heads:
         raise UserError(
             f"config.json: num_attention_heads is {heads}, must be a multiple of num_key_value_heads={kv_heads}"
         )
-    # Absent: what transformers' Qwen3Config and Qwen2Config take. Null: derived.
+    # Absent: what transformers' configs take. Null: derived.
     head_dim = fields.get("head_dim", 128 if model_type == "qwen3" else None)
     if head_dim is None:
         if hidden_size % heads:
@@ -235,7 +258,7 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     head_dim = _number("head_dim", head_dim)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim is {head_dim}, must be even (rotary embedding pairs dimensions)")
-    max_positions = number("max_position_embeddings", 32768)
+    max_positions = number("max_position_embeddings", 2048 if model_type == "llama" else 32768)
     theta, scaling = _rope(fields, max_positions)
     config = ModelConfig(
         model_type=model_type,
@@ -254,17 +277,44 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         attention_bias=model_type == "qwen2" or flag("attention_bias"),
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range", 0.02),
+        **(_experts(fields, number, flag) if model_type == "qwen3_moe" else {}),
     )
     # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
-    layer = config.head_dim * 2 * (heads + kv_heads) + 3 * config.intermediate_size
+    layer = config.head_dim * 2 * (heads + kv_heads) + 3 * config.stored_mlp_width
     matrices = hidden_size * (config.num_layers * layer + config.vocab_size)
     if matrices > _MOST_PARAMS:
+        width = f"intermediate_size {config.intermediate_size}"
+        if config.num_experts:
+            width = f"moe_intermediate_size {config.moe_intermediate_size}, num_experts {config.num_experts}"
         raise UserError(
-            f"config.json: vocab_size {config.vocab_size}, hidden_size {hidden_size}, intermediate_size "
-            f"{config.intermediate_size} and {config.num_layers} layers make {matrices:.2g} parameters, more "
-            f"than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
+            f"config.json: vocab_size {config.vocab_size}, hidden_size {hidden_size}, {width} and {config.num_layers} "
+            f"layers make {matrices:.2g} parameters, more than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
         )
     return config
+
+
+def _experts(fields: Mapping[str, Any], number: Callable[..., Any], flag: Callable[[str], bool]) -> dict[str, Any]:
+    """The fields of a mixture of experts; every layer must have one."""
+    if (step := fields.get("decoder_sparse_step", 1)) != 1:
+        raise UserError(
+            f"config.json: decoder_sparse_step is {shorten(step)}, only 1 is supported (experts everywhere)"
+        )
+    if dense := fields.get("mlp_only_layers"):
+        raise UserError(f"config.json: mlp_only_layers is {shorten(dense)}, only [] is supported (experts everywhere)")
+    # transformers 5 calls the field num_local_experts inside, and writes either.
+    spelled = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
+    value = fields.get(spelled)
+    if value is None:
+        raise UserError("config.json: num_experts is missing, must be a number")
+    experts, chosen = _number("num_experts", value), number("num_experts_per_tok")
+    if chosen > experts:
+        raise UserError(f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}")
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": number("moe_intermediate_size"),
+        "norm_topk_prob": flag("norm_topk_prob"),
+    }
 
 
 def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -275,7 +325,7 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         dtype: "float32" or "bfloat16", the dtype of the saved tensors.
     """
     fields: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
+        "architectures": [config.architecture],
         "model_type": config.model_type,
         "torch_dtype": dtype,
         "vocab_size": config.vocab_size,
@@ -291,11 +341,18 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "initializer_range": config.initializer_range,
-        "use_sliding_window": False,
         "use_cache": True,
     }
-    if config.model_type == "qwen3":
+    if config.model_type == "llama":
+        fields["mlp_bias"] = False
+    else:
+        fields["use_sliding_window"] = False
+    if config.model_type != "qwen2":
         fields["attention_bias"] = config.attention_bias
+    if config.num_experts:
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        fields |= {name: getattr(config, name) for name in names}
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     scaling = config.rope_scaling
     if scaling.kind != "default":
         needed, optional = _ROPE_FIELDS[scaling.kind]
@@ -321,16 +378,3 @@ def read_config(directory: str | Path) -> ModelConfig:
     except ValueError as error:
         # The message begins with the file's name.
         raise UserError(f"{path.parent}/{error}") from None
-
-
-def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """Yarn's scale of cos and sin: 0.1 m log(factor) + 1 (Peng et al. 2023, section 3.4), or the quotient of two."""
-    if scaling.attention_factor:
-        return scaling.attention_factor
-
-    def scale(mscale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
-
-    if scaling.mscale and scaling.mscale_all_dim:
-        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
-    return scale(1.0)

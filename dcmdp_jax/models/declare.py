@@ -21,7 +21,7 @@ class Stack(NamedTuple):
     """A leading axis along which many modules of one kind are stored, such as the layers of a decoder.
 
     Attributes:
-        axis: the logical name of the axis, "layers".
+        axis: the logical name of the axis, "layers" or "experts".
         size: how many there are.
     """
 
@@ -29,19 +29,35 @@ class Stack(NamedTuple):
     size: int
 
 
+class Fused(NamedTuple):
+    """A second Hugging Face layout of a stacked leaf: its innermost stacked axis and several matrices in one tensor.
+
+    Attributes:
+        hf_name: the tensor, of shape [size of the innermost stack, parts x out, in].
+        part: which block of rows belongs to this leaf.
+        parts: blocks in the tensor.
+    """
+
+    hf_name: str
+    part: int
+    parts: int
+
+
 class Declaration(NamedTuple):
-    """What is known of a parameter.
+    """Declaration of a parameter.
 
     Attributes:
         path: keys into the nested dict of parameters.
-        shape: of the whole leaf, stacked axis first.
+        shape: of the whole leaf, stacked axes first.
         axes: logical name of each dimension of `shape`.
         init: makes the initial values.
-        hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer, with "{layer}" where
-            the number of the layer belongs. None for a layout that only engines use.
+        hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer, with "{layers}"
+            where the number of the layer belongs, and so for each stacked axis. None for a layout that only engines
+            use.
         transposed: Hugging Face stores the matrix as [out, in], we as [in, out].
         quantized: engines that quantise weights quantise this one.
-        stack: the stacked axis, or None.
+        stacks: the stacked axes, outermost first.
+        fused: a second layout that checkpoints may have, or None.
     """
 
     path: tuple[str, ...]
@@ -51,7 +67,8 @@ class Declaration(NamedTuple):
     hf_name: str | None
     transposed: bool
     quantized: bool
-    stack: Stack | None
+    stacks: tuple[Stack, ...]
+    fused: Fused | None
 
 
 def parameter(
@@ -60,19 +77,19 @@ def parameter(
     *,
     init: Initializer,
     hf_name: str | None,
-    stack: Stack | None = None,
+    stacks: tuple[Stack, ...] = (),
     transposed: bool = False,
     quantized: bool = False,
+    fused: Fused | None = None,
 ) -> nnx.Param:
     """Declare a parameter of a module; see `Declaration` for the arguments.
 
     Args:
-        shape, axes: of one module; `stack` goes before them.
-        init, hf_name, stack, transposed, quantized: as in `Declaration`.
+        shape, axes: of one module; `stacks` go before them.
+        init, hf_name, stacks, transposed, quantized, fused: as in `Declaration`.
     """
-    if stack is not None:
-        shape, axes = (stack.size, *shape), (stack.axis, *axes)
-    metadata = Declaration((), shape, axes, init, hf_name, transposed, quantized, stack)._asdict()
+    shape, axes = (*(stack.size for stack in stacks), *shape), (*(stack.axis for stack in stacks), *axes)
+    metadata = Declaration((), shape, axes, init, hf_name, transposed, quantized, stacks, fused)._asdict()
     del metadata["path"]
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)
 

@@ -1,5 +1,6 @@
-"""Qwen2 and Qwen3 dense decoders: Flax NNX modules that declare their parameters, used as pure functions of them.
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE decoders.
 
+Flax NNX modules declare their parameters and are used as pure functions of them.
 Parameters are a plain nested dict with the layers stacked on the leading axis, which optax, Orbax and the sharding
 table understand; `params.py` derives everything about them from the modules' declarations.
 """
@@ -20,6 +21,7 @@ from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prom
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_tables
+from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.types import Params, SharedPrompts
@@ -29,16 +31,13 @@ HF_OUTPUT, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], the caller's cache)."""
 
-Aux = dict[str, jax.Array]
-"""What a layer reports beside its output, by name; a dense layer reports nothing."""
-
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How the forward pass runs; none of it changes what is computed beyond rounding.
+    """Execution of the forward pass; nothing here changes its result beyond rounding.
 
     Attributes:
         dtype: "float32" or "bfloat16", of activations and products.
@@ -74,11 +73,13 @@ class Attention(nnx.Module):
         fused: W_q, W_k and W_v are one matrix `qkv`; see `fuse_projections`.
     """
 
-    def __init__(self, config: ModelConfig, *, hf_name: str, stack: Stack | None = None, fused: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
+    ) -> None:
         self.config, self.fused = config, fused
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         embed, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
-        options = {"std": config.initializer_range, "stack": stack}
+        options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
             self.qkv = Linear((embed, width + 2 * kv_width), ("embed", "heads"), hf_name=None, bias=bias, **options)
         else:
@@ -87,8 +88,8 @@ class Attention(nnx.Module):
             self.k = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options)
             self.v = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.q_norm", stack=stack)
-            self.k_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.k_norm", stack=stack)
+            self.q_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.q_norm", stacks=stacks)
+            self.k_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.k_norm", stacks=stacks)
         outward = ("heads", "embed")
         self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=config.output_bias, **options)
 
@@ -134,23 +135,27 @@ class Block(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        stack: Stack | None = None,
+        stacks: tuple[Stack, ...] = (),
         fused_attention: bool = False,
         fused_mlp: bool = False,
     ) -> None:
-        layer = "model.layers.{layer}"
-        norm = {"size": config.hidden_size, "eps": config.rms_norm_eps, "axis": "norm", "stack": stack}
-        self.attention_norm = RMSNorm(hf_name=f"{layer}.input_layernorm", **norm)
-        self.attention = Attention(config, hf_name=f"{layer}.self_attn", stack=stack, fused=fused_attention)
-        self.mlp_norm = RMSNorm(hf_name=f"{layer}.post_attention_layernorm", **norm)
-        self.mlp = MLP(config, hf_name=f"{layer}.mlp", stack=stack, fused=fused_mlp)
+        prefix = "model.layers.{layers}"
+        norm = {"size": config.hidden_size, "eps": config.rms_norm_eps, "axis": "norm", "stacks": stacks}
+        self.attention_norm = RMSNorm(hf_name=f"{prefix}.input_layernorm", **norm)
+        self.attention = Attention(config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention)
+        self.mlp_norm = RMSNorm(hf_name=f"{prefix}.post_attention_layernorm", **norm)
+        feed_forward = MoE if config.num_experts else MLP
+        self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
 
     def __call__(
-        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
+        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops, mesh: Mesh | None = None
     ) -> tuple[jax.Array, Any, Aux]:
         attended, cache = self.attention(self.attention_norm(x), rotary, attend, ops)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x), ops), cache, {}
+        if isinstance(self.mlp, MLP):
+            return x + self.mlp(self.mlp_norm(x), ops), cache, {}
+        y, aux = self.mlp(self.mlp_norm(x), ops, mesh)
+        return x + y, cache, aux
 
 
 class Decoder(nnx.Module):
@@ -163,7 +168,7 @@ class Decoder(nnx.Module):
         self.config = config
         normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
-        self.layers = Block(config, stack=Stack("layers", config.num_layers))
+        self.layers = Block(config, stacks=(Stack("layers", config.num_layers),))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, axis="norm", hf_name="model.norm")
         if not config.tie_word_embeddings:
             self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)
@@ -178,12 +183,12 @@ class Decoder(nnx.Module):
         constrain: Constrain,
         mesh: Mesh | None,
         prompts: SharedPrompts | None,
-    ) -> jax.Array:
-        """As `hidden_states`."""
+    ) -> tuple[jax.Array, Aux]:
+        """As `hidden_states_and_aux`."""
         config, dtype = self.config, jnp.dtype(compute.dtype)
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         kernel, ops = choose_kernel(compute.attention, dtype, platform), choose_ops(platform)
-        shape = ()
+        shape, real = (), segment_ids > 0
         if prompts is not None:
             # Prompts and rows concatenated to one long row: all but attention treats every token alike.
             shape = (*prompts.input_ids.shape, input_ids.shape[0], input_ids.shape[1] - 1)
@@ -193,6 +198,8 @@ class Decoder(nnx.Module):
                 for shared, own in ((prompts.input_ids, input_ids), (prompt_positions, position_ids))
             )
             visible = visible_of_shared(prompts.lengths, shape)
+            real_prompts = jnp.arange(shape[1]) < prompts.lengths[:, None]
+            real = jnp.concatenate([real_prompts.reshape(-1), segment_ids[:, :-1].reshape(-1) > 0])[None]
         # The barrier keeps XLA from recomputing cosines in every layer's fusion.
         rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
         # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
@@ -207,8 +214,8 @@ class Decoder(nnx.Module):
 
         def layer(x: jax.Array, layer_params: Params) -> tuple[jax.Array, Aux]:
             used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
-            x, _, aux = apply_block(used, config, x, rotary, attend, ops)
-            return constrain(x, axes), aux
+            x, _, aux = apply_block(used, config, x, rotary, attend, ops, mesh=mesh)
+            return constrain(x, axes), router_sums(aux, real) if config.num_experts else {}
 
         if compute.remat == "full":
             layer = jax.checkpoint(layer)
@@ -219,10 +226,10 @@ class Decoder(nnx.Module):
         table = constrain(self.embedding.get_value().astype(dtype), ("vocab", "hidden"))
         x = constrain(table[input_ids], axes)
         layers = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        x, _ = jax.lax.scan(layer, x, layers, unroll=compute.scan_unroll)
+        x, aux = jax.lax.scan(layer, x, layers, unroll=compute.scan_unroll)
         if shape:
             x = x[0, shape[0] * shape[1] :].reshape(*shape[2:], -1)
-        return self.norm(x)
+        return self.norm(x), aux
 
 
 @functools.lru_cache(maxsize=32)
@@ -244,7 +251,7 @@ def _identity(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return x
 
 
-def hidden_states(
+def hidden_states_and_aux(
     params: Params,
     config: ModelConfig,
     input_ids: jax.Array,
@@ -255,8 +262,8 @@ def hidden_states(
     constrain: Constrain = _identity,
     mesh: Mesh | None = None,
     prompts: SharedPrompts | None = None,
-) -> jax.Array:
-    """Final normed hidden states of packed rows; `hidden[t]` predicts token t + 1.
+) -> tuple[jax.Array, Aux]:
+    """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts token t + 1.
 
     Args:
         params: as `params.init_params` makes.
@@ -268,10 +275,16 @@ def hidden_states(
         prompts: the rows' shared prompts [P, S], if they have any. Computed on one device with the "xla" kernel.
 
     Returns:
-        [R, L, D] in the compute dtype; [R, L - 1, D] with shared prompts, as no one reads a row's last token.
+        [R, L, D] in the compute dtype; [R, L - 1, D] with shared prompts, as no one reads a row's last token. And
+        `moe.router_sums` of each layer, stacked on the first axis; nothing from a dense model.
     """
     decoder = _merge(_decoder_graph(config), params)
     return decoder(input_ids, position_ids, segment_ids, compute, constrain=constrain, mesh=mesh, prompts=prompts)
+
+
+def hidden_states(*arguments: Any, **options: Any) -> jax.Array:
+    """`hidden_states_and_aux` without what the layers report."""
+    return hidden_states_and_aux(*arguments, **options)[0]
 
 
 def output_kernel(params: Params) -> jax.Array:
@@ -301,7 +314,10 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     attention, feed_forward = dict(layer_params["attention"]), dict(layer_params["mlp"])
     attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:
-        feed_forward["gate_up"] = fused(*(feed_forward.pop(name) for name in ("gate", "up")))
+        gated = feed_forward
+        if "experts" in feed_forward:
+            gated = feed_forward["experts"] = dict(feed_forward["experts"])
+        gated["gate_up"] = fused(*(gated.pop(name) for name in ("gate", "up")))
     return {**layer_params, "attention": attention, "mlp": feed_forward}
 
 
@@ -312,6 +328,8 @@ def apply_block(
     rotary: tuple[jax.Array, jax.Array],
     attend: Attend,
     ops: Ops,
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Any, Aux]:
     """Run one layer with the caller's attention, for training and for engines that keep a key-value cache.
 
@@ -322,12 +340,14 @@ def apply_block(
         rotary: `rotary_tables(config, positions)`.
         attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
         ops: of the platform.
+        mesh: see `moe.MoE`.
 
     Returns:
         The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
     """
-    graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in layer_params["mlp"])
-    return _merge(graph, layer_params)(x, rotary, attend, ops)
+    mlp = layer_params["mlp"]
+    graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
+    return _merge(graph, layer_params)(x, rotary, attend, ops, mesh)
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:

@@ -17,11 +17,12 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object, shorten_name
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
-from dcmdp_jax.models.params import hf_tensors
+from dcmdp_jax.models.params import FusedPart, HFTensor, hf_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOURCE_DTYPES = ("F32", "BF16", "F16")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
+_EXPERT = re.compile(r"model\.layers\.\d{1,9}\.mlp\.experts\.(\d{1,9})\.", re.ASCII)
 _LFS_POINTER = b"version https://git-lfs"
 # Values that are looked at together: what is made of them stays in the processor's cache.
 _BLOCK = 1 << 18
@@ -31,17 +32,31 @@ _READ = 1 << 24
 _EXPONENTS = {2: np.uint16(0x7F80), 4: np.uint32(0x7F800000)}
 
 
-class Manifest(NamedTuple):
-    """What the safetensors files of a directory hold, found to fit a config.
+class Stored(NamedTuple):
+    """Where the safetensors files hold a tensor.
 
     Attributes:
-        files: tensor name -> the file that holds it.
+        path: the file.
+        name: the tensor in it; another name than the tensor's own if it is fused with others.
+        fused: which part of that tensor, or None for all of it.
+    """
+
+    path: Path
+    name: str
+    fused: FusedPart | None
+
+
+class Manifest(NamedTuple):
+    """Tensors in the safetensors files of a directory, checked against a config.
+
+    Attributes:
+        tensors: name of each tensor of the model -> where it is.
         redundant_head: the file in which a tied model stores its output layer all the same, or None.
         dtypes: how many tensors are stored as "F32", "BF16", "F16".
         num_bytes: of all tensors together.
     """
 
-    files: dict[str, Path]
+    tensors: dict[str, Stored]
     redundant_head: Path | None
     dtypes: dict[str, int]
     num_bytes: int
@@ -83,18 +98,28 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     located = _locate(directory)
     # Before names are made of a number of layers that may be anything.
     _check_layers(directory, config, located)
+    _check_experts(directory, config, located)
     listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
     places = hf_tensors(config)
-    expected = {name: place.shape for name, place in places.items()}
-    if missing := [name for name in expected if name not in located]:
+    tensors: dict[str, Stored] = {}
+    allowed: dict[str, tuple[int, ...]] = {}
+    missing = []
+    for name, place in places.items():
+        fused = place.fused if name not in located else None
+        held = name if fused is None else fused.name
+        if held not in located:
+            missing.append(name)
+            continue
+        allowed[held] = place.shape if fused is None else fused.shape
+        tensors[name] = Stored(located[held], held, fused)
+    if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
-            f"{listing}: tensor {missing[0]} is missing{more}, expected {say_shape(expected[missing[0]])}"
+            f"{listing}: tensor {missing[0]} is missing{more}, expected {say_shape(places[missing[0]].shape)}"
             f"{_hint(missing[0], wanted=True)}"
         )
-    allowed = dict(expected)
     if config.tie_word_embeddings:
-        allowed[HF_OUTPUT] = expected[HF_EMBEDDING]
+        allowed[HF_OUTPUT] = allowed[HF_EMBEDDING]
     dtypes: Counter[str] = Counter()
     num_bytes = 0
     with Files() as files:
@@ -107,17 +132,16 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             stored = files[path].get_slice(name)
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if shape != allowed[name]:
-                dimensions = ", ".join(places[HF_EMBEDDING if name == HF_OUTPUT else name].dimensions)
                 raise UserError(
-                    f"{path}: tensor {name} is {say_shape(shape)}, expected {say_shape(allowed[name])} = [{dimensions}]"
-                    " of config.json"
+                    f"{path}: tensor {name} is {say_shape(shape)}, expected {say_shape(allowed[name])}"
+                    f"{_dimensions(places, name)} of config.json"
                 )
             if dtype not in _SOURCE_DTYPES:
                 raise UserError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
             dtypes[dtype] += 1
             num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
         redundant = located.get(HF_OUTPUT) if config.tie_word_embeddings else None
-    return Manifest({name: located[name] for name in expected}, redundant, dict(dtypes), num_bytes)
+    return Manifest(tensors, redundant, dict(dtypes), num_bytes)
 
 
 def check_values(manifest: Manifest) -> None:
@@ -127,7 +151,7 @@ def check_values(manifest: Manifest) -> None:
         UserError: naming file, tensor, how many of its values are not finite and where the first one is.
     """
     with Files() as files:
-        for name, path in manifest.files.items():
+        for path, name in dict.fromkeys((stored.path, stored.name) for stored in manifest.tensors.values()):
             check_tensor(files, path, name, jnp.dtype("float32"))
 
 
@@ -179,7 +203,7 @@ def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]
     if not found:
         raise UserError(
             f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., names must be those of "
-            "transformers' Qwen2ForCausalLM or Qwen3ForCausalLM"
+            f"transformers' {config.architecture}"
         )
     if found != config.num_layers and max(layers) == found - 1:
         raise UserError(
@@ -188,8 +212,25 @@ def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]
         )
 
 
+def _check_experts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
+    """Compares `num_experts` with the experts that there are, where these are numbered without a gap."""
+    experts = {int(match[1]): name for name in located if (match := _EXPERT.match(name))}
+    found = len(experts)
+    if config.num_experts and found and found != config.num_experts and max(experts) == found - 1:
+        raise UserError(
+            f"{directory}/config.json: num_experts is {config.num_experts}, the safetensors files hold {found} "
+            f"experts ({experts[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
+        )
+
+
+def _dimensions(places: dict[str, HFTensor], name: str) -> str:
+    """The fields of config.json that give the shape of a tensor that is not fused."""
+    place = places.get(HF_EMBEDDING if name == HF_OUTPUT and name not in places else name)
+    return "" if place is None else f" = [{', '.join(place.dimensions)}]"
+
+
 def _hint(name: str, *, wanted: bool) -> str:
-    """Which field of config.json decides whether a tensor is there."""
+    """The field of config.json that decides whether a tensor exists."""
     if name == HF_OUTPUT:
         return f"; or set tie_word_embeddings to {'true' if wanted else 'false'} in config.json"
     if name.endswith(".bias"):

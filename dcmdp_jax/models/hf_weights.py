@@ -26,6 +26,7 @@ from dcmdp_jax.models.hf_manifest import (
     SINGLE,
     Files,
     Manifest,
+    Stored,
     all_finite,
     check_manifest,
     check_tensor,
@@ -69,10 +70,10 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
     """
     target = _target_dtype(dtype)
     manifest = check_manifest(directory, config)
-    names: dict[tuple[str, ...], list[str]] = {}
+    names: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     places = hf_tensors(config)
     for name, place in places.items():
-        names.setdefault(place.path, []).append(name)
+        names.setdefault(place.path, {})[place.index] = name
 
     with Files() as files:
         if manifest.redundant_head is not None:
@@ -82,21 +83,22 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
             tensors = names[tuple(entry.key for entry in path)]
 
             def read(name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
-                stored = files[manifest.files[name]].get_slice(name)
+                stored, transposed = manifest.tensors[name], places[name].transposed
                 # A number that the dtype has no room for becomes infinite, and is named below.
                 with np.errstate(over="ignore"):
-                    out[...] = stored[index[::-1]].T if places[name].transposed else stored[index]
+                    values = _read(files, stored, index[::-1] if transposed else index)
+                    out[...] = values.T if transposed else values
                 if not all_finite(out):
-                    check_tensor(files, manifest.files[name], name, target)
+                    check_tensor(files, stored.path, stored.name, target)
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, leaf.shape, strict=True))
                 out = np.empty([part.stop - part.start for part in index], target)
-                if places[tensors[0]].layer is None:
-                    read(tensors[0], index, out)
-                else:
-                    for row, layer in enumerate(range(index[0].start, index[0].stop)):
-                        read(tensors[layer], index[1:], out[row])
+                stacked = len(next(iter(tensors)))
+                starts = [part.start for part in index[:stacked]]
+                for offsets in np.ndindex(out.shape[:stacked]):
+                    at = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
+                    read(tensors[at], index[stacked:], out[offsets])
                 return out
 
             return jax.make_array_from_callback(leaf.shape, sharding, _once_per_index(shard), dtype=target)
@@ -141,7 +143,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
         leaf: Any = params
         for key in place.path:
             leaf = leaf[key]
-        tensor: Array = leaf if place.layer is None else leaf[place.layer]
+        tensor: Array = leaf[place.index] if place.index else leaf
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it is a view.
         host = np.asarray(tensor.astype(target))
         host = np.ascontiguousarray(host.T if place.transposed else host)
@@ -174,7 +176,7 @@ def save_params(
         directory: created; parents too.
         dtype: "float32" or "bfloat16" of the tensors.
         tokenizer_dir: where the tokenizer comes from; None writes none.
-        max_shard_bytes: a file holds at most so many bytes of tensors, or one tensor that is larger.
+        max_shard_bytes: maximum bytes of tensors per file; a single larger tensor has its own file.
         overwrite: replace a directory that is not empty.
 
     Raises:
@@ -216,7 +218,7 @@ def _target_dtype(dtype: str) -> np.dtype:
 def _check_redundant_head(manifest: Manifest, files: Files) -> None:
     """A tied model may store its output layer again, but only the same one."""
     head = files[manifest.redundant_head].get_slice(HF_OUTPUT)
-    embedding = files[manifest.files[HF_EMBEDDING]].get_slice(HF_EMBEDDING)
+    embedding = files[manifest.tensors[HF_EMBEDDING].path].get_slice(HF_EMBEDDING)
     rows = head.get_shape()[0]
     for start in range(0, rows, 8192):
         part = slice(start, min(start + 8192, rows))
@@ -225,6 +227,16 @@ def _check_redundant_head(manifest: Manifest, files: Files) -> None:
                 f"{manifest.redundant_head}: tensor {HF_OUTPUT} differs from {HF_EMBEDDING}, but config.json ties "
                 "them; set tie_word_embeddings to false there to load it"
             )
+
+
+def _read(files: Files, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+    """Part of a tensor as it is stored, [out, in] for a matrix."""
+    tensor = files[stored.path].get_slice(stored.name)
+    if stored.fused is None:
+        return tensor[index]
+    first, (rows, *rest) = stored.fused.rows.start, index
+    which = slice(stored.fused.index, stored.fused.index + 1)
+    return tensor[(which, slice(first + rows.start, first + rows.stop), *rest)][0]
 
 
 def _once_per_index(

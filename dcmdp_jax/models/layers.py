@@ -1,4 +1,4 @@
-"""Linear layer, RMS norm, MLP and rotary frequencies of the Qwen decoders."""
+"""Linear layer, RMS norm, MLP and rotary frequencies of a decoder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dcmdp_jax.models.config import ModelConfig, yarn_attention_factor
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
+from dcmdp_jax.models.rope import yarn_attention_factor
 
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
@@ -32,7 +33,8 @@ class Linear(nnx.Module):
         std: float,
         hf_name: str | None,
         bias: bool = False,
-        stack: Stack | None = None,
+        stacks: tuple[Stack, ...] = (),
+        quantized: bool = True,
     ) -> None:
         """Declare W and b.
 
@@ -41,12 +43,15 @@ class Linear(nnx.Module):
             std: standard deviation of a fresh W.
             hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines use.
             bias: whether there is a b, initially 0.
-            stack: see `declare.parameter`.
+            stacks: see `declare.parameter`.
+            quantized: engines that quantise weights quantise W.
         """
         weight, bias_name = (None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias"))
         normal = jax.nn.initializers.normal(std)
-        self.kernel = parameter(sizes, axes, init=normal, hf_name=weight, stack=stack, transposed=True, quantized=True)
-        self.bias = parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stack=stack) if bias else None
+        self.kernel = parameter(
+            sizes, axes, init=normal, hf_name=weight, stacks=stacks, transposed=True, quantized=quantized
+        )
+        self.bias = parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stacks=stacks) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
@@ -61,8 +66,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """`rms_norm` with learnt weights, initially 1."""
 
-    def __init__(self, size: int, eps: float, *, axis: str, hf_name: str, stack: Stack | None = None) -> None:
-        self.scale = parameter((size,), (axis,), init=_ones, hf_name=f"{hf_name}.weight", stack=stack)
+    def __init__(self, size: int, eps: float, *, axis: str, hf_name: str, stacks: tuple[Stack, ...] = ()) -> None:
+        self.scale = parameter((size,), (axis,), init=_ones, hf_name=f"{hf_name}.weight", stacks=stacks)
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -76,10 +81,12 @@ class MLP(nnx.Module):
         fused: W_gate and W_up are one matrix `gate_up`; see `decoder.fuse_projections`.
     """
 
-    def __init__(self, config: ModelConfig, *, hf_name: str, stack: Stack | None = None, fused: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
+    ) -> None:
         self.fused, self.width = fused, config.intermediate_size
         inward, outward = (config.hidden_size, self.width), (self.width, config.hidden_size)
-        options = {"std": config.initializer_range, "stack": stack}
+        options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
             self.gate_up = Linear((inward[0], 2 * self.width), ("embed", "mlp"), hf_name=None, **options)
         else:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.ops.reference import permute
 from dcmdp_jax.types import Array
 
 Maximum = Callable[[jax.Array], jax.Array]
@@ -32,6 +33,10 @@ class KernelAxes(NamedTuple):
     vocab: str | None = None
 
 
+WHOLE_KERNEL = KernelAxes()
+"""Each device has the whole output matrix."""
+
+
 def token_logprobs(
     hidden: jax.Array,
     kernel: jax.Array,
@@ -41,7 +46,7 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     ops: Ops,
-    kernel_axes: KernelAxes = KernelAxes(),
+    kernel_axes: KernelAxes = WHOLE_KERNEL,
 ) -> tuple[jax.Array, jax.Array]:
     """log pi(token t | tokens before t) and the entropy of the distribution that token t was drawn from.
 
@@ -87,7 +92,7 @@ def token_logprobs(
     blocks = -(-total // size)
     order, place = _wanted_first(wanted)
     padding = blocks * size - total
-    gathered = jnp.pad(_permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
+    gathered = jnp.pad(permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
     targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
     count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
     options = _Options(1.0 / temperature, ops.softmax_maximum, kernel_axes)
@@ -106,24 +111,6 @@ def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = jnp.arange(wanted.size)
     place = jnp.where(wanted, before, jnp.sum(wanted) + index - before).astype(jnp.int32)
     return jnp.zeros_like(place).at[place].set(index.astype(jnp.int32), unique_indices=True), place
-
-
-@jax.custom_vjp
-def _permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row by row."""
-    del place
-    return x[order]
-
-
-def _permute_forward(x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x[order], place
-
-
-def _permute_backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return cotangent[place], None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
 
 
 class _Options(NamedTuple):

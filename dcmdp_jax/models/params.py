@@ -1,4 +1,4 @@
-"""What follows from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
+"""Tables derived from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,25 @@ _CONFIG_FIELDS = {
     "heads": "num_attention_heads x head_dim",
     "kv_heads": "num_key_value_heads x head_dim",
     "head_dim": "head_dim",
+    "experts": "num_experts",
+    "expert_mlp": "moe_intermediate_size",
 }
+
+
+class FusedPart(NamedTuple):
+    """Where a Hugging Face tensor lies in one that holds several; see `declare.Fused`.
+
+    Attributes:
+        name: of the tensor that holds it.
+        shape: of the tensor that holds it.
+        index: along its first axis.
+        rows: along its second axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: int
+    rows: slice
 
 
 class HFTensor(NamedTuple):
@@ -113,19 +131,21 @@ class HFTensor(NamedTuple):
 
     Attributes:
         path: keys into the nested dict.
-        layer: index on the leading axis of a stacked leaf, None outside `layers`.
+        index: on the stacked axes of the leaf, outermost first; () outside `layers`.
         transposed: the tensor is [out, in], the leaf [in, out].
         shape: of the tensor.
         dimensions: the fields of config.json that give each of its sizes.
         quantized: engines that quantise weights quantise this one.
+        fused: where a checkpoint of the second layout holds it, or None.
     """
 
     path: tuple[str, ...]
-    layer: int | None
+    index: tuple[int, ...]
     transposed: bool
     shape: tuple[int, ...]
     dimensions: tuple[str, ...]
     quantized: bool
+    fused: FusedPart | None
 
 
 def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:
@@ -134,18 +154,32 @@ def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:
     Tied models have no `lm_head.weight`.
     """
 
-    def tensor(declared: Declaration, layer: int | None) -> HFTensor:
-        stacked = slice(0 if layer is None else 1, None)
-        shape, axes = declared.shape[stacked], declared.axes[stacked]
+    def tensor(declared: Declaration, index: tuple[int, ...], names: dict[str, int]) -> HFTensor:
+        shape, axes = declared.shape[len(index) :], declared.axes[len(index) :]
         if declared.transposed:
             shape, axes = shape[::-1], axes[::-1]
+        fused = None
+        if declared.fused is not None:
+            rows, part = shape[0], declared.fused.part
+            whole = (declared.stacks[-1].size, declared.fused.parts * rows, *shape[1:])
+            name = declared.fused.hf_name.format(**names)
+            fused = FusedPart(name, whole, index[-1], slice(part * rows, (part + 1) * rows))
         dimensions = tuple(_CONFIG_FIELDS[axis] for axis in axes)
-        return HFTensor(declared.path, layer, declared.transposed, shape, dimensions, declared.quantized)
+        return HFTensor(declared.path, index, declared.transposed, shape, dimensions, declared.quantized, fused)
 
     tensors: dict[str, HFTensor] = {}
-    for stack, group in itertools.groupby(model_declarations(config), key=lambda declared: declared.stack):
-        members = list(group)
-        for layer in (None,) if stack is None else range(stack.size):
-            for declared in members:
-                tensors[declared.hf_name.format(layer=layer)] = tensor(declared, layer)
+
+    def add(members: Iterable[Declaration], index: tuple[int, ...], names: dict[str, int]) -> None:
+        """The tensors of declarations whose first `len(index)` stacked axes are at `index`."""
+        depth = len(index)
+        for stacks, group in itertools.groupby(members, key=lambda declared: declared.stacks[depth : depth + 1]):
+            if not stacks:
+                for declared in group:
+                    tensors[declared.hf_name.format(**names)] = tensor(declared, index, names)
+                continue
+            inner, (stack,) = list(group), stacks
+            for number in range(stack.size):
+                add(inner, (*index, number), names | {stack.axis: number})
+
+    add(model_declarations(config), (), {})
     return tensors

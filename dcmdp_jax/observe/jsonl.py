@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -70,9 +70,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def truncate(path: Path, last_step: int) -> None:
     """Atomically drop the records of steps after `last_step`, and unreadable lines.
 
-    The new file replaces the old one in one rename, so a second kill leaves one of them intact. A file that needs no
-    change is not touched. An unreadable line in the middle (after a power cut) is dropped with a warning: a metric line
-    must not stop a run from resuming.
+    A file that needs no change is not touched. An unreadable line in the middle (after a power cut) is dropped with a
+    warning: a metric line must not stop a run from resuming.
 
     Args:
         path: file of records with "step"; may be missing.
@@ -96,12 +95,7 @@ def truncate(path: Path, last_step: int) -> None:
             kept.append(line)
     if not dropped:
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    atomic_write(path, b"".join(kept))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:

@@ -7,14 +7,15 @@ run recorded its metrics. Nothing uses pyplot or its global state; save a figure
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from dcmdp_jax.observe.metrics import Series
-from dcmdp_jax.observe.names import PHASES
+from dcmdp_jax.observe.metric_names import PHASES
+from dcmdp_jax.observe.metrics_io import Series
 
 Runs = Mapping[str, Series]
 
@@ -93,7 +94,7 @@ def draw_evaluation(runs: Runs) -> Figure | None:
 
 
 def draw_discrepancy(runs: Runs) -> Figure | None:
-    """Plot mean discrepancy and tolerance c (dashed) by step, and the share of completions over c."""
+    """Plot mean discrepancy, tolerance c (dashed) and noise floor (dotted) by step, and the completions over c."""
     if not _recorded(runs, "discrepancy/mean"):
         return None
     share = "discrepancy/completions_over_tolerance"
@@ -101,6 +102,7 @@ def draw_discrepancy(runs: Runs) -> Figure | None:
     for index, (label, series) in enumerate(runs.items()):
         _line(panels[0], series, "discrepancy/mean", label if len(runs) > 1 else "mean discrepancy", index)
     _draw_tolerances(panels[0], runs)
+    _draw_noise_floors(panels[0], runs)
     panels[0].set_title("mean over sampled tokens", **_PANEL_TITLE)
     _finish(panels[0], "discrepancy", from_zero=True)
     if len(panels) > 1:
@@ -312,10 +314,23 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
             axes.plot(steps, values, color=_colour(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
     for level, indices in constant.items():
         colour = _INK if len(constant) == 1 else _colour(indices[0])
-        axes.axhline(level, color=colour, linestyle="--", linewidth=1.3, label=f"tolerance c = {level:g}", zorder=2)
-        # axhline does not extend the axes' limits by itself.
-        axes.update_datalim([(1.0, level)], updatex=False)
-        axes.autoscale_view(scalex=False)
+        _horizontal(axes, level, color=colour, linestyle="--", label=f"tolerance c = {level:g}")
+
+
+def _draw_noise_floors(axes: Axes, runs: Runs) -> None:
+    """Draw each run's last measured noise floor as a dotted line: no budget below it can be met."""
+    for index, (label, series) in enumerate(runs.items()):
+        values = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
+        if (values := values[np.isfinite(values)]).size:
+            text = f"noise floor = {values[-1]:.2g}" + (f", {label}" if len(runs) > 1 else "")
+            _horizontal(axes, float(values[-1]), color=_colour(index), linestyle=":", label=text)
+
+
+def _horizontal(axes: Axes, level: float, **style: Any) -> None:
+    axes.axhline(level, linewidth=1.3, zorder=2, **style)
+    # axhline does not extend the axes' limits by itself.
+    axes.update_datalim([(1.0, level)], updatex=False)
+    axes.autoscale_view(scalex=False)
 
 
 def _grid(runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Figure | None:
@@ -343,10 +358,6 @@ def _style(axes: Axes) -> None:
         spine.set_color("#bbbbbb")
 
 
-def _percent(value: float, _: int) -> str:
-    return f"{100 * value:.4g}%"
-
-
 def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = True, percent: bool = False) -> None:
     _style(axes)
     axes.set_xlabel("training step", color=_MUTED, fontsize=9)
@@ -361,6 +372,6 @@ def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = Tr
         room = max(0.5 * abs(level), 1e-3)
         low, high = 0.0 if from_zero and level >= 0 else level - room, level + room
     axes.set_ylim(low, high)
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else lambda value, _: f"{value:.6g}"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1) if percent else StrMethodFormatter("{x:.6g}"))
     if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(**_LEGEND, loc="best")

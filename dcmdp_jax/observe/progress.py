@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dcmdp_jax.number_format import duration, number
+
 _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
 _REFRESH_PER_SECOND = 2
@@ -67,7 +69,7 @@ class Progress:
 
         Args:
             step: finished steps. Values that are missing, None or NaN show as "-".
-            metrics: named as in `dcmdp_jax.observe.names`; an `eval/.../avg@K` is shown until the next one.
+            metrics: named as in `dcmdp_jax.observe.metric_names`; an `eval/.../avg@K` is shown until the next one.
         """
         now = self._clock()
         if step > self._step:
@@ -87,13 +89,6 @@ class Progress:
             evaluation = self._evaluation()
             if evaluation:
                 self._print(f"step {self._step}/{self._total}  {evaluation}")
-
-    def note(self, message: str) -> None:
-        """Print a line above the live lines, or as a plain line."""
-        if self._live is not None:
-            self._live.console.print(Text(message))
-        else:
-            self._print(message)
 
     def close(self) -> None:
         """Stop the live display and keep its last state on the screen. Safe to call twice."""
@@ -121,22 +116,22 @@ class Progress:
             return self._values.get(name, math.nan)
 
         discrepancy, tolerance = get("discrepancy/mean"), get("dual/tolerance")
-        shown = f"discrepancy {_number(discrepancy, '.5f')}"
+        shown = f"discrepancy {number(discrepancy, '.5f')}"
         style = ""
         if not math.isnan(tolerance):
-            shown += f" (c {_number(tolerance, '.5f')})"
+            shown += f" (c {number(tolerance, '.5f')})"
             style = "red" if discrepancy > tolerance else "green"
         return [
-            (f"reward {_number(get('reward/mean'), '.3f')}", "bold"),
+            (f"reward {number(get('reward/mean'), '.3f')}", "bold"),
             (shown, style),
-            (f"lambda {_number(get('dual/multiplier'), '.4f')}", ""),
-            (f"{_number(get('throughput/tokens_per_second'), ',.0f')} tokens/s", ""),
-            (f"left {_duration(self.seconds_left())}", ""),
+            (f"lambda {number(get('dual/multiplier'), '.4f')}", ""),
+            (f"{number(get('throughput/tokens_per_second'), ',.0f')} tokens/s", ""),
+            (f"left {duration(self.seconds_left())}", ""),
         ]
 
     def _evaluation(self) -> str:
         return "  ".join(
-            f"{name.removeprefix('eval/').replace('/', ' ')} {_number(100 * value, '.1f')}%"
+            f"{name.removeprefix('eval/').replace('/', ' ')} {number(100 * value, '.1f')}%"
             for name, value in sorted(self._values.items())
             if name.startswith("eval/") and "/avg@" in name
         )
@@ -149,7 +144,7 @@ class Progress:
         bar.add_row(
             Text(f"step {self._step}/{self._total}"),
             ProgressBar(total=max(self._total, 1), completed=self._step),
-            Text(f"elapsed {_duration(self._clock() - self._began)}", style="dim"),
+            Text(f"elapsed {duration(self._clock() - self._began)}", style="dim"),
         )
         line = Text("  ").join(Text(text, style=style) for text, style in self._fields())
         evaluation = self._evaluation()
@@ -158,16 +153,3 @@ class Progress:
     def _print(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
-
-
-def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    """Format as 1:02:03 or 2:03; "-" if not finite."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

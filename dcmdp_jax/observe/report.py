@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.config_fields import flatten
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe import jsonl, page
-from dcmdp_jax.observe.metrics import SAMPLES_FILE, Series, read_metrics
+from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.html_page import render_page
+from dcmdp_jax.observe.metrics_io import Series, read_metrics
 from dcmdp_jax.observe.plots import FIGURES
+from dcmdp_jax.observe.report_content import report_content
+from dcmdp_jax.observe.run_files import CONFIG_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE
 
-CONFIG_FILE = "config.json"
-PLOTS_DIRECTORY = "plots"
-REPORT_FILE = "report.html"
 _DPI = 130
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """Contents of a run directory.
 
     Attributes:
@@ -37,7 +39,7 @@ class Run:
     samples: list[dict[str, Any]]
 
 
-def read_run(run_dir: str | Path, label: str | None = None) -> Run:
+def read_run(run_dir: str | Path, label: str | None = None) -> RecordedRun:
     """Read a run directory; skip a last line torn by a kill.
 
     Args:
@@ -51,16 +53,8 @@ def read_run(run_dir: str | Path, label: str | None = None) -> Run:
     run_dir = Path(run_dir)
     series = read_metrics(run_dir)
     path = run_dir / CONFIG_FILE
-    config: dict[str, Any] = {}
-    if path.exists():
-        try:
-            loaded = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON ({error}); mend or delete it") from None
-        if not isinstance(loaded, dict):
-            raise UserError(f"{path} holds a {type(loaded).__name__}; allowed: one JSON object")
-        config = _flatten(loaded)
-    return Run(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
+    config = flatten(read_json_object(path)) if path.exists() else {}
+    return RecordedRun(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
 
 
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
@@ -96,7 +90,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
         (plots / f"{stem}.png").write_bytes(buffer.getvalue())
         images.append((caption, buffer.getvalue()))
     report = Path(out_dir) / REPORT_FILE
-    report.write_text(page.render(runs, images), encoding="utf-8")
+    atomic_write(report, render_page("report.html", images=images, **report_content(runs)))
     return report
 
 
@@ -106,13 +100,3 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
     return ["/".join(path.parts[-depth:]) for path in paths]
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

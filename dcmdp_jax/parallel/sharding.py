@@ -1,4 +1,4 @@
-"""From logical axis names to shardings: one table for parameters, one for activations."""
+"""Shardings from logical axis names: one table for parameters, one for activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dcmdp_jax.types import Params
 logger = logging.getLogger(__name__)
 
 DATA = "data"
-"""The mesh axis that splits rows and repeats parameters."""
+"""The mesh axis that splits rows and replicates parameters."""
 
 MeshAxes = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
@@ -30,17 +30,19 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "experts": "expert",
+        "expert_mlp": "tensor",
         "norm": None,
         "head_dim": None,
     }
 )
-"""Parameters. "embed" is split over fsdp whichever side of a matrix it is on; "layers" is what the scan runs over."""
+"""Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the axis of the scan."""
 
 ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
-    {"rows": (DATA, "fsdp"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
+    {"rows": (DATA, "fsdp", "expert"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
 )
-"""Activations. Rows are split over every device that holds other rows; the residual stream is whole on each. How a
-table is split over its vocabulary is left to the compiler."""
+"""Activations. Rows are split over data, fsdp and expert, the residual stream is replicated over tensor. The compiler
+chooses how a table is split over its vocabulary."""
 
 
 def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
@@ -67,8 +69,7 @@ def param_shardings(
     """The sharding of every parameter.
 
     A dimension that its mesh axes don't divide (a vocabulary of odd size, fewer key-value channels than tensor
-    devices) is whole on each device, and a warning says which; what is computed stays the same, and only memory and
-    speed suffer.
+    devices) is replicated, with a warning that names it. Results stay the same; memory and speed suffer.
 
     Args:
         logical_axes: tree of tuples of axis names, from `params.logical_axes`.
@@ -104,9 +105,9 @@ def param_shardings(
 def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh) -> Any:
     """Shardings of any tree that holds parameter-shaped trees, such as an optimizer's moments.
 
-    A leaf whose path ends with the path of a parameter, and which has that parameter's shape, is sharded as it is
-    (optax states keep the parameters' tree, also inside `chain`, `masked` and `multi_transform`); every other leaf,
-    counters and factored moments among them, is replicated.
+    A leaf whose path ends with the path of a parameter and that has its shape gets the parameter's sharding (optax
+    states keep the parameters' tree, also inside `chain`, `masked` and `multi_transform`). Every other leaf, such as a
+    counter or a factored moment, is replicated.
 
     Args:
         state: tree of arrays or `jax.ShapeDtypeStruct`s.
@@ -136,9 +137,9 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
 
 
 def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
-    """A function that pins an activation, whose dimensions it is told by name, to the mesh under jit.
+    """A function that constrains an activation's sharding by the names of its dimensions, under jit.
 
-    Inside `shard_map_over_data` it pins to the axes that the compiler still has.
+    Inside `shard_map_over_data` it uses the axes that are left to the compiler.
 
     Raises (the returned function, while tracing):
         ValueError: as `partition_spec`, or when a dimension is not a multiple of its devices.
@@ -149,7 +150,7 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
         manual = set(around.manual_axes)
         parts = []
         for name, part, size in zip(axes, partition_spec(axes, ACTIVATION_AXES), x.shape, strict=True):
-            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual)
+            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1)
             if size % _ways(free, mesh):
                 product = " * ".join(free)
                 raise ValueError(
@@ -162,12 +163,12 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """The sharding that replicates an array."""
     return NamedSharding(mesh, P())
 
 
 def shard_rows(mesh: Mesh) -> NamedSharding:
-    """For packed rows [M, A, R, ...]: R split over data and fsdp."""
+    """The sharding of packed rows [M, A, R, ...]: R split over data, fsdp and expert."""
     return NamedSharding(mesh, P(None, None, *partition_spec(("rows",), ACTIVATION_AXES)))
 
 
@@ -177,7 +178,7 @@ def data_axis(mesh: Mesh | None) -> str | None:
 
 
 def data_parallel_only(mesh: Mesh | None) -> bool:
-    """Whether each device computes whole rows by itself: the compiler splits nothing over fsdp or tensor."""
+    """Whether the mesh is data-parallel only: nothing is split over another axis."""
     return mesh is None or mesh.size == mesh.shape[DATA]
 
 
@@ -186,14 +187,14 @@ def shard_map_over_data(
 ) -> Callable[..., Any]:
     """Run `function` once along each index of the data axis, on the rows there.
 
-    Within it the data axis is manual: nothing travels along it but what `function` sends itself, so that gradients
-    are summed once after all micro-batches and not in each. The axes fsdp and tensor stay with the compiler.
+    Inside it the data axis is manual: only the collectives of `function` communicate along it, so gradients are summed
+    once after all micro-batches instead of in each. The compiler handles the other axes.
 
-    A data axis of one device is left to the compiler too: there is nothing to map, and XLA (jax 0.10.2) refuses a
+    A data axis of one device is left to the compiler as well: there is nothing to map, and XLA (jax 0.10.2) refuses a
     reduction over it beside other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
 
     Args:
-        function: of arguments alone, no array from around it.
+        function: it closes over no array.
         mesh: the run's; None for one device.
         in_specs, out_specs: of `jax.shard_map`: `P()` for what is replicated along the data axis, `DATA` for rows.
     """

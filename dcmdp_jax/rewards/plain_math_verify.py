@@ -1,4 +1,4 @@
-"""The reward `math_verify`: the library math-verify as it comes, without our reading of answers."""
+"""The reward `math_verify`: the library math-verify unchanged, without our parsing of answers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import math_verify as library
 
-# It warns of each time limit that it is told to have.
+# It warns about each time limit that it is given.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math_verify(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
     """1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer.
 
-    The library's own time limits apply, 5 seconds on the wall to read a text and 5 to compare; an answer over them
-    gets 0. They use the process's alarm, and with it the pool's: a call over the pool's limit ends a minute late.
+    The library's own time limits apply: 5 seconds to parse a text and 5 to compare; an answer over them gets 0. They
+    replace the pool's alarm, so a call over the pool's limit ends a minute late.
 
     Args:
         completions: texts.

@@ -8,8 +8,8 @@ The signature is TRL's, so a function written for it works here unchanged:
 argument, and so are `answer`, the reference answer, and `source`, the data source. All have one element per completion.
 The function may be `async def`.
 
-None is no value of this reward for a completion. As in TRL, it adds nothing to the completion's weighted sum, and a
-completion without a value of any reward gets 0.
+None means that the completion has no value of this reward. As in TRL, it adds nothing to the weighted sum, and a
+completion without any value gets 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from dcmdp_jax.errors import UserError
 
 MATH = "math"
-"""The reward of `tasks.verifier`, computed in the trainer's process and the verifier's workers."""
+"""The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's workers."""
 
 BUILT_IN = {"math_verify": "dcmdp_jax.rewards.plain_math_verify:math_verify"}
 """Reward functions with short names."""
@@ -42,11 +42,11 @@ RewardFunction = Callable[..., Any]
 
 
 class RewardError(UserError):
-    """A reward function that is not there, raises, hangs, or returns something else than rewards. One line."""
+    """A reward function that is missing, raises, hangs, or returns something else than rewards. One line."""
 
 
 class BadValue(ValueError):
-    """What a function returned is no list of rewards.
+    """A function returned something else than a list of rewards.
 
     Attributes:
         row: place of the completion whose value is wrong; None if the list is.
@@ -71,20 +71,20 @@ class Reward:
 
 
 def short_names(functions: Sequence[str]) -> list[str]:
-    """The functions' own names; the whole name where two share one."""
+    """The functions' own names; the whole name where two are equal."""
     short = [function.rpartition(":")[2] for function in functions]
     return [name if short.count(name) == 1 else function for name, function in zip(short, functions, strict=True)]
 
 
 def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
-    """Import a reward function and check that it takes what it will get.
+    """Import a reward function and check that it accepts its arguments.
 
     Args:
         function: a name in `BUILT_IN`, `module:function`, or `path.py:function` relative to the working directory.
         columns: names of the columns that it will get.
 
     Raises:
-        RewardError: if the file, the module or the function is not there, the import raises, or the function takes
+        RewardError: if the file, the module or the function is missing, the import raises, or the function takes
             other arguments.
     """
     place, _, name = BUILT_IN.get(function, function).rpartition(":")
@@ -98,7 +98,7 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
         raise RewardError(f"reward {function}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}")
     try:
         signature = inspect.signature(loaded)
-    except ValueError:  # some functions written in C tell nothing
+    except ValueError:  # some functions written in C have no signature
         return loaded
     try:
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
@@ -121,7 +121,7 @@ def call_reward(
 
     Raises:
         BadValue: if it does not return one finite number or None per completion.
-        Exception: whatever the function raises.
+        Exception: any exception of the function.
     """
     values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
     if inspect.isawaitable(values):
@@ -167,7 +167,7 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _load_file(path: Path) -> Any:
-    # A name of its own: a file math.py must not stand in for the module `math`.
+    # A unique name: a file math.py must not replace the module `math`.
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path.resolve())
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)

@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.rewards.pool import Failure, RewardPool
+from dcmdp_jax.rewards.math.verifier import Grades, Verifier
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError, short_names, weighted_total
+from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
 from dcmdp_jax.tasks.grading import Grading
 from dcmdp_jax.tasks.problems import Problem
-from dcmdp_jax.tasks.verifier import Grades, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
-# Of every problem, whatever its row has by these names.
+# Columns of every problem; a field of the row with this name is ignored.
 _OWN_COLUMNS = ("answer", "source")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class BatchScores:
     """Rewards of N completions.
 
     Attributes:
         totals: [N] float32, the weighted sum over rewards; 0 for a completion without any value.
         values: short name of each reward -> [N] float32, NaN where it gave no value.
-        failed: short name of each function -> completions that it was called for in vain.
-        grades: what the verifier says of them, None without the reward `math`.
-        sources: the data source of each; None where all data have one.
+        failed: short name of each function -> completions of its failed calls.
+        grades: the verifier's results, None without the reward `math`.
+        sources: the data source of each; None if all data have the same.
     """
 
     totals: np.ndarray
@@ -53,27 +53,27 @@ def column_names(problems: Sequence[Problem]) -> list[str]:
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
-    """Import every reward function in a process of its own, and end it.
+    """Import every reward function in its own process, then end the processes.
 
     Raises:
-        RewardError: in one line, for a function that can't be imported, or not be called with these columns.
+        RewardError: in one line, for a function that can't be imported or can't be called with these columns.
     """
     functions = [reward.function for reward in rewards if reward.function != MATH]
     with RewardPool(functions, columns, timeout_s=1.0) as pool:
         pool.wait_until_loaded()
 
 
-class Scorer:
+class RewardScorer:
     """Scores the batches of a run. Not thread-safe; close it.
 
     Args:
         rewards: at least one, each function once.
-        verifier: for the reward `math`. It stays the caller's.
+        verifier: for the reward `math`. The caller closes it.
         columns: names of the columns that functions get, from `column_names`.
-        by_source: whether scores tell data sources apart.
-        timeout_s: seconds on the wall that one call of a function may take.
-        stop_on_error: whether a call that fails raises. Otherwise it is counted, and its completions get no value of
-            this reward.
+        by_source: whether scores name each completion's data source.
+        timeout_s: wall-clock limit of one call of a function, in seconds.
+        stop_on_error: whether a failed call raises. Otherwise it is counted, and its completions get no value of this
+            reward.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Scorer:
 class BatchScoring:
     """Texts and rewards of the completions that one call of an engine's `generate` samples.
 
-    `math` grades a completion as soon as it is sampled. A function is called once, on the whole batch, when all are: it
-    may compare completions, or send all its requests at once.
+    `math` grades a completion as soon as its group is sampled. A function is called once, on the whole batch, when all
+    are: it may compare completions, or send all its requests at once.
 
     Args:
         scorer: calls the functions.
@@ -116,35 +116,37 @@ class BatchScoring:
         problems: the problem of each row, `prompt * group_size + member`.
     """
 
-    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
+    def __init__(self, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
         self._scorer, self._problems = scorer, problems
         self.answers = [problem.answer for problem in problems]
         self._grading = Grading(scorer.verifier, tokenizer, self.answers)
+        self._completion_ids: dict[int, np.ndarray] = {}
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-        """Start to grade completions that have ended. Pass it to the engine as `on_finished`."""
+        """Start to score completions, each row once, while others are still sampled."""
         if MATH in self._scorer.names:
             self._grading.begin(rows, completion_ids)
+        else:
+            self._grading.decode(rows, completion_ids)
+        self._completion_ids |= zip(rows, completion_ids, strict=True)
 
-    def finish(
-        self, completion_ids: Sequence[np.ndarray], on_wait: Callable[[], None] = lambda: None
-    ) -> tuple[list[str], Scores]:
-        """Texts and scores of all rows, in their order.
+    def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], BatchScores]:
+        """Texts and scores of all rows, in their order, once `begin` got each.
 
         Args:
-            completion_ids: of all rows.
             on_wait: called while functions run; what it raises ends the wait.
 
         Raises:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
         scorer = self._scorer
-        texts = self._grading.texts(completion_ids)
+        texts = self._grading.texts()
         scorer.pool.begin(
-            [problem.prompt for problem in self._problems], texts, completion_ids,
+            [problem.prompt for problem in self._problems], texts,
+            [self._completion_ids[row] for row in range(len(texts))],
             {name: [self._cell(problem, name) for problem in self._problems] for name in scorer.columns},
         )  # fmt: skip
-        grades = self._grading.grade(texts) if MATH in scorer.names else None
+        grades = self._grading.grade() if MATH in scorer.names else None
         results = scorer.pool.collect(on_wait)
         if grades is not None:
             results[MATH] = grades.rewards.tolist()
@@ -161,7 +163,7 @@ class BatchScoring:
             values.append(result)
         totals = weighted_total(values, [reward.weight for reward in scorer.rewards])
         by_name = zip(scorer.names.values(), values, strict=True)
-        return texts, Scores(
+        return texts, BatchScores(
             totals=np.array(totals, np.float32),
             values={name: np.array(column, np.float32) for name, column in by_name},
             failed=failed,

@@ -1,18 +1,16 @@
-"""The protocol every inference engine keeps: the embedded one, a vLLM sidecar, whatever comes after."""
+"""The protocol that every inference engine implements."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.types import Params, Rollout
-
-OnFinished = Callable[[Sequence[int], Sequence[np.ndarray]], None]
-"""(rows, their completions' token ids) of completions that have ended while others are still sampled; maybe none."""
+from dcmdp_jax.rollout.episode import Episode
+from dcmdp_jax.types import Params
 
 
 class EngineError(RuntimeError):
@@ -59,29 +57,28 @@ class Engine(Protocol):
         """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use.
 
         Returns:
-            What was measured on the way, by the names of observe/names.py.
+            What was measured on the way, by the names of observe/metric_names.py.
         """
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+    ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt of int32 token ids.
 
-        `on_finished` is called again and again in this thread, also when no row has ended since. What it raises ends
-        the call. Best effort: it may miss the last rows, and an engine that was restarted repeats rows. Only the
-        return value is authoritative.
+        Groups come as they finish, each complete and once, a restart of the engine included. The caller pulls: what it
+        does with a group overlaps with sampling where the engine samples in another process, and an error of its own
+        does not reach the engine. An empty list says that no group has finished since; it lets the caller look for a
+        signal.
 
-        Log-probs are returned as they are, NaN too: `checks.unusable_completions` decides what becomes of those.
+        Close the iterator to stop sampling; the engine stays usable. Calls do not overlap: the next one may end an
+        iterator that was left open.
+
+        Log-probs are returned as they are, NaN too: `validation.unusable_completions` decides what becomes of those.
 
         Raises:
-            ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine.
-            EngineError: if no weights were pushed.
+            ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine; at once,
+                before the first group is asked for.
+            EngineError: if no weights were pushed; later if the engine breaks for good.
         """
 
     def score(

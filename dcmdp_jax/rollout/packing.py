@@ -7,10 +7,12 @@ and the step runs only those that hold a row: shapes stay, and padding costs mem
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from dcmdp_jax.types import Batch, Rollout, Rows, SharedPrompts
+from dcmdp_jax.rollout.episode import Episode
+from dcmdp_jax.types import Batch, Rows, SharedPrompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PackingPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """What packing cost.
+    """Cost of packing.
 
     Attributes:
         tokens: prompt and completion tokens placed.
@@ -93,7 +95,7 @@ def make_plan(
 
 
 def shared_group_shape(max_prompt_tokens: int, max_completion_tokens: int, group_size: int) -> tuple[int, int]:
-    """Of a group that shares its prompt: positions of the prompt, and of all that is computed, padding included."""
+    """Positions of a group that shares its prompt: those of the prompt, and all that are computed, padding included."""
     # Up to a multiple of 16 with the row's own tokens: the width that attention's products run best at.
     prompt_length = max_prompt_tokens - 1 + -(max_prompt_tokens - 1 + max_completion_tokens) % 16
     return prompt_length, prompt_length + group_size * max_completion_tokens
@@ -138,16 +140,21 @@ def make_shared_plan(
 
 
 def pack(
-    rollout: Rollout, rewards: np.ndarray, plan: PackingPlan, *, mask_truncated: bool, dropped: np.ndarray | None = None
+    episodes: Sequence[Episode],
+    rewards: np.ndarray,
+    plan: PackingPlan,
+    *,
+    mask_truncated: bool,
+    dropped: np.ndarray | None = None,
 ) -> tuple[Batch, PackingReport]:
-    """Lays a rollout of M * N completions into a batch; completion i goes to mini-batch i // N.
+    """Lays M * N episodes into a batch; episode i goes to mini-batch i // N.
 
     Each sequence goes to the shortest bucket that holds it. With more than one segment a row, sequences are placed
     longest first into the first row with room. Completions that share prompts each have a row of their own, row i of
     the mini-batch.
 
     Args:
-        rollout: M * N completions, those of a prompt side by side.
+        episodes: M * N, grouped by prompt.
         rewards: [M * N] float32.
         plan: shapes.
         mask_truncated: leave completions that hit the length limit out of the loss.
@@ -158,25 +165,26 @@ def pack(
 
     Raises:
         ValueError: if counts disagree, a sequence is longer than the longest row, or completions that should share a
-            prompt don't, naming them.
+            prompt don't, or an episode's first token, or none, is sampled, naming them.
     """
     total = plan.mini_batches * plan.completions
-    if len(rollout.completion_ids) != total or rewards.shape != (total,):
-        raise ValueError(
-            f"rollout: {len(rollout.completion_ids)} completions and rewards {rewards.shape}, the plan is for {total}"
-        )
+    if len(episodes) != total or rewards.shape != (total,):
+        raise ValueError(f"rollout: {len(episodes)} completions and rewards {rewards.shape}, the plan is for {total}")
+    for i, episode in enumerate(episodes):
+        if episode.sampled_mask[0] or not episode.sampled_mask.any():
+            which = "its first token is" if episode.sampled_mask[0] else "no token is"
+            raise ValueError(f"rollout: completion {i}: {which} marked as sampled")
     dropped = np.zeros(total, bool) if dropped is None else dropped
     # What a row holds of its prompt is all of it, or the last token alone.
-    apart = [len(prompt) - 1 if plan.group_size else 0 for prompt in rollout.prompt_ids]
-    completion_lengths = np.array([len(c) for c in rollout.completion_ids], np.int32)
-    lengths = np.array([len(prompt) for prompt in rollout.prompt_ids]) - apart + completion_lengths
+    apart = np.array([episode.prompt_length - 1 if plan.group_size else 0 for episode in episodes])
+    lengths = np.array([len(episode.token_ids) for episode in episodes]) - apart
     if len(too_long := np.flatnonzero(lengths > plan.row_lengths[-1])):
         i = too_long[0]
         raise ValueError(
             f"rollout: completion {i} has {lengths[i]} tokens with {'the end of ' * bool(plan.group_size)}its prompt, "
             f"rows {plan.row_lengths[-1]}"
         )
-    truncated = np.array([reason == "length" for reason in rollout.finish_reasons], bool)
+    truncated = np.array([episode.finish_reason == "length" for episode in episodes], bool)
     shape = (plan.mini_batches, plan.completions)
     valid = ~dropped.reshape(shape)
     loss_mask = valid & ~truncated.reshape(shape) if mask_truncated else valid
@@ -197,25 +205,27 @@ def pack(
             else:
                 placed = _place(lengths[members], length, plan.segments_per_row)
             for i, (row, start, segment) in zip(members, placed, strict=True):
-                _write(block, (m, row), start, segment, i - first, rollout, i, apart[i])
+                _write(block, (m, row), start, segment, i - first, episodes[i], int(apart[i]))
             used = 1 + max((row for row, _, _ in placed), default=-1)
             counts[m, b] = -(-used // rows)
         computed += int(counts[:, b].sum()) * rows * length
-        blocks.append(Rows(*(x.reshape(plan.mini_batches, micro, rows, length) for x in block[:-1])))
+        whole = (plan.mini_batches, micro, rows, length)
+        blocks.append(Rows(*(None if field is None else field.reshape(whole) for field in block)))
     if plan.group_size:
-        prompts = _shared_prompts(rollout, plan, ~dropped)
+        prompts = _shared_prompts(episodes, plan, ~dropped)
         blocks = [blocks[0]._replace(prompts=prompts)]
         # The last token of a row is not read, and the shared ones are read once.
         tokens += int(prompts.lengths.sum() - (~dropped).sum())
         rows = plan.rows_per_micro_batch[0]
         computed += int(counts.sum()) * (rows // plan.group_size * plan.prompt_length - rows)
-    groups = rollout.group_ids.reshape(shape)
+    groups = np.array([episode.group for episode in episodes]).reshape(shape)
+    sampled = np.array([episode.num_sampled for episode in episodes], np.int32)
     batch = Batch(
         rows=tuple(blocks),
         micro_batches=counts,
         rewards=np.where(valid, rewards.reshape(shape), 0.0).astype(np.float32),
         group_ids=np.stack([np.unique(row, return_inverse=True)[1] for row in groups]).astype(np.int32),
-        completion_lengths=completion_lengths.reshape(shape),
+        completion_lengths=sampled.reshape(shape),
         loss_mask=loss_mask,
         valid=valid,
     )
@@ -225,7 +235,8 @@ def pack(
 def _empty_rows(mini_batches: int, rows: int, length: int) -> Rows:
     shape = (mini_batches, rows, length)
     integer, logical, real = (np.zeros(shape, dtype) for dtype in (np.int32, bool, np.float32))
-    return Rows(integer, integer.copy(), integer.copy(), logical, integer.copy(), real)
+    versions = np.full(shape, -1, np.int32)
+    return Rows(integer, integer.copy(), integer.copy(), logical, integer.copy(), real, policy_versions=versions)
 
 
 def _place(lengths: np.ndarray, row_length: int, segments_per_row: int) -> list[tuple[int, int, int]]:
@@ -246,20 +257,20 @@ def _place(lengths: np.ndarray, row_length: int, segments_per_row: int) -> list[
     return placed
 
 
-def _shared_prompts(rollout: Rollout, plan: PackingPlan, used: np.ndarray) -> SharedPrompts:
+def _shared_prompts(episodes: Sequence[Episode], plan: PackingPlan, used: np.ndarray) -> SharedPrompts:
     """Every group's prompt without its last token; nothing for a group of which no completion is used."""
     shape = (plan.mini_batches, plan.micro_batches[0], plan.rows_per_micro_batch[0] // plan.group_size)
     ids, lengths = np.zeros((*shape, plan.prompt_length), np.int32), np.zeros(shape, np.int32)
     groups = plan.completions // plan.group_size
-    for group, first in enumerate(range(0, len(rollout.prompt_ids), plan.group_size)):
-        prompt, last = rollout.prompt_ids[first], first + plan.group_size
+    for group, first in enumerate(range(0, len(episodes), plan.group_size)):
+        prompt, last = episodes[first].prompt_ids, first + plan.group_size
         if len(prompt) > plan.prompt_length + 1:
             raise ValueError(
                 f"rollout: the prompt of completion {first} has {len(prompt)} tokens, the plan is for "
                 f"{plan.prompt_length + 1}"
             )
         for i in range(first + 1, last):
-            if not np.array_equal(rollout.prompt_ids[i], prompt):
+            if not np.array_equal(episodes[i].prompt_ids, prompt):
                 raise ValueError(f"rollout: completions {first} and {i} are of one group and have different prompts")
         if used[first:last].any():
             place = np.unravel_index(group % groups, shape[1:])
@@ -269,14 +280,15 @@ def _shared_prompts(rollout: Rollout, plan: PackingPlan, used: np.ndarray) -> Sh
 
 
 def _write(
-    rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, rollout: Rollout, i: int, apart: int
+    rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, episode: Episode, apart: int
 ) -> None:
-    prompt, completion = rollout.prompt_ids[i][apart:], rollout.completion_ids[i]
-    middle, end = start + len(prompt), start + len(prompt) + len(completion)
-    rows.input_ids[row][start:middle] = prompt
-    rows.input_ids[row][middle:end] = completion
-    rows.position_ids[row][start:end] = apart + np.arange(end - start)
-    rows.segment_ids[row][start:end] = segment
-    rows.completion_mask[row][middle:end] = True
-    rows.completion_index[row][middle:end] = index
-    rows.rollout_logprobs[row][middle:end] = rollout.rollout_logprobs[i]
+    """Writes an episode without its first `apart` tokens."""
+    sampled = episode.sampled_mask[apart:]
+    place = slice(start, start + len(sampled))
+    rows.input_ids[row][place] = episode.token_ids[apart:]
+    rows.position_ids[row][place] = apart + np.arange(len(sampled))
+    rows.segment_ids[row][place] = segment
+    rows.completion_mask[row][place] = sampled
+    rows.completion_index[row][place] = np.where(sampled, index, 0)
+    rows.rollout_logprobs[row][place] = np.where(sampled, episode.rollout_logprobs[apart:], 0.0)
+    rows.policy_versions[row][place] = np.where(sampled, episode.policy_versions[apart:], -1)

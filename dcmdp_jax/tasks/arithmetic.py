@@ -4,8 +4,8 @@ r"""A built-in task that a model of a million parameters can learn on a CPU: cha
     solution   4*6=24;24-7=17;17+9=26;\boxed{26}
 
 Every step is one operation on the running value, so the answer needs few facts but a chain of them, and one wrong step
-spoils it. Problems are a function of the seed; train and held-out problems are disjoint whatever the seeds, because the
-text of a problem alone decides which of the two it belongs to.
+spoils it. Problems are a function of the seed. Train and held-out problems are disjoint for all seeds: the text of a
+problem decides which split it belongs to.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ LEVELS: dict[int, _Level] = {
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticSpec:
-    """Which problems to make.
+    """A set of problems to generate.
 
     Attributes:
         difficulty: key of `LEVELS`: 1 and 2 are two and three sums or differences of digits, 3 may have a product in
             front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999. Level 1 has few problems.
-        count: how many distinct problems.
-        seed: of the draw; problems of a smaller count begin a larger one's.
+        count: number of distinct problems.
+        seed: random seed; a larger count extends the problems of a smaller one.
         split: "train" or "heldout".
         error_rate: share of the worked solutions in [0, 1] that hold one wrong intermediate result, carried on
             consistently to a wrong box. Reference answers stay right. A policy warmed up on such solutions knows the
-            steps and errs about that often: what reinforcement can mend.
+            steps and errs about that often, which reinforcement learning can correct.
 
     Raises:
         UserError: if a value is out of range.
@@ -81,7 +81,7 @@ class ArithmeticSpec:
 
 
 def parse_spec(text: str) -> ArithmeticSpec:
-    """Reads `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
+    """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
 
     Raises:
         UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
@@ -106,7 +106,7 @@ def parse_spec(text: str) -> ArithmeticSpec:
 
 
 def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
-    """Makes the problems as rows in the schema of DAPO-Math-17K, with a worked `solution` besides.
+    """Generate the problems as rows in the schema of DAPO-Math-17K, with a worked `solution`.
 
     Raises:
         UserError: if the difficulty has fewer distinct problems than `count` in this split.
@@ -150,7 +150,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
 
 
 def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
-    """`arithmetic_rows` as problems, through the same reader as every dataset's rows.
+    """`arithmetic_rows` as problems, read like the rows of any dataset.
 
     Args:
         spec: which problems.

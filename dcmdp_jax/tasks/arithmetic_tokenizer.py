@@ -1,7 +1,7 @@
-r"""The built-in task's tokenizer: a real one in Hugging Face format, one token a character.
+r"""Tokenizer of the built-in task, in Hugging Face format, with one token per character.
 
-Printable ASCII and the line break, one token each, but for `\boxed{` and the chat roles, which are one token whole, and
-three special tokens named as Qwen names them. Decoding an encoding gives the text back, character for character.
+Printable ASCII characters and the line break are one token each, and so are `\boxed{` and the chat roles. Three special
+tokens are named as in Qwen. Decoding an encoding returns the same text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes the tokenizer; the same ids every time.
+    """Build the tokenizer; its ids are always the same.
 
     The end-of-sequence token is `<|im_end|>`, padding `<|endoftext|>`. A character outside printable ASCII and the line
     break becomes the unknown token.

@@ -1,4 +1,4 @@
-"""Problems: rows of a dataset, in whatever schema they come, as one frozen struct.
+"""Problems: rows of a dataset, in any of the known schemas, as one frozen struct.
 
 A location is a local .jsonl or .parquet file, a built-in task (`arithmetic:...`), or a dataset name on the Hugging Face
 Hub. The schema is recognised row by row from the fields, so one file may mix several.
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten
-from dcmdp_jax.tasks.answers import answer_defect, last_boxed, split_elements
-from dcmdp_jax.tasks.numbers import parse_number
+from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten, shorten_name
+from dcmdp_jax.rewards.math.answers import answer_defect, last_boxed, split_elements
+from dcmdp_jax.rewards.math.numbers import parse_number
 
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -60,7 +60,7 @@ def load_problems(
     on_bad_row: Literal["error", "skip"] = "error",
     keep_columns: bool = False,
 ) -> list[Problem]:
-    r"""Reads every problem of a dataset, in file order. Blank lines of a .jsonl file are no rows, wherever they are.
+    r"""Read every problem of a dataset, in file order. Blank lines of a .jsonl file are skipped.
 
     Schemas: DAPO-Math-17K (`prompt` as messages or text, `reward_model.ground_truth`) and its `label` variant; the six
     benchmarks as published (AIME, AMC, MATH-500; Minerva, whose answer is the box in `solution`; OlympiadBench with
@@ -71,13 +71,13 @@ def load_problems(
         location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see `arithmetic.ArithmeticSpec`), or a
             Hub name `owner/name`, with a configuration as `owner/name@config`.
         split: split of a Hub dataset; a local file is one split, and the built-in task names its own.
-        limit: read only the first so many rows; None for all.
-        on_bad_row: what a row does that is malformed or has an empty prompt or an answer nothing could match: stop with
-            an error, or be left out, counted and logged.
+        limit: maximum number of rows to read; None for all.
+        on_bad_row: handling of a malformed row, an empty prompt, or an answer that nothing could match: "error" stops,
+            "skip" leaves it out, counted and logged.
         keep_columns: whether problems have `columns`, which take memory.
 
     Raises:
-        UserError: if the location is nothing readable, holds no problem, or has a bad row; the message begins with
+        UserError: if the location can't be read, holds no problem, or has a bad row; the message starts with
             `path:line:` (1-based) for .jsonl and `path: row n:` (0-based) for the rest.
     """
     if limit is not None and limit < 1:
@@ -109,14 +109,14 @@ def load_problems(
 
 
 def source_name(location: str) -> str:
-    """What a location's problems are called where they don't say: a file's name without suffix, or "arithmetic"."""
+    """Default `source` of a location's problems: the file's name without suffix, or "arithmetic"."""
     return Path(location.partition(":")[0]).stem
 
 
 def problem_from_row(
     row: Mapping[str, Any] | str | bytes, *, source: str, index: int, keep_columns: bool = False
 ) -> Problem:
-    """Makes a problem of one row.
+    """Make a problem from one row.
 
     Args:
         row: the row's fields, or its JSON text.
@@ -125,8 +125,8 @@ def problem_from_row(
         keep_columns: whether the problem has `columns`.
 
     Raises:
-        UserError: if the row is no JSON object, its fields are of no known schema, its prompt is empty or its answer
-            is one that nothing could match.
+        UserError: if the row is no JSON object, its schema is unknown, its prompt is empty, or nothing could match its
+            answer.
     """
     if not isinstance(row, Mapping):
         row = _parse_json(row)
@@ -224,7 +224,7 @@ def _parse_json(text: str | bytes) -> Mapping[str, Any]:
 def _prompt(row: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], str]:
     field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}")
+        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}; {_describe_fields(row)}")
     value = row[field]
     context: tuple[tuple[str, str], ...] = ()
     if isinstance(value, list):
@@ -249,7 +249,7 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     field = next((name for name in _ANSWER_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise UserError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}")
+        raise UserError(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
     value, solution = row[field], _solution(row)
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
@@ -264,6 +264,12 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
     return _answer_text(value, field), solution.strip()
+
+
+def _describe_fields(row: Mapping[str, Any]) -> str:
+    """The fields that a row has, null ones aside, for an error about those it lacks."""
+    found = [name for name in row if row[name] is not None]
+    return f"the row has {shorten_name(', '.join(map(str, found)))}" if found else "the row has none"
 
 
 def _solution(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
 from dcmdp_jax.tasks.problems import Problem
 
@@ -28,7 +28,7 @@ class EncodedPrompts:
     Attributes:
         problems: the problems kept, in order.
         token_ids: for each, [P_i] int32, from the template's first token to the start of the assistant's turn.
-        dropped: how many problems were left out for prompts over the limit.
+        dropped: number of problems left out because their prompts are over the limit.
     """
 
     problems: list[Problem]
@@ -37,7 +37,7 @@ class EncodedPrompts:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer that prompts can be made with; never runs code that comes with it.
+    """Load a tokenizer for chat prompts; never run code that comes with it.
 
     Args:
         path: a directory in Hugging Face format, or a Hub name.
@@ -63,7 +63,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer that prompts can't be made with.
+    """Refuse a tokenizer that can't make chat prompts.
 
     Raises:
         UserError: if it has no chat template or no end-of-sequence token.
@@ -87,19 +87,16 @@ def encode_prompts(
     *,
     prompt_suffix: str = "",
     max_prompt_tokens: int,
-    enable_thinking: bool | None = None,
 ) -> EncodedPrompts:
-    r"""Turns problems into prompts; those over the length limit are left out, counted and logged.
+    r"""Turn problems into prompts. Prompts over the length limit are left out, counted and logged.
 
-    The ids are those of the rendered template, whose special tokens are in its text: the tokenizer adds none of its
-    own on top.
+    The ids are those of the rendered template, which contains its special tokens: the tokenizer adds no others.
 
     Args:
-        problems: what to ask.
+        problems: the problems to ask.
         tokenizer: with a chat template and an end-of-sequence token.
-        prompt_suffix: appended to the user's message as it is, a line break included where one is wanted.
+        prompt_suffix: appended to the user's message unchanged; include a line break if you want one.
         max_prompt_tokens: longest prompt kept, template included, at least 1.
-        enable_thinking: passed to the template (Qwen3's switch) unless None.
 
     Raises:
         UserError: if the tokenizer is refused (`check_tokenizer`), the template can't render a problem's messages, the
@@ -108,15 +105,14 @@ def encode_prompts(
     if max_prompt_tokens < 1:
         raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
     check_tokenizer(tokenizer)
-    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     texts = []
     for problem in problems:
         messages = [{"role": role, "content": content} for role, content in problem.context]
         messages.append({"role": "user", "content": problem.prompt + prompt_suffix})
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        except Exception as error:  # jinja2's own errors, and whatever a template raises
-            reason = shorten_name(" ".join(str(error).split()))
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja2's errors, and any that a template raises
+            reason = shorten_name(one_line(error))
             raise UserError(
                 f"the chat template can't render problem {problem.index} of {problem.source}: {reason}"
             ) from error
@@ -142,14 +138,14 @@ def encode_prompts(
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | None = None) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's own and those a model's directory names.
+    """Every token that ends a completion: the tokenizer's own and those that a model's directory lists.
 
-    Chat models end a turn with another token than a text; their generation_config.json lists both.
+    Chat models end a turn and a text with different tokens; their generation_config.json lists both.
 
     Args:
         tokenizer: its `eos_token_id` counts where it has one.
-        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; files that are
-            not there are passed over.
+        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; missing
+            files are skipped.
 
     Returns:
         The ids, ascending, without repeats.
@@ -175,10 +171,10 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | No
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
-    """Writes a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
+    """Write a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
 
-    The list goes with an export: without it, an engine runs past the end of a chat turn. Nothing else is written
-    there, since engines take a generation_config.json's temperature and top-k as their defaults.
+    An exported model needs the list: without it, an engine samples past the end of a chat turn. The file has nothing
+    else, because engines take its temperature and top-k as their defaults.
     """
     tokenizer.save_pretrained(str(directory))
     path = Path(directory) / "generation_config.json"

@@ -9,22 +9,28 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, mismatch_statistics
-from dcmdp_jax.config import AlgorithmSettings
+from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.types import Batch, Rows
 
 Metrics = dict[str, jax.Array]
 
 
-def batch_metrics(batch: Batch, rows: tuple[tuple[jax.Array, jax.Array], ...], settings: AlgorithmSettings) -> Metrics:
+def batch_metrics(
+    batch: Batch,
+    rows: tuple[tuple[jax.Array, jax.Array], ...],
+    settings: AlgorithmSettings,
+    tolerance: float | jax.Array,
+) -> Metrics:
     """Rewards, discrepancy and mismatch of a batch.
 
     Args:
         batch: what was trained on.
         rows: p^Train and the discrepancy of each token, [M, A, R, L] float32 for each bucket.
-        settings: what the discrepancy may be, and the statistics of groups.
+        settings: the statistics of groups.
+        tolerance: c of this step.
 
     Returns:
-        [] float32 metrics named as in observe/names.py, and `completions/discrepancy` [M * N].
+        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy` [M * N].
     """
     mini_batches, completions = batch.rewards.shape
 
@@ -38,7 +44,7 @@ def batch_metrics(batch: Batch, rows: tuple[tuple[jax.Array, jax.Array], ...], s
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(lambda b: b.completion_index) + offsets
     total = mini_batches * completions
-    over = completions_over_tolerance(delta, mask, index, total, tolerance=settings.tolerance)
+    over = completions_over_tolerance(delta, mask, index, total, tolerance=tolerance)
     mismatch = mismatch_statistics(train, rollout, mask)
 
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)

@@ -1,8 +1,8 @@
 """Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best kept.
 
-A checkpoint holds everything a run continues from. Data position and random state are functions of (seed, step), so the
-step number is all there is to keep of them. A digest of every array is stored beside it: a file that was cut off or
-changed is found out when it is read, and the checkpoint before it is used.
+A checkpoint holds the whole state of a run. Data position and random state are functions of (seed, step), so only the
+step number is stored for them. A digest of every array is stored beside it: a truncated or changed file is detected
+when it is read, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dcmdp_jax.array_checksum import array_checksum
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
@@ -34,34 +35,22 @@ _ITEMS = ("params", "learner", "meta")
 
 
 class CheckpointError(UserError):
-    """No usable checkpoint where one was asked for."""
+    """No usable checkpoint."""
 
 
 @jax.jit
 def _digests(tree: Any) -> Any:
-    """uint32 per leaf: sum over elements of bits * (2 index + 1) modulo 2^32; sees changes, swaps and missing parts."""
-
-    def digest(leaf: jax.Array) -> jax.Array:
-        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
-        # The flat index without flattening, which would gather a sharded leaf onto every device.
-        index, stride = jnp.zeros((), jnp.uint32), 1
-        for axis in reversed(range(leaf.ndim)):
-            index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
-            stride *= leaf.shape[axis]
-        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(digest, tree)
+    return jax.tree.map(array_checksum, tree)
 
 
 def digests(tree: Any) -> dict[str, int]:
-    """Digest of every array of a tree, by its path. Equal trees have equal digests on every device layout."""
+    """`array_checksum` of every array of a tree, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_digests(tree)))
     return {jax.tree_util.keystr(path): int(value) for path, value in leaves}
 
 
 def _copied(state: TrainState) -> TrainState:
-    """A copy; of one device's where each of this process has all of it: Orbax would save a slice from each."""
+    """Copy a state. A replicated state is copied on one device, or Orbax would save a slice from each."""
     alike = all(leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
     return _copies(jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state) if alike else state)
 
@@ -75,8 +64,8 @@ def _learner(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in state._asdict().items() if name != "params"}
 
 
-class Score(NamedTuple):
-    """What the best checkpoints are chosen by: higher is better, among scores of one name."""
+class PolicyScore(NamedTuple):
+    """The score that the best checkpoints are chosen by: higher is better, among scores of one name."""
 
     name: str
     value: float
@@ -86,7 +75,7 @@ class Score(NamedTuple):
 class _BestScores(preservation_policy.PreservationPolicy):
     """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never one without a score.
 
-    Only scores of the newest's name count: another evaluation's numbers say nothing beside them.
+    Only scores with the name of the newest count: numbers of another evaluation are not comparable.
     """
 
     count: int
@@ -109,12 +98,12 @@ class Checkpoints:
     """The checkpoints of one run directory."""
 
     def __init__(self, run_dir: str | Path, *, keep_last: int, keep_best: int) -> None:
-        """Opens `run_dir`/checkpoints, making it if needed and clearing what a killed save left half written.
+        """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left unfinished.
 
         Args:
             run_dir: the run directory.
-            keep_last: how many of the newest to keep.
-            keep_best: how many of those with the highest score to keep beside them.
+            keep_last: number of the newest to keep.
+            keep_best: number of those with the highest score to keep besides.
         """
         self._directory = Path(run_dir).resolve() / "checkpoints"
         _drop_unreadable_scores(self._directory)
@@ -126,7 +115,7 @@ class Checkpoints:
             item_names=_ITEMS,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=keep,
-                # Orbax 0.12 writes the scores to disk, where a resumed run finds them, only if there is a best_fn.
+                # Orbax 0.12 writes the scores to disk, for a resumed run, only if there is a best_fn.
                 best_fn=lambda metrics: metrics["score"],
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
@@ -134,7 +123,7 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: TrainState, *, model: ModelConfig) -> None:
-        """Starts writing the state after `step` steps; returns when the arrays may be donated.
+        """Start writing the state after `step` steps; return when the arrays may be donated.
 
         Args:
             step: finished training steps; nothing happens if that step is saved already.
@@ -164,40 +153,35 @@ class Checkpoints:
             metrics={},
         )
 
-    def add_score(self, step: int, score: Score) -> None:
-        """Makes a saved step a candidate for the best; waits until it is on disk.
+    def add_score(self, step: int, score: PolicyScore) -> None:
+        """Make a saved step a candidate for the best; wait until it is on disk.
 
         Until then it has no score. A kill leaves the old score or the new one.
 
         Args:
             step: a saved step.
-            score: what the best are chosen by; replaces an earlier one.
+            score: the criterion for the best; replaces an earlier one.
         """
         self.wait()
         path = self._directory / str(step) / "metrics" / "metrics"
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name("metrics.new")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"name": score.name, "score": float(score.value)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        atomic_write(path, json.dumps({"name": score.name, "score": float(score.value)}))
         self._manager.reload()
 
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
-        """The newest state that reads back whole, or None if the run has no checkpoint.
+        """Load the newest undamaged state; None if the run has no checkpoint.
 
-        A damaged checkpoint is passed over for the one before it. Only once that one has been read is the damaged one
-        named in the log and moved aside to `damaged/`: when none can be read, the fault may lie elsewhere (another
-        version, a disk that is not there), and nothing is touched.
+        A damaged checkpoint is skipped for the one before it. Only after that one was read is the damaged one logged
+        and moved to `damaged/`: if none can be read, the cause may be elsewhere (another version, a missing disk), and
+        nothing is changed.
 
         Args:
             abstract: the state's shapes, dtypes and shardings.
-            model: the shape of the model; a checkpoint of another is not damaged, but not this run's.
+            model: the shape of the model; a checkpoint of another model is an error, not damage.
 
         Raises:
             CheckpointError: if there are checkpoints and none can be read, or one is of another model.
-            JaxRuntimeError, MemoryError: if the state does not fit, which is no fault of the checkpoint.
+            JaxRuntimeError, MemoryError: if the state does not fit in memory.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged: dict[int, str] = {}
@@ -206,7 +190,7 @@ class Checkpoints:
                 state = self._read(step, abstract, model)
             except (CheckpointError, jax.errors.JaxRuntimeError, MemoryError):
                 raise
-            except Exception as error:  # Orbax raises whatever the storage layer met
+            except Exception as error:  # Orbax raises any error of the storage layer
                 damaged[step] = _first_line(error)
                 continue
             for broken, reason in damaged.items():
@@ -255,16 +239,16 @@ class Checkpoints:
         self._manager.reload()
 
     def wait(self) -> None:
-        """Returns when everything saved is on disk."""
+        """Return when everything saved is on disk."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for pending saves and releases the directory."""
+        """Wait for pending saves and release the directory."""
         self._manager.close()
 
 
 def _drop_unreadable_scores(directory: Path) -> None:
-    """Orbax reads every score when it opens a directory, and one that a power cut left empty would close all of it."""
+    """Delete damaged scores: Orbax reads all when it opens a directory, and fails on one that a power cut emptied."""
     for path in directory.glob("*/metrics/metrics"):
         try:
             json.loads(path.read_text(encoding="utf-8"))
@@ -309,7 +293,7 @@ def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
 
 
 def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[ModelConfig, int, Path]:
-    """What a checkpoint says of its model, no array read.
+    """A checkpoint's description of its model; reads no array.
 
     Args:
         run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
@@ -319,7 +303,7 @@ def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[Mod
         (model, step, tokenizer directory).
 
     Raises:
-        CheckpointError: if it is not there or its record can't be read.
+        CheckpointError: if it is missing or its record can't be read.
     """
     path, step = _find(run_dir, step)
     with _naming_damage(path):
@@ -338,7 +322,7 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
         (parameters on the default device, model, step, tokenizer directory).
 
     Raises:
-        CheckpointError: if it is not there or does not read back whole.
+        CheckpointError: if it is missing or damaged.
     """
     path, step = _find(run_dir, step)
     with _naming_damage(path):
@@ -363,7 +347,7 @@ def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:
 
 
 def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model, and the whole record it comes from."""
+    """The model, and the whole record that contains it."""
     meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "meta")
     _check_record(meta)
     fields = dict(meta["model"])
@@ -374,7 +358,7 @@ def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def _naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Orbax raises whatever the storage layer met
+    except Exception as error:  # Orbax raises any error of the storage layer
         raise CheckpointError(f"{path}: damaged ({_first_line(error)}); choose another step") from error
 
 

@@ -17,30 +17,30 @@ import numpy as np
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import evaluate
-from dcmdp_jax.memory import give_back_freed
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.params import param_shapes
-from dcmdp_jax.observe.metrics import MetricsWriter, has_record
+from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record
 from dcmdp_jax.observe.progress import Progress
-from dcmdp_jax.rewards.measures import reward_metrics
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
-from dcmdp_jax.rewards.scoring import BatchScoring, Scorer, Scores
-from dcmdp_jax.rollout.checks import unusable_completions
-from dcmdp_jax.rollout.engine import Engine, EngineError
+from dcmdp_jax.rewards.reward_metrics import reward_metrics
+from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
+from dcmdp_jax.rollout.engine import EngineError
+from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.rollout.validation import unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
-from dcmdp_jax.training.checkpoint import Checkpoints, Score
-from dcmdp_jax.training.measures import PhaseTimer, rollout_metrics
-from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.build import Parts, build_parts, initial_params
+from dcmdp_jax.training.checkpoint import PolicyScore
+from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.run_directory import claimed, record_config
-from dcmdp_jax.training.setup import Plan, initial_params, make_engine
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
+from dcmdp_jax.training.setup import Plan
+from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.stop_signal import StopSignal
 from dcmdp_jax.training.warmup import warm_up
-from dcmdp_jax.types import Batch, Params, Rollout, TrainState
+from dcmdp_jax.types import Batch, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TrainingStopped(RuntimeError):
 
 
 def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
-    """Which problems the positions first .. first + count - 1 of the endless shuffled stream hold.
+    """Problems at positions first .. first + count - 1 of the endless shuffled stream.
 
     Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
     """
@@ -69,68 +69,30 @@ def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndar
 
 
 class Trainer:
-    """A run with its engine, verifier, checkpoints and record. `run` is the loop."""
+    """A run with its parts and its record. `run` is the loop."""
 
-    def __init__(self, plan: Plan, stack: contextlib.ExitStack, stop: StopSignal, show: Callable[[str], None]) -> None:
-        """Makes the parts; nothing is compiled or loaded yet.
+    def __init__(self, plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None]) -> None:
+        """Takes the parts; nothing is compiled or loaded yet.
 
         Args:
             plan: the checked run.
-            stack: closes engine, verifier, reward functions and checkpoints.
+            parts: of `build_parts`.
             stop: says when to leave.
             show: prints a line for people before the live display starts.
         """
-        config = plan.config
-        self.plan, self.config, self.stop, self.show = plan, config, stop, show
-        self.engine: Engine = make_engine(plan)
-        stack.callback(self.engine.close)
-        self.verifier = stack.enter_context(
-            Verifier(config.task.verifier_workers, config.task.verifier_timeout, config.task.verifier_budget)
-        )
-        self.scorer = Scorer(
-            plan.rewards,
-            self.verifier,
-            plan.columns,
-            by_source=len({problem.source for problem in plan.train.problems}) > 1,
-            timeout_s=config.rewards.timeout,
-            stop_on_error=config.rewards.on_error == "error",
-        )
-        stack.callback(self.scorer.close)
-        self.checkpoints = Checkpoints(
-            config.run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
-        )
-        stack.callback(self.checkpoints.close)
-        schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
-        self.optimizer = make_optimizer(config.optimizer, schedule)
-        self.dual = initial_dual(config.algorithm)
-        self.row_logprobs = make_row_logprobs(
-            plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh
-        )
-        self.shardings = train_state_shardings(
-            plan.model, self.optimizer, self.dual, config.model.param_dtype, plan.mesh
-        )
-        self.batch_shardings = batch_shardings(plan.mesh, buckets=len(plan.packing.row_lengths))
-        self.train_step = make_train_step(
-            row_logprobs=self.row_logprobs,
-            settings=config.algorithm,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-            optimizer=self.optimizer,
-            schedule=schedule,
-            mesh=plan.mesh,
-            always_recompute=config.rollout.precision == "exact",
-            shardings=self.shardings,
-        )
-        self.rescore = make_rescore(self.row_logprobs, mesh=plan.mesh) if config.rollout.precision == "exact" else None
+        self.plan, self.parts, self.config, self.stop, self.show = plan, parts, plan.config, stop, show
+        self.engine, self.checkpoints = parts.engine, parts.checkpoints
         self._pushed: tuple[int, dict[str, float]] | None = None
 
     def start(self) -> tuple[TrainState, bool]:
         """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed."""
-        create = jax.jit(lambda params: new_state(params, self.optimizer, self.dual), out_shardings=self.shardings)
+        optimizer, dual, shardings = self.parts.optimizer, self.parts.dual, self.parts.shardings
+        create = jax.jit(lambda params: new_state(params, optimizer, dual), out_shardings=shardings)
         shapes = jax.eval_shape(create, param_shapes(self.plan.model, self.config.model.param_dtype))
         abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
-            self.shardings,
+            shardings,
         )
         if (state := self.checkpoints.restore(abstract, self.plan.model)) is not None:
             self.show(f"resuming {self.config.run_dir} after step {int(state.step)}")
@@ -171,7 +133,7 @@ class Trainer:
         if not self.config.algorithm.kl_coefficient:
             return None
         return hf_weights.load_params(
-            self._reference, self.plan.model, dtype=self.config.model.param_dtype, shardings=self.shardings.params
+            self._reference, self.plan.model, dtype=self.config.model.param_dtype, shardings=self.parts.shardings.params
         )
 
     def run(self, state: TrainState, writer: MetricsWriter, *, resumed: bool) -> None:
@@ -196,22 +158,22 @@ class Trainer:
             chosen = self._choose(step)
             scoring = self._scoring(chosen)
             with timer.phase("generate"):
-                rollout = self._generate(chosen, step, scoring, check_stop)
-            floor = self._noise_floor(rollout) if step == 0 else {}
+                episodes = self._generate(chosen, step, scoring, check_stop)
+            floor = self._noise_floor(episodes) if step == 0 else {}
             with timer.phase("verify"):
-                texts, scores = self._score(scoring, rollout, state, step)
+                texts, scores = self._score(scoring, state, step)
             with timer.phase("pack"):
-                batch, packed = self._pack(rollout, scores.totals, state)
+                batch, packed = self._pack(episodes, scores.totals, state, step)
             check_stop()
             with timer.phase("step"):
-                state, metrics = self.train_step(state, batch, reference)
+                state, metrics = self.parts.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
             step += 1
             completions = metrics.pop("completions/discrepancy")
-            metrics |= pushed | packed | floor | timer.metrics(rollout)
-            metrics |= rollout_metrics(rollout, scores.grades) | reward_metrics(scores)
+            metrics |= pushed | packed | floor | timer.metrics(episodes)
+            metrics |= rollout_metrics(episodes, scores.grades) | reward_metrics(scores)
             writer.write(step, metrics)
-            self._write_samples(step, writer, rollout, chosen, texts, scoring.answers, scores, completions)
+            self._write_samples(step, writer, chosen, texts, scoring.answers, scores, completions)
             self._check_skipped(metrics)
             due = self._evaluation_is_due(step)
             if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
@@ -232,7 +194,7 @@ class Trainer:
         return self._pushed[1]
 
     def _evaluation_is_due(self, step: int) -> bool:
-        """Before the first step, at every so many, and after the last."""
+        """Whether to evaluate: before the first step, every N steps, and after the last."""
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
@@ -244,12 +206,12 @@ class Trainer:
 
     def _scoring(self, chosen: np.ndarray) -> BatchScoring:
         rows = np.repeat(chosen, self.plan.sampling.group_size)
-        return BatchScoring(self.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
+        return BatchScoring(self.parts.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
 
-    def _score(self, scoring: BatchScoring, rollout: Rollout, state: TrainState, step: int) -> tuple[list[str], Scores]:
+    def _score(self, scoring: BatchScoring, state: TrainState, step: int) -> tuple[list[str], BatchScores]:
         """Texts and rewards of a rollout. A reward function that fails may end the run: then its state is saved."""
         try:
-            return scoring.finish(rollout.completion_ids, functools.partial(self._check_stop, state, step))
+            return scoring.finish(functools.partial(self._check_stop, state, step))
         except RewardError as error:
             self._save(state, step)
             raise UserError(
@@ -259,50 +221,59 @@ class Trainer:
 
     def _generate(
         self, chosen: np.ndarray, step: int, scoring: BatchScoring, check_stop: Callable[[], None]
-    ) -> Rollout:
-        def on_finished(rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-            check_stop()
-            scoring.begin(rows, completion_ids)
+    ) -> list[Episode]:
+        """Sample the chosen problems; start the rewards of each group as it comes in. Returns prompt order."""
+        prompts, sampling = [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling
+        episodes: list[Episode] = []
+        sampled = self.engine.generate(prompts, sampling, seed=self.config.training.seed, step=step)
+        with contextlib.closing(sampled) as groups:
+            for complete in groups:
+                check_stop()
+                rows = [episode.group * sampling.group_size + episode.member for episode in complete]
+                scoring.begin(rows, [episode.completion_ids for episode in complete])
+                episodes += complete
+        return in_prompt_order(episodes)
 
-        prompts = [self.plan.train.token_ids[i] for i in chosen]
-        seed = self.config.training.seed
-        return self.engine.generate(prompts, self.plan.sampling, seed=seed, step=step, on_finished=on_finished)
-
-    def _noise_floor(self, rollout: Rollout) -> dict[str, float]:
+    def _noise_floor(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
-        usable = np.flatnonzero(~unusable_completions(rollout, drop=True))[:_NOISE_FLOOR_COMPLETIONS]
+        unusable = unusable_completions(episodes, drop=True)
+        usable = [episodes[i] for i in np.flatnonzero(~unusable)[:_NOISE_FLOOR_COMPLETIONS]]
         try:
             scored = self.engine.score(
-                [rollout.prompt_ids[i] for i in usable],
-                [rollout.completion_ids[i] for i in usable],
+                [episode.prompt_ids for episode in usable],
+                [episode.completion_ids for episode in usable],
                 temperature=self.plan.sampling.temperature,
             )
         except EngineError as error:
-            # A diagnostic does not end a run that was told to go on without what is broken.
+            # A diagnostic does not end a run that is set to go on without what is broken.
             if self.config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)
             return {}
-        sampled = np.concatenate([rollout.rollout_logprobs[i] for i in usable])
+        masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable]
+        again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
+        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable])
         algorithm = self.config.algorithm
         # Compiled as one: each operation alone would be a program of its own.
         measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
-        return {"mismatch/noise_floor": float(np.mean(measure(np.concatenate(scored), sampled)))}
+        return {"mismatch/noise_floor": float(np.mean(measure(again, sampled)))}
 
-    def _pack(self, rollout: Rollout, rewards: np.ndarray, state: TrainState) -> tuple[Batch, dict[str, Any]]:
-        dropped = unusable_completions(rollout, drop=self.config.rollout.on_non_finite == "drop")
+    def _pack(
+        self, episodes: Sequence[Episode], rewards: np.ndarray, state: TrainState, step: int
+    ) -> tuple[Batch, dict[str, Any]]:
+        dropped = unusable_completions(episodes, drop=self.config.rollout.on_non_finite == "drop")
         batch, report = pack(
-            rollout,
+            episodes,
             rewards,
             self.plan.packing,
             mask_truncated=self.config.algorithm.mask_truncated,
             dropped=dropped,
         )
-        batch = jax.device_put(batch, self.batch_shardings)
-        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum())}
+        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum()), **staleness_metrics(batch, step)}
+        batch = jax.device_put(batch, self.parts.batch_shardings)
         metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
-        if self.rescore is not None:
-            batch, metrics["mismatch/sampler"] = self.rescore(state.params, batch)
+        if self.parts.rescore is not None:
+            batch, metrics["mismatch/sampler"] = self.parts.rescore(state.params, batch)
         return batch, metrics
 
     def _check_skipped(self, metrics: Mapping[str, np.ndarray]) -> None:
@@ -332,7 +303,7 @@ class Trainer:
         )
         result = evaluate(
             self.engine,
-            self.verifier,
+            self.parts.verifier,
             self.plan.tokenizer,
             held_out.token_ids,
             [problem.answer for problem in held_out.problems],
@@ -343,7 +314,7 @@ class Trainer:
         )
         average = f"{result.task}/avg@{result.samples}"
         name = f"{average} {settings.task} temperature={settings.temperature:g}"
-        self.checkpoints.add_score(step, Score(name, result.average))
+        self.checkpoints.add_score(step, PolicyScore(name, result.average))
         writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
 
     def _save(self, state: TrainState, step: int) -> None:
@@ -353,11 +324,10 @@ class Trainer:
         self,
         step: int,
         writer: MetricsWriter,
-        rollout: Rollout,
         chosen: np.ndarray,
         texts: list[str],
         answers: Sequence[str],
-        scores: Scores,
+        scores: BatchScores,
         discrepancy: np.ndarray,
     ) -> None:
         settings = self.config.observe
@@ -368,7 +338,7 @@ class Trainer:
         picked = [group * self.plan.sampling.group_size for group in range(min(settings.samples, len(chosen)))]
         writer.write_samples(step, [
             {
-                "prompt": self.plan.train.problems[chosen[rollout.group_ids[i]]].prompt,
+                "prompt": self.plan.train.problems[chosen[i // self.plan.sampling.group_size]].prompt,
                 "completion": texts[i],
                 "answer": answers[i],
                 "reward": float(scores.totals[i]),
@@ -379,12 +349,18 @@ class Trainer:
         ])  # fmt: skip
 
 
-def train(plan: Plan, *, show: Callable[[str], None]) -> None:
+def train(
+    plan: Plan,
+    *,
+    show: Callable[[str], None],
+    build: Callable[[Plan, contextlib.ExitStack], Parts] = build_parts,
+) -> None:
     """Runs a plan to its end, from its newest checkpoint if the run directory has one.
 
     Args:
         plan: from `make_plan_of_run`.
         show: prints a line for people.
+        build: makes the parts that the loop works with.
 
     Raises:
         Interrupted: after SIGTERM or SIGINT, once everything is saved.
@@ -396,9 +372,10 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(claimed(config))
         stack.enter_context(stop.listening())
-        trainer = Trainer(plan, stack, stop, show)
+        parts = build(plan, stack)
+        trainer = Trainer(plan, parts, stop, show)
         state, resumed = trainer.start()
-        give_back_freed()
+        release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
             raise UserError(
@@ -417,4 +394,4 @@ def train(plan: Plan, *, show: Callable[[str], None]) -> None:
             )
         )
         trainer.run(state, writer, resumed=resumed)
-        trainer.checkpoints.wait()
+        parts.checkpoints.wait()

@@ -1,4 +1,4 @@
-"""How much memory a run takes, by arithmetic: parts of a `memory_plan.MemoryPlan`, before anything is allocated."""
+"""Memory of a run, by arithmetic: parts of a `memory_plan.MemoryPlan`, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.parallel.host import sampling_mesh
-from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS
 from dcmdp_jax.rollout.local.weights import convert
 from dcmdp_jax.rollout.packing import PackingPlan
-from dcmdp_jax.rollout.vllm import settings as vllm_settings
-from dcmdp_jax.rollout.vllm.bridge import WeightBridge
+from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
+from dcmdp_jax.rollout.vllm import launch
 from dcmdp_jax.training.memory_plan import MORE_DEVICES, Machine, MemoryPlan, Part, certain, exact
 
-# What the backward pass through the output layer holds at one time: logits, their exponentials, their gradient.
+# Arrays of the backward pass through the output layer: logits, their exponentials, their gradient.
 _LOGITS_HELD = 3
 
 
@@ -47,13 +46,13 @@ def plan_memory(
 
     Args:
         config: the settings.
-        model: its shape.
-        compute: of the training stack.
+        model: the model's shape.
+        compute: options of the training stack.
         mesh: the training devices.
         packing: shapes of a batch.
-        machine: what there is.
-        prompt_lengths: tokens of the prompts that are sampled from.
-        completions: sampled in one call of the engine, at most.
+        machine: the memory available.
+        prompt_lengths: tokens of each prompt.
+        completions: maximum number sampled in one call of the engine.
         vllm_on_cpu: whether vLLM is the CPU build.
     """
     parts = [*_training_parts(config, model, mesh, machine), *_step_parts(model, compute, mesh, packing, machine)]
@@ -77,7 +76,7 @@ def plan_memory(
             waiting=completions > config.rollout.max_rows,
             prompt_lengths=prompt_lengths,
             max_completion_tokens=config.rollout.max_completion_tokens,
-            gathered=any(mesh.shape[name] > 1 for name in ("fsdp", "tensor")),
+            gathered=any(mesh.shape[name] > 1 for name in ("fsdp", "tensor", "expert")),
             devices=sampling_mesh(mesh).size,
             options="rollout.",
         )
@@ -97,17 +96,17 @@ def plan_engine_memory(
     prompt_lengths: Sequence[int],
     max_completion_tokens: int,
 ) -> MemoryPlan:
-    """The parts of bin.evaluate's embedded engine, on all devices, its parameters loaded onto the first.
+    """The parts of bin.evaluate's embedded engine on all devices, with parameters loaded onto the first.
 
     Args:
-        model: its shape.
-        machine: what there is.
-        precision, compute_dtype, kv_cache_dtype: of the engine.
-        param_dtype: that the parameters are loaded in.
-        max_rows: completions decoded side by side, at most.
-        completions: sampled in one call, at most.
-        prompt_lengths: tokens of the prompts.
-        max_completion_tokens: of each.
+        model: the model's shape.
+        machine: the memory available.
+        precision, compute_dtype, kv_cache_dtype: the engine's settings.
+        param_dtype: dtype of the loaded parameters.
+        max_rows: maximum number of completions decoded at a time.
+        completions: maximum number sampled in one call.
+        prompt_lengths: tokens of each prompt.
+        max_completion_tokens: limit of each completion.
     """
     size = num_params(model) * jnp.dtype(param_dtype).itemsize
     loaded = exact("parameters", **machine.on_first(size), phases=frozenset({"push"}), lower="a smaller model")
@@ -130,7 +129,7 @@ def plan_engine_memory(
 
 
 def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[Part]:
-    """What is kept from step to step, and the gradients."""
+    """State that is kept between steps, and the gradients."""
     shapes = param_shapes(model, config.model.param_dtype)
     shardings = param_shardings(logical_axes(model), shapes, mesh)
     sizes = [
@@ -154,7 +153,7 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
     parts = [
         exact("parameters", **on_mesh(values * item), lower=state_lower),
         exact("Adam's moments", **on_mesh(2 * values * item), lower=state_lower),
-        # Kept in float32; with a single micro-batch in the parameters' own dtype, if the compiler sees to it.
+        # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler manages it.
         Part(
             "gradients",
             **on_mesh(4 * values),
@@ -162,12 +161,12 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
             lower=state_lower,
             certain=certain(**on_mesh(item * values)),
         ),
-        # Of one micro-batch before it is added; afterwards the update.
+        # One micro-batch's gradient before it is added; afterwards the update.
         Part("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
-        # The state is copied before it is written, and the next steps need not wait for that. Where devices are alike
-        # only one of them copies.
+        # The state is copied before it is written, so the next steps need not wait. A replicated state is copied by one
+        # device.
         Part("checkpoint's copy of the state", **machine.on_each(3 * values * item, copies), lower=state_lower),
-        Part("checkpoint on its way to the disk", host=3 * values * item * copies, lower=state_lower),
+        Part("checkpoint being written", host=3 * values * item * copies, lower=state_lower),
     ]
     if config.algorithm.kl_coefficient:
         parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
@@ -175,7 +174,7 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
 
 
 def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: PackingPlan, machine: Machine) -> list[Part]:
-    """Activations and logits of the largest micro-batch: what each layer saves, and what one takes to compute."""
+    """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
     shards, item = row_shards(mesh), _item(compute.dtype, machine)
     most, step = (0, 0), frozenset({"step"})
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
@@ -186,11 +185,13 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
             tokens += rows // packing.group_size * packing.prompt_length
         queries, width = model.num_heads * model.head_dim, model.hidden_size
         projected = queries + 2 * model.num_kv_heads * model.head_dim
-        whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.intermediate_size)
+        # A token's hidden state is copied to each of its experts and back.
+        copies = 2 * model.num_experts_per_tok * width
+        whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
         scores = rows * model.num_heads * length * keys if compute.attention == "xla" else 0
         saved = {
             "full": tokens * item * width,
-            "dots": tokens * item * (3 * width + projected + 2 * model.intermediate_size),
+            "dots": tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies),
             "none": whole + scores * item,
         }[compute.remat]
         # Scores in float32 and their exponentials, forward and backward.
@@ -226,13 +227,13 @@ def _local_engine_parts(
     devices: int,
     options: str,
 ) -> list[Part]:
-    """The embedded engine: weights whole on each device (in a CPU's memory once), rows split over devices.
+    """The embedded engine: weights replicated (in a CPU's memory once), rows split over devices.
 
-    `options` is what the names of its settings begin with, for what to lower.
+    `options` is the prefix of its settings' names.
     """
     cpu, sample = machine.platform == "cpu", frozenset({"sample"})
     item = _item(compute_dtype, machine)
-    weights, widened = _engine_weights(model, precision, param_dtype, item)
+    weights, dequantized = _engine_weights(model, precision, param_dtype, item)
     lower = f"a smaller model, or {options}engine=vllm"
     weights_lower = f"{options}precision=bfloat16, {lower}" if precision in ("exact", "float32") else lower
     parts = []
@@ -240,12 +241,12 @@ def _local_engine_parts(
         size = num_params(model) * jnp.dtype(param_dtype).itemsize
         placed = machine.on_first(size)
         parts.append(exact("parameters gathered by a push", **placed, phases=frozenset({"push"}), lower=lower))
-    # Devices that the CPU was made into read the same weights.
+    # Devices of a split CPU share the weights.
     parts.append(exact("engine's weights", **machine.on_each(weights, 1), lower=weights_lower))
-    if widened:
+    if dequantized:
         # One copy in each device's program, for as long as it runs.
-        copies = machine.on_each(widened, devices)
-        parts.append(Part("engine's weights as they are multiplied", **copies, phases=sample, lower=weights_lower))
+        copies = machine.on_each(dequantized, devices)
+        parts.append(Part("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
     rows = -(-rows // devices)
     stored = 1 if kv_cache_dtype == "fp8" else jnp.dtype(compute_dtype).itemsize
     slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored
@@ -269,7 +270,7 @@ def _local_engine_parts(
 
 
 def _engine_weights(model: ModelConfig, precision: str, param_dtype: str, item: int) -> tuple[int, int]:
-    """Bytes of `weights.convert`'s tree, and of the leaves that a program first casts to numbers of `item` bytes."""
+    """Bytes of `weights.convert`'s tree, and of the leaves that a program first casts to `item` bytes a number."""
     one = dataclasses.replace(model, num_layers=1)
     tree = jax.eval_shape(lambda params: convert(params, one, precision), param_shapes(one, param_dtype))
 
@@ -287,13 +288,13 @@ def _engine_weights(model: ModelConfig, precision: str, param_dtype: str, item: 
 
 
 def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu: bool) -> list[Part]:
-    """Two copies of the weights in shared memory, and what vLLM's CPU build takes of the same memory."""
+    """Two copies of the weights in shared memory, and the memory of vLLM's CPU build."""
     rollout = config.rollout
     bridge = WeightBridge(model, dtype=rollout.compute_dtype, int8=rollout.precision == "int8")
     lower = "a smaller model" + ", or rollout.compute_dtype=bfloat16" * (rollout.compute_dtype == "float32")
     parts = [exact("two copies of the weights for vLLM", host=2 * bridge.num_bytes, lower=lower)]
     if on_cpu:
-        arguments = vllm_settings.engine_arguments(
+        arguments = launch.engine_arguments(
             model, rollout.vllm, Path(config.run_dir) / "vllm", precision=rollout.precision,
             compute_dtype=rollout.compute_dtype, kv_cache_dtype=rollout.kv_cache_dtype,
             max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,

@@ -1,8 +1,8 @@
-"""A table of what a run takes of memory, by kind, by device and by phase, and what there is. `memory_parts` counts.
+"""Memory of a run by kind, device and phase, and the memory available. `memory_parts` computes the parts.
 
-Exact are the parts that are arrays with known shapes: parameters, moments, gradients, the engine's weights, its cache.
-Estimates, marked ~, are what the compiler makes on the way; nothing is compiled for them, so that the plan of a large
-model takes no longer than that of a small one. The devices of a CPU share the host's memory, and count as the host.
+Parts that are arrays with known shapes are exact: parameters, moments, gradients, the engine's weights, its cache. The
+compiler's temporary memory is an estimate, marked ~; nothing is compiled, so the plan of a large model is as fast as
+that of a small one. Devices of a CPU share the host's memory and count as the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.rollout.vllm.segments import available_bytes
+from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
 
 PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(PHASES)
@@ -23,13 +23,13 @@ MORE_DEVICES = "a smaller model, or more devices along mesh.fsdp or mesh.tensor"
 
 
 class Machine(NamedTuple):
-    """What there is to allocate from.
+    """Memory of the machine.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        devices: of this process.
-        device_bytes: that each of them gives to JAX; None where that is unknown, and on a CPU.
-        host_bytes: that can still be allocated, swap space included; None where the system does not say.
+        devices: number of devices of this process.
+        device_bytes: bytes of each that JAX may use; None if unknown, and on a CPU.
+        host_bytes: bytes that can still be allocated, swap included; None if the system does not report it.
     """
 
     platform: str
@@ -38,11 +38,11 @@ class Machine(NamedTuple):
     host_bytes: int | None
 
     def on_each(self, size: int, count: int) -> dict[str, int]:
-        """Where an array of `size` bytes on each of `count` devices counts: arguments of `Part`."""
+        """Arguments of `Part` for an array of `size` bytes on each of `count` devices."""
         return {"host": size * count} if self.platform == "cpu" else {"each": size}
 
     def on_first(self, size: int) -> dict[str, int]:
-        """The same for an array on the first device alone."""
+        """Arguments of `Part` for an array on the first device only."""
         return {"host": size} if self.platform == "cpu" else {"first": size}
 
 
@@ -50,14 +50,14 @@ class Part(NamedTuple):
     """One kind of memory, in bytes.
 
     Attributes:
-        name: for people.
-        each: on each device.
-        first: besides, on the first device.
-        host: in the host's memory, once.
-        phases: of a step in which it is held.
-        lower: what to change to make it smaller.
-        certain: how many of its bytes the run can't do without, on each device, the first and the host; the rest is an
-            estimate or a worst case.
+        name: shown in the table.
+        each: bytes on each device.
+        first: further bytes on the first device.
+        host: bytes in the host's memory.
+        phases: phases of a step in which it is held.
+        lower: settings that make it smaller.
+        certain: bytes that the run certainly needs, on each device, the first and the host; the rest is an estimate or
+            a worst case.
     """
 
     name: str
@@ -75,23 +75,23 @@ class Part(NamedTuple):
 
 
 def certain(each: int = 0, first: int = 0, host: int = 0) -> tuple[int, int, int]:
-    """`Part.certain` of the places that `Machine.on_each` and `Machine.on_first` name."""
+    """`Part.certain` for arguments of `Machine.on_each` and `Machine.on_first`."""
     return each, first, host
 
 
 def exact(name: str, *, each: int = 0, first: int = 0, host: int = 0, **options: Any) -> Part:
-    """A part all of whose bytes are certain."""
+    """A part whose bytes are all certain."""
     return Part(name, each, first, host, certain=certain(each, first, host), **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """The parts of a run and the machine they are for.
+    """The parts of a run, and its machine.
 
     Attributes:
         parts: by kind.
-        machine: what there is.
-        note: what can't be counted here, or empty.
+        machine: the memory available.
+        note: memory that can't be computed here, or empty.
     """
 
     parts: tuple[Part, ...]
@@ -103,14 +103,14 @@ class MemoryPlan:
         return sum(part.on(place, certain=certain) for part in self.parts if phase in part.phases)
 
     def peak(self, place: str, *, certain: bool = False) -> tuple[str, int]:
-        """The phase that takes most of a place, and how much."""
+        """The phase with the largest use of a place, and its bytes."""
         totals = {phase: self.total(phase, place, certain=certain) for phase in PHASES}
         phase = max(totals, key=totals.__getitem__)
         return phase, totals[phase]
 
     def shortages(self, *, certain: bool = False) -> list[str]:
-        """A sentence for each place that has too little memory: what is missing, the largest part, what to lower."""
-        said = []
+        """A sentence for each place with too little memory: the shortage, the largest part, the settings to lower."""
+        found = []
         for place, limit in (("first", self.machine.device_bytes), ("host", self.machine.host_bytes)):
             phase, needed = self.peak(place, certain=certain)
             if limit is None or needed <= limit:
@@ -119,23 +119,23 @@ class MemoryPlan:
             largest = max(held, key=lambda part: part.on(place, certain=certain))
             where = "the first device" if place == "first" else "this machine"
             size = largest.on(place, certain=certain)
-            said.append(
+            found.append(
                 f"{where} has {limit / _GIB:.1f} GiB and the phase {phase!r} takes {'at least ' * certain}"
                 f"{needed / _GIB:.1f}, of which {largest.name} {size / _GIB:.1f}; smaller with {largest.lower}"
             )
-        return said
+        return found
 
     def check(self) -> None:
-        """Refuses a run whose certain parts alone don't fit.
+        """Refuse a run whose certain parts alone don't fit.
 
         Raises:
-            ValueError: in one line, naming the largest part and what makes it smaller.
+            ValueError: in one line, naming the largest part and the settings that make it smaller.
         """
-        if said := self.shortages(certain=True):
-            raise UserError(f"memory: {said[0]}")
+        if found := self.shortages(certain=True):
+            raise UserError(f"memory: {found[0]}")
 
     def table(self) -> list[str]:
-        """Lines for people: GiB of each part in each phase, the totals, and what does not fit."""
+        """Lines of text: GiB of each part in each phase, the totals, and what does not fit."""
         largest = max(self.peak("first")[1], self.peak("host")[1])
         unit, name_of_unit = (_GIB, "GiB") if largest >= _GIB else (2**20, "MiB")
 
@@ -157,14 +157,14 @@ class MemoryPlan:
         for place in places:
             limit = self.machine.host_bytes if place == "host" else self.machine.device_bytes
             name = {"first": "total, first device", "other": "total, other devices", "host": f"total{host}"}[place]
-            said = f"of {amount(limit)}" if limit is not None else ""
-            rows.append((name, *(amount(self.total(phase, place)) for phase in PHASES), said))
+            available = f"of {amount(limit)}" if limit is not None else ""
+            rows.append((name, *(amount(self.total(phase, place)) for phase in PHASES), available))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             f"{row[0].ljust(widths[0])}  {'  '.join(map(str.rjust, row[1:4], widths[1:]))}  {row[4]}".rstrip()
             for row in rows
         ]
-        lines += [f"does not fit: {said}" for said in self.shortages()]
+        lines += [f"does not fit: {found}" for found in self.shortages()]
         return lines + ([self.note] if self.note else [])
 
 
@@ -179,7 +179,7 @@ def this_machine(platform: str) -> Machine:
 
 
 def free_host_bytes() -> int | None:
-    """Memory that can still be allocated on this host, swap space included; None where the system does not say."""
+    """Memory that can still be allocated on this host, swap space included; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         swap = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapFree:"))

@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import Config, from_saved, setting_names, to_dict, to_saved
 from dcmdp_jax.config_checks import may_change
 from dcmdp_jax.config_fields import flatten
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.observe.run_files import CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
 
-# Text that a directory's name can hold as it is: without capitals, which some file systems do not tell apart, and
-# without what separates one setting from the next.
+# Text that a directory's name can contain unchanged: without capitals, which some file systems do not distinguish, and
+# without the separators of settings.
 _NOT_PLAIN = re.compile(r"[^\w.=-]+", re.ASCII)
 _PLAIN = re.compile(r"[a-z0-9_.]*|-?[0-9.]+(e[+-]?[0-9]+)?")
 _LONGEST_SUFFIX = 100
@@ -29,25 +30,25 @@ _DIGEST = 12
 
 
 def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
-    """What the name of a run directory says of overrides: `-precision=exact`.
+    """Suffix of a run directory's name for overrides, such as `-precision=exact`.
 
-    Any two different sets of values have different names. A setting is called by its last word where no other setting
-    ends with it. Text that a name can't hold as it is gets a digest of all overrides at its end, and so does a name
-    that would be too long. Settings that a resumed run may change are left out.
+    Any two different sets of values have different names. A setting is called by its last word if no other setting
+    ends with it. A name gets a digest of all overrides at its end if it would be too long, or if a value has characters
+    that a name can't contain. Settings that a resumed run may change are left out.
 
     Args:
         overrides: dotted name -> value.
         config: the config with these values.
     """
-    learnt = {name: value for name, value in sorted(overrides.items()) if not may_change(name, config)}
+    fixed = {name: value for name, value in sorted(overrides.items()) if not may_change(name, config)}
     text, plain = "", True
-    for name, value in learnt.items():
+    for name, value in fixed.items():
         said = _name_value(value)
         text += f"-{_short_name(name)}={_NOT_PLAIN.sub('_', said.rpartition('/')[2])}"
         plain &= isinstance(value, bool) or _PLAIN.fullmatch(said) is not None
     if plain and len(text) <= _LONGEST_SUFFIX:
         return text
-    digest = hashlib.sha256(json.dumps(learnt).encode()).hexdigest()[:_DIGEST]
+    digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:_DIGEST]
     return f"{text[: _LONGEST_SUFFIX - _DIGEST - 1]}-{digest}"
 
 
@@ -65,7 +66,7 @@ def _short_name(name: str) -> str:
 
 
 def check_run_directory(config: Config) -> None:
-    """Refuses a directory that can't be written, or that holds a run of another config. Makes nothing.
+    """Refuse a directory that can't be written, or that holds a run of another config. Creates nothing.
 
     Raises:
         OSError: if it can't be made or written.
@@ -113,7 +114,7 @@ def read_config(run_dir: Path) -> Config:
 
 @contextmanager
 def claimed(config: Config) -> Iterator[Path]:
-    """Makes the directory and holds a lock on it until the block ends.
+    """Make the directory and hold a lock on it until the block ends.
 
     Raises:
         UserError: if another process is running in it.
@@ -134,8 +135,6 @@ def claimed(config: Config) -> Iterator[Path]:
 
 
 def record_config(config: Config) -> None:
-    """Writes config.json, atomically. Only once the run has a state: a config that failed must bind no directory."""
+    """Write config.json, atomically. Call it once the run has a state: a failed config must not claim the directory."""
     path = Path(config.run_dir) / CONFIG_FILE
-    temporary = path.with_name(CONFIG_FILE + ".new")
-    temporary.write_text(json.dumps(to_saved(config), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    atomic_write(path, json.dumps(to_saved(config), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""From a config to everything a run needs, cheapest checks first: bad input is refused before expensive work."""
+"""Build everything that a run needs from a config. Cheap checks come first: bad input fails before expensive work."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
-from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
-from dcmdp_jax.observe.metrics import require_wandb
-from dcmdp_jax.parallel.host import prepare_host, sampling_mesh, training_mesh
-from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings, shard_map_over_data
+from dcmdp_jax.models.params import num_params
+from dcmdp_jax.observe.metrics_io import require_wandb
+from dcmdp_jax.parallel.compile_cache import enable_compile_cache
+from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.mesh import row_shards, training_mesh
+from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
-from dcmdp_jax.rollout.engine import Engine, SamplingParams
-from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.packing import (
     PackingPlan,
     default_row_lengths,
@@ -37,17 +35,13 @@ from dcmdp_jax.rollout.packing import (
     make_shared_plan,
     shared_group_shape,
 )
-from dcmdp_jax.rollout.vllm.client import VllmEngine
-from dcmdp_jax.rollout.vllm.probe import Probe
-from dcmdp_jax.rollout.vllm.settings import check_installation, check_temperature
+from dcmdp_jax.rollout.vllm.launch import check_installation, check_temperature
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.memory_parts import plan_memory
 from dcmdp_jax.training.memory_plan import MemoryPlan, this_machine
 from dcmdp_jax.training.run_directory import check_run_directory
-from dcmdp_jax.training.step import make_row_logprobs
-from dcmdp_jax.types import Params, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +96,8 @@ def make_plan_of_run(config: Config) -> Plan:
         check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:
         require_wandb(config.observe.wandb_project)
-    prepare_host(config.mesh.cpu_devices)
+    enable_compile_cache()
+    set_cpu_devices(config.mesh.cpu_devices)
     # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
     # for a config.json that it reads too.
     model = _saved_model(config)
@@ -110,7 +105,8 @@ def make_plan_of_run(config: Config) -> Plan:
     tokenizer = _tokenizer(config)
     model = model or _fresh_model(config, tokenizer)
     _check_sizes(config, model, tokenizer)
-    mesh = training_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_params=num_params(model))
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+    mesh = training_mesh(*sizes, num_params=num_params(model))
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)
@@ -317,79 +313,8 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
     return alike and several and kernel == "xla" and data_parallel_only(mesh) and groups >= row_shards(mesh)
 
 
-def initial_params(plan: Plan) -> Params:
-    """The starting parameters on the mesh: from `model.path`, or fresh from the seed."""
-    settings = plan.config.model
-    shapes = param_shapes(plan.model, settings.param_dtype)
-    shardings = param_shardings(logical_axes(plan.model), shapes, plan.mesh)
-    if settings.path:
-        return hf_weights.load_params(settings.path, plan.model, dtype=settings.param_dtype, shardings=shardings)
-    key = jax.random.key(plan.config.training.seed)
-    return jax.jit(lambda: init_params(plan.model, key, settings.param_dtype), out_shardings=shardings)()
-
-
-def make_engine(plan: Plan) -> Engine:
-    """The inference engine of `rollout.engine`, ready for weights.
-
-    Raises:
-        EngineError, MemoryError: in one line, if it does not start.
-    """
-    config, rollout = plan.config, plan.config.rollout
-    precision = {
-        "precision": rollout.precision,
-        "compute_dtype": rollout.compute_dtype,
-        "kv_cache_dtype": rollout.kv_cache_dtype,
-    }
-    if rollout.engine == "vllm":
-        return VllmEngine(
-            plan.model,
-            rollout.vllm,
-            directory=Path(config.run_dir) / "vllm",
-            **precision,
-            max_total_tokens=config.max_total_tokens,
-            max_rows=rollout.max_rows,
-            probe=make_probe(plan.model, plan.compute, plan.mesh),
-        )
-    return LocalEngine(
-        plan.model,
-        **precision,
-        max_total_tokens=config.max_total_tokens,
-        max_rows=rollout.max_rows,
-        min_rows=rollout.min_rows,
-        mesh=sampling_mesh(plan.mesh),
-    )
-
-
-def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
-    """The training stack's own log-probs of a few short rows, as the step computes them."""
-    row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
-    rows = P("data")
-    mapped = shard_map_over_data(lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows)
-    compiled = jax.jit(mapped)
-
-    def probe(params: Params, ids: np.ndarray) -> jax.Array:
-        count, tokens = ids.shape
-        shards, multiple = row_shards(mesh), 128 if compute.attention == "splash" else 1
-        padded = np.zeros((-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32)
-        padded[:count, :tokens] = ids
-        places = np.broadcast_to(np.arange(padded.shape[1], dtype=np.int32), padded.shape)
-        real = np.zeros(padded.shape, bool)
-        real[:count, :tokens] = True
-        rows = Rows(
-            input_ids=padded,
-            position_ids=places,
-            segment_ids=real.astype(np.int32),
-            completion_mask=real & (places > 0),
-            completion_index=np.zeros_like(padded),
-            rollout_logprobs=np.zeros(padded.shape, np.float32),
-        )
-        return compiled(params, rows)[:count, 1:tokens]
-
-    return probe
-
-
 def describe(plan: Plan) -> str:
-    """What a run will do, for people: sizes, shapes, memory by arithmetic and what does not fit."""
+    """Description of a run: sizes, shapes, memory by arithmetic and what does not fit."""
     config, model, packing = plan.config, plan.model, plan.packing
     completions = packing.mini_batches * packing.completions
     rows = ", ".join(

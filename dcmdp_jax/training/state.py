@@ -1,4 +1,4 @@
-"""Making a `TrainState`, and where its leaves live on a mesh."""
+"""Making a `TrainState`, where its leaves live on a mesh, and the dual state as the settings have it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.algorithm.dual import (
+    PID_WINDOW,
+    calibrated_tolerance,
+    calibrated_update,
+    dual_init,
+    dual_update,
+    rolling,
+    violation,
+)
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
-from dcmdp_jax.config import AlgorithmSettings
+from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
@@ -25,8 +33,50 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
         settings.multiplier,
         minimum=settings.multiplier_min,
         maximum=settings.multiplier_max,
-        window=settings.dual_window,
+        window=settings.tolerance_steps + max(settings.dual_window, PID_WINDOW if settings.pid else 1),
     )
+
+
+def update_dual(settings: AlgorithmSettings, dual: DualState, mean_discrepancy: jax.Array) -> DualState:
+    """The dual state of the next step (Eq. 11); the same one for methods without a moving multiplier."""
+    if settings.method in FIXED_MULTIPLIERS:
+        return dual
+    options = {
+        "learning_rate": settings.dual_learning_rate, "minimum": settings.multiplier_min,
+        "maximum": settings.multiplier_max, "average": _average(settings),
+        "proportional": settings.dual_proportional, "derivative": settings.dual_derivative,
+    }  # fmt: skip
+    if settings.tolerance_steps:
+        measured = {"steps": settings.tolerance_steps, "quantile": settings.tolerance_quantile}
+        return calibrated_update(dual, mean_discrepancy, **measured, **options)
+    return dual_update(dual, mean_discrepancy, tolerance=settings.tolerance, **options)
+
+
+def tolerance_of(settings: AlgorithmSettings, dual: DualState) -> float | jax.Array:
+    """c of a step that starts with `dual`. It is measured on the first steps if the method has a moving multiplier."""
+    if not settings.tolerance_steps or settings.method in FIXED_MULTIPLIERS:
+        return settings.tolerance
+    return calibrated_tolerance(
+        dual, settings.tolerance, steps=settings.tolerance_steps, quantile=settings.tolerance_quantile
+    )
+
+
+def dual_violation(
+    settings: AlgorithmSettings, before: DualState, after: DualState, mean_discrepancy: jax.Array
+) -> jax.Array:
+    """dbar - c as `update_dual` used it; where the mean is not finite, that."""
+    tolerance = tolerance_of(settings, before)
+    gap = mean_discrepancy - tolerance
+    if settings.method in FIXED_MULTIPLIERS:
+        return gap
+    used = violation(rolling(after, settings.tolerance_steps), tolerance, _average(settings))
+    measuring = after.filled <= settings.tolerance_steps if settings.tolerance_steps else False
+    return jnp.where(jnp.isfinite(gap) & ~jnp.asarray(measuring), used, gap)
+
+
+def _average(settings: AlgorithmSettings) -> int | None:
+    """Number of steps of the window to average; None for all. Under PID control the window is longer than that."""
+    return settings.dual_window if settings.pid else None
 
 
 def train_state_shardings(

@@ -12,34 +12,25 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import losses, masked, stats
-from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty
 from dcmdp_jax.algorithm.corrections import Correction
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.dual import dual_update, violation
-from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
-from dcmdp_jax.config import AlgorithmSettings
-from dcmdp_jax.models import decoder, logprobs
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.parallel.host import compiler_options
-from dcmdp_jax.parallel.sharding import PARAM_AXES, constrain, data_parallel_only, shard_map_over_model_axes
+from dcmdp_jax.config_algorithm import AlgorithmSettings
+from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
+from dcmdp_jax.training.row_logprobs import RowLogprobs
+from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
 from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
-
-RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
-"""(params, rows [R, L]) -> log-probs and entropy of the completion tokens, [R, L]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What a step is made of; see `make_train_step`."""
+    """Parts of a step; see `make_train_step`."""
 
     row_logprobs: RowLogprobs
     settings: AlgorithmSettings
@@ -52,11 +43,12 @@ class _Parts:
 
 
 class _Constants(NamedTuple):
-    """What every micro-batch of an update sees, and no gradient reaches.
+    """Constants of an update that every micro-batch gets; no gradient reaches them.
 
     Attributes:
         advantages, weights: [N] float32, of each completion.
         multiplier: [] float32, lambda_k.
+        tolerance: [] float32, c.
         first: [] bool, the update starts from the weights that made the batch.
         ref_params: the frozen reference policy, or None.
     """
@@ -64,12 +56,13 @@ class _Constants(NamedTuple):
     advantages: jax.Array
     weights: jax.Array
     multiplier: jax.Array
+    tolerance: jax.Array
     first: jax.Array
     ref_params: Params | None
 
 
 class _Sums(NamedTuple):
-    """What the micro-batches of an update add up to.
+    """Sums over the micro-batches of an update.
 
     Attributes:
         gradient, loss: to be divided by the total weight of the tokens in the loss.
@@ -84,54 +77,11 @@ class _Sums(NamedTuple):
 
 
 class _Learner(NamedTuple):
-    """What an update changes; as in `TrainState`."""
+    """State that an update changes, as in `TrainState`."""
 
     params: Params
     opt_state: Any
     skipped_in_row: jax.Array
-
-
-def make_row_logprobs(model: ModelConfig, compute: Compute, *, temperature: float, mesh: Mesh | None) -> RowLogprobs:
-    """The training stack's forward pass on rows. Every log-prob of training comes from here.
-
-    Args:
-        model: the model.
-        compute: dtype, rematerialisation, kernel and chunk.
-        temperature: the one that completions are sampled at.
-        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
-    """
-    pin = {} if data_parallel_only(mesh) else {"constrain": constrain(mesh), "mesh": mesh}
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    options = {"temperature": temperature, "chunk": compute.logprob_chunk, "ops": choose_ops(platform)}
-    token_logprobs = functools.partial(logprobs.token_logprobs, **options)
-    if not data_parallel_only(mesh):
-        token_logprobs = _over_model_axes(token_logprobs, model, mesh)
-
-    def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        hidden = decoder.hidden_states(
-            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts, **pin
-        )
-        return token_logprobs(hidden, decoder.output_kernel(params), rows.input_ids, rows.completion_mask)
-
-    return row_logprobs
-
-
-def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
-    """The output layer with rows split over fsdp and the vocabulary over tensor, each collective where it is needed.
-
-    Left to the compiler, the output matrix is gathered and its gradient reduced in each chunk of tokens.
-    """
-    axes = {name: axis for name, axis in PARAM_AXES.items() if name in ("embed", "vocab")}
-    sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
-    split = {
-        name: axis for name, axis in axes.items() if mesh.shape[axis] > 1 and sizes[name] % mesh.shape[axis] == 0
-    }
-    kernel_axes = logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
-    rows = P("fsdp")
-    return shard_map_over_model_axes(
-        functools.partial(token_logprobs, kernel_axes=kernel_axes), mesh,
-        in_specs=(rows, P(*kernel_axes), rows, rows), out_specs=(rows, rows),
-    )  # fmt: skip
 
 
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
@@ -171,7 +121,6 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     mesh: Mesh | None,
-    correction: Correction | None = None,
     always_recompute: bool = False,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
@@ -187,17 +136,16 @@ def make_train_step(
         max_completion_tokens: sampling limit, for the fixed-length normaliser.
         optimizer, schedule: from `optimizer.py`; the schedule only for the record.
         mesh: the devices; None for one.
-        correction: None, or a function as in `algorithm/corrections.py`.
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
 
     Returns:
         step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
-        float32, named as in observe/names.py, and `completions/discrepancy` [M * N], each completion's own mean.
+        float32, named as in observe/metric_names.py, and `completions/discrepancy` [M * N], each completion's own mean.
     """
     parts = _Parts(
-        row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, correction, always_recompute
+        row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, settings.correction, always_recompute
     )
     step = functools.partial(_train_step, parts)
     out = {} if shardings is None else {"out_shardings": (shardings, None)}
@@ -209,21 +157,21 @@ def _train_step(
     parts: _Parts, state: TrainState, batch: Batch, ref_params: Params | None
 ) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
-    settings, multiplier = parts.settings, state.dual.multiplier
+    settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
     old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
         mini, old_logprobs, first = xs
         advantages = group_advantages(
-            mini.rewards, mini.group_ids, mini.valid,
+            _rewards(parts, mini), mini.group_ids, mini.valid,
             ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
         )  # fmt: skip
         normalize = functools.partial(
-            losses.aggregation_weights, mini.completion_lengths, mini.loss_mask,
+            losses.aggregation_weights, mini.completion_lengths, _loss_mask(parts, mini),
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
         weights, _ = normalize()
-        constants = _Constants(advantages, weights, multiplier, first, ref_params)
+        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, ref_params)
         rows = tuple(zip(mini.rows, old_logprobs, strict=True))
         sums, signals = accumulate(
             functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
@@ -238,15 +186,32 @@ def _train_step(
     learner, (sums, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
     totals = stats.merge_stacked(sums)
 
-    mean_discrepancy, dual = totals["discrepancy/mean"].value(), state.dual
-    if settings.method not in FIXED_MULTIPLIERS:
-        dual = dual_update(
-            dual, mean_discrepancy, tolerance=settings.tolerance, learning_rate=settings.dual_learning_rate,
-            minimum=settings.multiplier_min, maximum=settings.multiplier_max,
-        )  # fmt: skip
-    metrics = stats.values(totals) | batch_metrics(batch, signals, settings)
+    mean_discrepancy = totals["discrepancy/mean"].value()
+    dual = update_dual(settings, state.dual, mean_discrepancy)
+    metrics = stats.values(totals) | batch_metrics(batch, signals, settings, tolerance)
+    if parts.correction is not None:
+        mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
+        metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
     metrics |= _state_metrics(parts, state, learner, dual, mean_discrepancy)
     return TrainState(state.step + 1, learner.params, learner.opt_state, dual, learner.skipped_in_row), metrics
+
+
+def _rewards(parts: _Parts, mini: Batch) -> jax.Array:
+    """The rewards of a mini-batch, less the soft punishment of long completions."""
+    settings = parts.settings
+    if not settings.overlong_buffer:
+        return mini.rewards
+    return mini.rewards - overlong_penalty(
+        mini.completion_lengths, max_completion_tokens=parts.max_completion_tokens,
+        buffer=settings.overlong_buffer, penalty=settings.overlong_penalty,
+    )  # fmt: skip
+
+
+def _loss_mask(parts: _Parts, mini: Batch) -> jax.Array:
+    """The completions of a mini-batch that are in the loss."""
+    if not parts.settings.drop_equal_groups:
+        return mini.loss_mask
+    return mini.loss_mask & has_signal(mini.rewards, mini.group_ids, mini.valid)
 
 
 def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array | None, ...]:
@@ -255,7 +220,7 @@ def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array |
     None for each bucket if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
     """
     if not parts.always_recompute:
-        if len(batch.rewards) == 1:
+        if len(batch.rewards) == 1 or parts.settings.ratio_denominator == "bypass":
             return (None,) * len(batch.rows)
         batch = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0))
     return batch_logprobs(params, batch, parts.row_logprobs, parts.mesh)
@@ -286,11 +251,15 @@ def _objective(
         old_logprobs, rows.rollout_logprobs, mask, rows.completion_index,
         constants.advantages, constants.weights, constants.multiplier,
         method=settings.method, measure=settings.measure, sided=settings.sided, level=settings.level,
-        tolerance=settings.tolerance, correction=parts.correction,
+        tolerance=constants.tolerance, correction=parts.correction, train_logprobs=train_logprobs,
+        count_dropped=settings.correction_denominator == "all",
     )  # fmt: skip
-    loss, clip = losses.clipped_surrogate(
-        train_logprobs, signals.old_logprobs, signals.advantages, mask, signals.weights,
-        clip_low=settings.clip_low, clip_high=settings.clip_high,
+    anchor = signals.old_logprobs if settings.ratio_denominator == "train" else rows.rollout_logprobs
+    sequence = (rows.completion_index, len(constants.advantages)) if settings.ratio_level == "sequence" else None
+    loss, clip = losses.policy_surrogate(
+        train_logprobs, anchor, signals.advantages, mask, signals.weights,
+        clip_low=settings.clip_low, clip_high=settings.clip_high, trust_region=settings.trust_region,
+        dual_clip=settings.dual_clip, sequence=sequence,
     )  # fmt: skip
     total = loss.total
     if settings.kl_coefficient:
@@ -301,6 +270,7 @@ def _objective(
         **{f"policy/{name}": statistic for name, statistic in clip.items()},
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), mask),
         "discrepancy/mean": signals.mean_discrepancy,
+        **{f"correction/{name}": statistic for name, statistic in signals.correction.items()},
     }
     return total, (signals, statistics)
 
@@ -332,16 +302,13 @@ def _state_metrics(
 ) -> Metrics:
     """The multiplier as this step used it, what moves it, and the optimizer's counters."""
     settings = parts.settings
-    gap = mean_discrepancy - settings.tolerance
-    if settings.method not in FIXED_MULTIPLIERS:
-        gap = jnp.where(jnp.isfinite(gap), violation(dual, settings.tolerance), gap)
     rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
     return {
         "optimizer/learning_rate": jnp.asarray(rate, jnp.float32),
         "optimizer/skipped_in_row": learner.skipped_in_row,
         "dual/multiplier": state.dual.multiplier,
-        "dual/tolerance": jnp.float32(settings.tolerance),
-        "dual/violation": gap,
+        "dual/tolerance": jnp.float32(tolerance_of(settings, state.dual)),
+        "dual/violation": dual_violation(settings, state.dual, dual, mean_discrepancy),
     }
 
 
@@ -356,5 +323,5 @@ def _norm(grads: Params) -> jax.Array:
 
 
 def _applied(opt_state: optax.OptState) -> jax.Array:
-    """How many updates the optimizer has made; skipped ones don't count, for its schedule either."""
+    """Number of updates the optimizer has made. Skipped ones don't count, for its schedule either."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]

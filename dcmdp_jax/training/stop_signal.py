@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run with everything saved, whatever it was doing."""
+"""SIGTERM and SIGINT: end a run at any point, with everything saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end; every finished step is saved, and what was begun is repeated by the next run."""
+    """A signal ended the run. Every finished step is saved; the next run repeats the unfinished one."""
 
     def __init__(self, signal_number: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT, for `check` to obey where nothing is half done. A second SIGINT interrupts at once."""
+    """Records SIGTERM and SIGINT until `check` is called, where nothing is unfinished. A second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -30,7 +30,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Installs the handlers for the block."""
+        """Install the handlers for the block."""
         before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield self
@@ -39,6 +39,6 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def check(self, where: str) -> None:
-        """Raises `Interrupted` if a signal came; `where` tells people what was going on and what is kept."""
+        """Raise `Interrupted` if a signal came; `where` tells the user what was interrupted and what is kept."""
         if self.received is not None:
             raise Interrupted(self.received, where)

@@ -16,11 +16,11 @@ from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config import WarmupSettings
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.parallel.host import MOST_UNDER_WAY, compiler_options
+from dcmdp_jax.parallel.cpu import MAX_IN_FLIGHT_PROGRAMS, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate
-from dcmdp_jax.training.step import RowLogprobs
+from dcmdp_jax.training.row_logprobs import RowLogprobs
 from dcmdp_jax.types import Params, Rows
 
 
@@ -36,20 +36,20 @@ def warm_up(
     length_multiple: int,
     on_step: Callable[[int, float], None],
 ) -> Params:
-    """Minimises the mean negative log-likelihood of the solutions' tokens given their prompts.
+    """Minimise the mean negative log-likelihood of the solutions' tokens given their prompts.
 
     AdamW (b2 0.98, gradient norm 1) with a linear rise over 5% and a cosine decay to 0. Batches are drawn without
     replacement within an epoch, as a function of the seed: the same call gives the same parameters.
 
     Args:
-        params: start; donated.
+        params: initial parameters; donated.
         prompts: token ids of each prompt, int32.
         solutions: token ids of each worked solution, the end token included.
         row_logprobs: the training stack's forward pass, at temperature 1, for this mesh.
         settings: steps, batch size, peak learning rate.
-        seed: of the order of examples.
-        mesh: the devices; None for one. A batch is a multiple of those that rows are split over.
-        length_multiple: what the kernel wants rows to be a multiple of.
+        seed: random seed of the order of examples.
+        mesh: the devices; None for one. A batch is a multiple of the number of devices that rows are split over.
+        length_multiple: rows have a multiple of this length, for the kernel.
         on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end; may raise to stop.
 
     Returns:
@@ -72,7 +72,7 @@ def warm_up(
     step = jax.jit(
         functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh),
         donate_argnums=(0, 1),
-        # Placed as they came in, or the second step would be another program.
+        # With the shardings of the input, or the second step would be another program.
         out_shardings=(*placed, None),
         compiler_options=compiler_options(jax.default_backend()),
     )
@@ -85,7 +85,7 @@ def warm_up(
         batch = jax.tree.map(lambda x: x[order[position : position + size]], rows)  # noqa: B023 - used at once
         position += size
         params, opt_state, loss = step(params, opt_state, batch)
-        if done % MOST_UNDER_WAY == 0:
+        if done % MAX_IN_FLIGHT_PROGRAMS == 0:
             jax.block_until_ready(loss)
         if done % 50 == 0 or done == settings.steps:
             if not np.isfinite(value := float(loss)):
@@ -101,7 +101,7 @@ def _optimizer(settings: WarmupSettings) -> optax.GradientTransformation:
 
 
 def _placement(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> tuple[Any, Any]:
-    """Shardings of the parameters and of the optimizer's state: its moments lie where their parameters do."""
+    """Shardings of the parameters and of the optimizer's state: moments are sharded like their parameters."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     counters = jax.tree.leaves(shardings)[0] if mesh is None else replicated(mesh)
     state = optax.tree.map_params(
@@ -140,7 +140,7 @@ def _step(
 
 
 def _rows(prompts: Sequence[np.ndarray], solutions: Sequence[np.ndarray], length_multiple: int) -> Rows:
-    """One example a row, all of one length."""
+    """One example per row, all of one length."""
     lengths = [len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)]
     shape = (len(prompts), -(-max(lengths) // length_multiple) * length_multiple)
     ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))

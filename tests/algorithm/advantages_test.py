@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.advantages import group_advantages, penalized_advantages
+from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty, penalized_advantages
 
 ALL = np.ones(4, bool)
 
@@ -42,7 +42,7 @@ def test_all_equal_group_is_exactly_zero(reward, normalize_std):
         np.testing.assert_array_equal(advantages, np.zeros(8))
 
 
-def test_single_valid_member_is_zero_and_invalid_ones_are_not_looked_at():
+def test_single_valid_member_is_zero_and_invalid_ones_are_ignored():
     # group 1 has one valid member (n - 1 = 0), group 0 lost its NaN: (2, 0) -> +-0.7071, not a mean over three.
     rewards, groups = np.array([2.0, np.nan, 0.0, 5.0, np.inf]), np.array([0, 0, 0, 1, 1])
     valid = np.array([True, False, True, True, False])
@@ -120,3 +120,19 @@ def test_bad_arguments_are_refused():
         group_advantages(np.ones(4), np.zeros(4, int), ALL, epsilon=-1)
     with pytest.raises(ValueError, match=r"ddof=3"):
         group_advantages(np.ones(4), np.zeros(4, int), ALL, ddof=3)
+
+
+def test_soft_overlong_punishment_by_hand():
+    # T_max 20, buffer 8: free up to 12 tokens, then 1/8 a token.
+    found = overlong_penalty(np.array([0, 12, 13, 16, 20]), max_completion_tokens=20, buffer=8, penalty=0.5)
+    np.testing.assert_allclose(found, [0, 0, 0.0625, 0.25, 0.5])
+    with pytest.raises(ValueError, match="buffer=0"):
+        overlong_penalty(np.array([1]), max_completion_tokens=20, buffer=0)
+
+
+def test_groups_without_a_signal():
+    rewards, groups = np.array([1.0, 1.0, 0.0, 1.0, 3.0, 2.0]), np.array([0, 0, 1, 1, 2, 2])
+    # The second member of group 2 is dropped: one valid member is no signal.
+    valid = np.array([True, True, True, True, True, False])
+    found = has_signal(rewards, groups, valid)
+    np.testing.assert_array_equal(found, [False, False, True, True, False, False])

@@ -152,7 +152,7 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
 
     def loss(now):
         token_weights = masked.gather_to_tokens(weights, index)
-        summed, _ = losses.clipped_surrogate(
+        summed, _ = losses.policy_surrogate(
             now, laid["old"], shaped, mask, token_weights, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
         )
         return summed._replace(weight=total).value(), summed
@@ -264,7 +264,7 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
 
     def one(row):
         token_weights = masked.gather_to_tokens(weights, row["index"])
-        return losses.clipped_surrogate(
+        return losses.policy_surrogate(
             row["now"], row["old"], row["advantages"], row["mask"], token_weights,
             clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
         )  # fmt: skip
@@ -295,9 +295,7 @@ def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
 
     def loss(logits):
         now = jax.nn.log_softmax(logits)[sampled]
-        summed, _ = losses.clipped_surrogate(
-            now, old, shaped, mask, np.full((1, 4), 0.25), clip_low=0.2, clip_high=0.24
-        )
+        summed, _ = losses.policy_surrogate(now, old, shaped, mask, np.full((1, 4), 0.25), clip_low=0.2, clip_high=0.24)
         return summed.total
 
     after = jax.nn.log_softmax(logits - 0.5 * jax.grad(loss)(logits))

@@ -1,5 +1,7 @@
 """Projected dual ascent: one step by hand, its limits, the window, and what a broken batch does."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -67,7 +69,7 @@ def test_window_averages_what_is_there():
     assert int(state.filled) == 3
 
 
-def test_unfilled_window_entries_are_not_looked_at():
+def test_unfilled_window_entries_are_ignored():
     state = DualState(np.float32(0.5), np.array([np.nan, 9.0, 0.5], np.float32), np.int32(1))
     assert float(dual.effective_discrepancy(state)) == 0.5
     after, multipliers = run(state, [1.0])  # 0.5 + ((0.5 + 1) / 2 - 0.25) = 1.0
@@ -117,3 +119,45 @@ def test_init_refuses(changes, message):
 def test_update_refuses(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}="):
         run(dual.dual_init(0.1, **BOUNDS), [0.0], **changes)
+
+
+def test_pid_by_hand():
+    # c = 0.25, eta = 1, K_P = 2, K_D = 4, means 0.5, 0.375, 0.5:
+    #   0.125 + 0.25                                             = 0.375    nothing to compare with
+    #   0.375 + 0.125 + 2 (-0.125)                               = 0.25     no second difference yet
+    #   0.25 + 0.25 + 2 (0.125) + 4 (0.125 - -0.125)             = 1.75     dual ascent alone: 0.5
+    state = dual.dual_init(0.125, minimum=0.0, maximum=2.0, window=3)
+    gains = {"average": 1, "proportional": 2.0, "derivative": 4.0, "maximum": 2.0}
+    state, multipliers = run(state, [0.5, 0.375, 0.5], **gains)
+    assert multipliers == [0.375, 0.25, 1.75]
+    assert float(dual.violation(state, 0.25, 1)) == 0.25
+    # The cap needs no anti-windup: one fall of d leaves it at once. 1.75 + 0.0 + 2 (-0.25) + 4 (-0.25 - 0.125) = -0.25.
+    assert run(state, [0.25], **gains)[1] == [0.0]
+
+
+def test_pid_without_gains_is_dual_ascent_bit_for_bit():
+    values = [0.31, 0.12, 0.57, 0.2]
+    _, plain = run(dual.dual_init(0.3, **BOUNDS), values)
+    _, longer = run(dual.dual_init(0.3, **BOUNDS, window=3), values, average=1)
+    assert plain == longer
+
+
+def test_pid_needs_its_window():
+    with pytest.raises(ValueError, match="window=1; must be an integer of at least 3"):
+        run(dual.dual_init(0.1, **BOUNDS), [0.0], proportional=1.0)
+
+
+def test_tolerance_is_measured_on_the_first_steps_and_then_stays():
+    # Three steps of 0.25, 0.75, 0.5 and a NaN among them; quantile 0.75 of (0.25, 0.5, 0.75) is 0.625. Lambda waits at
+    # 0.5, then 0.5 + (1.0 - 0.625) = 0.875, then 0.875 + (0.5 - 0.625) = 0.75.
+    options = {"steps": 3, "quantile": 0.75}
+    update = jax.jit(functools.partial(dual.calibrated_update, **options, learning_rate=1.0, **BOUNDS))
+    state = dual.dual_init(0.5, **BOUNDS, window=4)
+    seen = []
+    for value in (0.25, np.nan, 0.75, 0.5, 1.0, np.nan, 0.5):
+        state = update(state, value)
+        c = dual.calibrated_tolerance(state, 9.0, **options)
+        seen.append((float(c), float(state.multiplier)))
+    waits, done = (9.0, 0.5), 0.625
+    assert seen == [waits, waits, waits, (done, 0.5), (done, 0.875), (done, 0.875), (done, 0.75)]
+    assert float(dual.violation(dual.rolling(state, 3), done)) == -0.125

@@ -10,7 +10,7 @@ import pytest
 from dcmdp_jax.algorithm import losses, stats
 from dcmdp_jax.algorithm.stats import Mean
 
-surrogate = functools.partial(losses.clipped_surrogate, clip_low=0.2, clip_high=0.24)
+surrogate = functools.partial(losses.policy_surrogate, clip_low=0.2, clip_high=0.24)
 LOG = np.log
 
 
@@ -51,7 +51,7 @@ def test_one_token_by_hand(ratio, advantage, loss, slope):
 
 
 def _loss_of_one_token(train, old, advantage, clip_low, clip_high):
-    loss, _ = losses.clipped_surrogate(
+    loss, _ = losses.policy_surrogate(
         *(jnp.float32([[x]]) for x in (train, old, advantage)), np.ones((1, 1), bool), np.ones((1, 1), np.float32),
         clip_low=clip_low, clip_high=clip_high,
     )  # fmt: skip
@@ -326,9 +326,9 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"token_weights \(1,\)"):
         jax.jit(surrogate)(row, row, row, row, np.zeros(1))
     with pytest.raises(ValueError, match=r"clip_low=1.0; must be a finite number in \[0, 1\)"):
-        losses.clipped_surrogate(row, row, row, row, row, clip_low=1.0, clip_high=0.2)
+        losses.policy_surrogate(row, row, row, row, row, clip_low=1.0, clip_high=0.2)
     with pytest.raises(ValueError, match=r"clip_high=-0.2"):
-        losses.clipped_surrogate(row, row, row, row, row, clip_low=0.2, clip_high=-0.2)
+        losses.policy_surrogate(row, row, row, row, row, clip_low=0.2, clip_high=-0.2)
     with pytest.raises(ValueError, match=r"mode='mean'; must be one of 'seq_mean_token_mean'"):
         losses.aggregation_weights(LENGTHS, IN_LOSS, mode="mean")
     with pytest.raises(ValueError, match=r"max_completion_tokens=None"):
@@ -341,3 +341,150 @@ def test_bad_arguments_are_refused():
         losses.reference_kl(row, row, estimator="k4")
     with pytest.raises(ValueError, match=r"ref_logprobs \(2,\)"):
         losses.reference_kl(row, row[0], estimator="k1")
+
+
+def _reference_tokens(region, now, old, advantages, low, high, dual_clip=0.0):
+    """Objective and slope of each token in float64, from the formulas; `now` and `old` within 20 nats."""
+    ratio, pi, mu = np.exp(now - old), np.exp(now), np.exp(old)
+    up, down = advantages > 0, advantages < 0
+    if region == "drpo":
+        c = np.where(up, high, low)
+        objective = ratio * advantages - np.abs(advantages) / (2 * c) * mu * (ratio - 1) ** 2
+        slope = ratio * advantages * (1 - np.sign(advantages) * (pi - mu) / c)
+    else:
+        if region == "clip":
+            stopped = (up & (ratio > 1 + high)) | (down & (ratio < 1 - low))
+            value = np.where(up, 1 + high, 1 - low) * advantages
+        elif region == "dppo_tv":
+            stopped, value = (up & (pi - mu > high)) | (down & (pi - mu < -low)), 0.0
+        else:
+            kl = mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
+            stopped, value = (up & (ratio > 1) & (kl > high)) | (down & (ratio < 1) & (kl > low)), 0.0
+        objective = np.where(stopped, value, ratio * advantages)
+        slope = np.where(stopped, 0.0, ratio * advantages)
+    if dual_clip:
+        capped = down & (ratio > dual_clip)
+        objective, slope = np.where(capped, dual_clip * advantages, objective), np.where(capped, 0.0, slope)
+    return objective, slope
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.5])
+@pytest.mark.parametrize("region", losses.TRUST_REGIONS)
+def test_trust_region_equals_its_formula(region, dual_clip):
+    rng = np.random.default_rng(3)
+    old = np.log(rng.uniform(0.01, 0.98, (5, 40))).astype(np.float32)
+    now = np.log(np.clip(np.exp(old) + rng.normal(0, 0.2, old.shape), 1e-3, 0.99)).astype(np.float32)
+    advantages = rng.normal(size=old.shape).astype(np.float32)
+    mask, weights = rng.random(old.shape) < 0.8, rng.uniform(0.1, 1, old.shape).astype(np.float32)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(now):
+        summed, statistics = losses.policy_surrogate(
+            now, old, advantages, mask, weights, clip_low=0.1, clip_high=0.15, trust_region=region, dual_clip=dual_clip
+        )
+        return summed.total, statistics
+
+    (total, statistics), gradient = loss(now)
+    objective, slope = _reference_tokens(region, *(x.astype(np.float64) for x in (now, old, advantages)), 0.1, 0.15)
+    scale = np.where(mask, weights.astype(np.float64), 0.0)
+    if dual_clip:
+        objective, slope = _reference_tokens(
+            region, *(x.astype(np.float64) for x in (now, old, advantages)), 0.1, 0.15, dual_clip
+        )
+        capped = (advantages < 0) & (np.exp(now - old) > dual_clip)
+        assert float(statistics["dual_clip_fraction"].value()) == pytest.approx(capped[mask].mean())
+    assert float(total) == pytest.approx(-(scale * objective).sum(), rel=1e-5)
+    np.testing.assert_allclose(gradient, -scale * slope, rtol=2e-4, atol=1e-5)
+    stopped = float(statistics["clip_low_fraction"].value() + statistics["clip_high_fraction"].value())
+    assert stopped == 0 if region == "drpo" else 0.05 < stopped < 0.6
+
+
+@pytest.mark.parametrize("region", losses.TRUST_REGIONS)
+@pytest.mark.parametrize("apart", [50.0, -50.0])
+def test_trust_region_far_apart(region, apart):
+    # pi and mu are 0.4 and 7.7e-23: the probability shift is 0.4, which a clamped ratio times mu would not give.
+    now, old = (np.float32([[np.log(0.4), np.log(0.4)]]), np.full((1, 2), np.log(0.4) - 50, np.float32))[
+        :: int(apart / 50)
+    ]
+    advantages = np.float32([[1.0, -1.0]])
+
+    def loss(now):
+        ones = np.ones((1, 2), np.float32)
+        summed, statistics = losses.policy_surrogate(
+            now, old, advantages, ones > 0, ones, clip_low=0.1, clip_high=0.15, trust_region=region
+        )
+        return summed.total, statistics
+
+    (total, statistics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(now))
+    assert np.isfinite(float(total)) and not np.asarray(gradient).any()
+    if region != "drpo":
+        # Up with A > 0 is stopped, down with A < 0; the other token is not.
+        low, high = float(statistics["clip_low_fraction"].total), float(statistics["clip_high_fraction"].total)
+        assert (low, high) == ((0, 1) if apart > 0 else (1, 0))
+
+
+def test_drpo_has_no_gradient_where_dppo_begins_to_stop():
+    # pi - mu = 0.15 with A > 0: the last point that dppo_tv lets through, and drpo's fixed point.
+    old, now = np.log(np.float32([[0.3]])), np.log(np.float32([[0.45]]))
+    ones = np.ones((1, 1), np.float32)
+    slope = jax.grad(
+        lambda now: (
+            losses.policy_surrogate(now, old, ones, ones > 0, ones, clip_low=0.1, clip_high=0.15, trust_region="drpo")[
+                0
+            ].total
+        )
+    )(now)
+    assert float(slope[0, 0]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_sequence_ratio_is_the_geometric_mean_with_the_tokens_gradient():
+    # Completion 0: log-ratios 0.3, -0.1 and a dropped 0.4: mean 0.2. Completion 1: 0.05.
+    mask = np.array([[1, 1, 1, 0], [0, 1, 0, 0]], bool)
+    index = np.array([[0, 0, 0, 0], [1, 1, 1, 1]], np.int32)
+    old = np.full((2, 4), -1.0, np.float32)
+    now = old + np.float32([[0.3, -0.1, 0.4, np.nan], [np.nan, 0.05, 9.0, 9.0]])
+    advantages = np.float32([[1.0, 0.5, 1.0, 0], [0, -2.0, 0, 0]])
+    weights = np.float32([[0.5, 0.5, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+
+    def loss(now):
+        return losses.policy_surrogate(
+            now, old, advantages, mask, weights, clip_low=0.3, clip_high=0.3, sequence=(index, 2)
+        )[0].total
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(now))
+    s = np.exp([0.2, 0.05])
+    expected = [[-0.5 * s[0], -0.25 * s[0], 0, 0], [0, 2 * s[1], 0, 0]]
+    assert float(value) == pytest.approx(np.sum(expected), rel=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    # 0.3 above 1 + 0.1 with A > 0: all of completion 0 is stopped by its mean, its second token (ratio 0.9) too.
+    clipped = jax.grad(
+        lambda now: (
+            losses.policy_surrogate(
+                now, old, advantages, mask, weights, clip_low=0.1, clip_high=0.1, sequence=(index, 2)
+            )[0].total
+        )
+    )(jnp.asarray(now))
+    np.testing.assert_allclose(clipped[0], np.zeros(4))
+    # GSPO's own gradient, through the mean, of completion 0 with one advantage on all tokens and none dropped.
+    same, whole = (
+        np.where(index == 0, 1.0, -2.0).astype(np.float32),
+        np.where(index == 0, 1 / 3, 1.0).astype(np.float32),
+    )
+    ours = jax.grad(
+        lambda now: (
+            losses.policy_surrogate(now, old, same, mask, whole, clip_low=0.9, clip_high=9.0, sequence=(index, 2))[
+                0
+            ].total
+        )
+    )(jnp.asarray(now))
+    gspo = jax.grad(lambda now: -jnp.exp(jnp.mean(now[0, :3] - old[0, :3])) + 2 * jnp.exp(now[1, 1] - old[1, 1]))
+    np.testing.assert_allclose(np.where(mask, ours, 0), np.where(mask, gspo(jnp.asarray(now)), 0), rtol=1e-6)
+
+
+def test_unknown_trust_region_and_small_dual_clip_are_refused():
+    row = np.zeros((1, 2))
+    with pytest.raises(ValueError, match="trust_region='tv'; must be one of 'clip', 'dppo_tv'"):
+        surrogate(row, row, row, row, row, trust_region="tv")
+    with pytest.raises(ValueError, match=r"dual_clip=0.5"):
+        surrogate(row, row, row, row, row, dual_clip=0.5)

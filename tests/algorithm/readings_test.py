@@ -17,7 +17,7 @@ def _loss_and_slope(ratio, advantage):
 
     def loss(train):
         clip = {"clip_low": 0.2, "clip_high": 0.24}
-        summed, _ = losses.clipped_surrogate(train, old, np.full((1, 1), advantage), ONE, np.ones((1, 1)), **clip)
+        summed, _ = losses.policy_surrogate(train, old, np.full((1, 1), advantage), ONE, np.ones((1, 1)), **clip)
         return summed.total
 
     value, slope = jax.value_and_grad(loss)(old + np.float32(np.log(ratio)))
@@ -56,7 +56,7 @@ def test_engine_probability_moves_the_advantage_and_not_the_importance_ratio():
     charged = advantages.penalized_advantages(
         -np.ones((1, 1)), _delta(0.25, 0.4), MULTIPLIER, TOLERANCE, method="dc_grpo"
     )
-    summed, clipped = losses.clipped_surrogate(
+    summed, clipped = losses.policy_surrogate(
         np.log([[0.5]]), np.log([[0.25]]), charged, ONE, np.ones((1, 1)), clip_low=0.2, clip_high=0.24
     )
     assert float(clipped["ratio_mean"].value()) == pytest.approx(2.0, rel=1e-6)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import losses, signals, stats
+from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 
 # Completion 0 has tokens 0, 1, 2 of row 0, completion 1 tokens 0, 1 of row 1; the rest is padding.
@@ -66,10 +67,10 @@ def test_no_gradient_flows_through_any_signal():
     np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(OLD)), np.zeros(OLD.shape))
 
 
-def _keep_close(old, rollout, mask, index, completions):
+def _keep_close(tokens):
     """Tokens whose probabilities differ by a factor above 3 are dropped, the others weighed by p / q."""
-    del mask, index, completions
-    return jnp.exp(old - rollout), jnp.abs(old - rollout) <= np.log(3)
+    apart = tokens.old_logprobs - tokens.rollout_logprobs
+    return Corrected(jnp.exp(apart), jnp.abs(apart) <= np.log(3), jnp.zeros(apart.shape, bool))
 
 
 def test_correction_drops_tokens_and_the_total_counts_the_rest():
@@ -99,4 +100,10 @@ def test_total_without_dropped_tokens_is_a_whole_number(length):
 
 def test_methods_with_a_fixed_multiplier_are_penalties():
     assert set(FIXED_MULTIPLIERS) < set(PENALTIES)
-    assert set(PENALTIES) - set(FIXED_MULTIPLIERS) == {"dc_grpo"}
+    assert set(PENALTIES) - set(FIXED_MULTIPLIERS) == {"dc_grpo", "excess_grpo"}
+
+
+def test_excess_grpo_charges_a_completion_for_what_its_mean_has_above_c():
+    # Means 0.65 / 3 = 0.2167 and 0.125, c = 0.15, lambda 0.5: completion 0 pays 0.5 * 0.0667, completion 1 nothing.
+    found = _signals(method="excess_grpo", level="sequence", tolerance=0.15)
+    np.testing.assert_allclose(found.advantages[MASK], [1 - 0.5 * (0.65 / 3 - 0.15)] * 3 + [-1.0] * 2, rtol=1e-6)

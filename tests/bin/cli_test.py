@@ -69,20 +69,20 @@ def test_a_failure_is_one_line_and_its_code(error, code, line, capsys):
          "traceback above)"),
     ],
 )  # fmt: skip
-def test_what_is_not_the_users_shows_its_traceback_where_there_is_no_run(error, line, capsys):
+def test_a_defect_without_a_run_prints_its_traceback(error, line, capsys):
     code, text = _run(_raiser(error), ["p"], capsys)
     assert code == 1 and text.startswith("Traceback (most recent call last)")
     assert text.splitlines()[-1] == line
 
 
-def test_an_error_of_jax_is_not_the_users(capsys):
+def test_a_jax_error_is_unexpected(capsys):
     code, text = _run(_of_jax, ["p"], capsys)
     assert code == 1 and text.startswith("Traceback")
     assert text.splitlines()[-1].startswith("error: ValueError: vmap got inconsistent sizes")
 
 
 @pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("x")])
-def test_in_a_run_the_traceback_of_what_is_unexpected_is_in_its_log(error, tmp_path, capsys):
+def test_a_run_logs_unexpected_tracebacks(error, tmp_path, capsys):
     log = tmp_path / "error.log"
     code, text = _run(_raiser(error, tmp_path), ["p"], capsys)
     kind = type(error).__name__
@@ -94,7 +94,7 @@ def test_in_a_run_the_traceback_of_what_is_unexpected_is_in_its_log(error, tmp_p
     assert log.read_text().count("Traceback (most recent call last)") == 2
 
 
-def test_in_a_run_what_is_expected_or_names_a_file_is_logged_too_but_no_users_error(tmp_path, capsys):
+def test_a_run_logs_expected_errors_but_no_user_errors(tmp_path, capsys):
     log = tmp_path / "error.log"
     assert _run(_raiser(UserError("bad"), tmp_path), ["p"], capsys) == (2, "error: bad\n")
     assert not log.exists()
@@ -105,7 +105,7 @@ def test_in_a_run_what_is_expected_or_names_a_file_is_logged_too_but_no_users_er
     assert log.read_text().count("Traceback (most recent call last)") == 2
 
 
-def test_a_run_directory_that_is_not_there_is_not_made_for_a_log(tmp_path, capsys):
+def test_logging_does_not_create_the_run_directory(tmp_path, capsys):
     code, text = _run(_raiser(KeyError("x"), tmp_path / "run"), ["p"], capsys)
     assert code == 1 and text.startswith("Traceback") and not (tmp_path / "run").exists()
 
@@ -139,7 +139,7 @@ def test_system_exit_passes(capsys):
         (["p", "--debugger"], ["p", "--debugger"]),
     ],
 )
-def test_debug_is_taken_from_the_arguments_before_a_bare_dash_dash(argv, seen, capsys):
+def test_debug_is_removed_from_the_arguments_before_a_bare_dash_dash(argv, seen, capsys):
     got = []
     assert _run(got.extend, argv, capsys) == (0, "")
     assert got == seen
@@ -206,7 +206,7 @@ def _thread_fails(*arguments):
     return done.stderr
 
 
-def test_in_a_run_what_fails_outside_the_main_thread_is_in_its_log_and_not_on_the_terminal(tmp_path):
+def test_a_run_logs_failures_of_threads_and_prints_none(tmp_path):
     assert _thread_fails(tmp_path) == "error: bad\n"
     text = (tmp_path / "error.log").read_text()
     assert "thread save failed\nTraceback (most recent call last)" in text and "OSError: the thread's" in text
@@ -215,7 +215,7 @@ def test_in_a_run_what_fails_outside_the_main_thread_is_in_its_log_and_not_on_th
 
 
 @pytest.mark.parametrize("arguments", [[], ["--debug"]])
-def test_without_a_run_what_fails_outside_the_main_thread_is_shown(arguments):
+def test_without_a_run_failures_of_threads_are_printed(arguments):
     said = _thread_fails(*arguments)
     assert "OSError: the thread's" in said and "RuntimeError: at its end" in said
     assert said.splitlines()[-1] == "error: bad"

@@ -219,10 +219,14 @@ def test_every_row_of_the_six_benchmarks_is_answered_and_graded(tmp_path, monkey
     save_params(_params(model, "4"), model, tmp_path / "m", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
     names = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
     files = {name: _BENCHMARKS / f"{name}.jsonl" for name in names}
-    record = _evaluate(
-        tmp_path / "out.json", tmp_path / "m", "--tasks", ",".join(map(str, files.values())), "--samples", 1,
-        "--max_completion_tokens", 4, "--max_rows", 16,
-    )  # fmt: skip
+    words = (tmp_path / "m", "--tasks", ",".join(map(str, files.values())), "--samples", 1,
+             "--max_completion_tokens", 4, "--max_rows", 16)  # fmt: skip
+    record = _evaluate(tmp_path / "out.json", *words)
+    # As a kill leaves it, in the middle of a part; what is continued ends with the same bytes.
+    whole = (tmp_path / "out.problems.jsonl").read_bytes()
+    (tmp_path / "cut.problems.jsonl").write_bytes(whole[: 3 * len(whole) // 4])
+    assert _evaluate(tmp_path / "cut.json", *words) == record
+    assert (tmp_path / "cut.problems.jsonl").read_bytes() == whole
     for name, path in files.items():
         answers = [_raw_answer(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         scores = record["tasks"][name]

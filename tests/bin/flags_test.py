@@ -66,7 +66,7 @@ def test_a_file_its_argument_and_overrides():
         ((_DEMO, "--config.rollout.precision=exact", "--config.run_dir=runs/x"), "runs/x"),
     ],
 )
-def test_what_is_changed_names_the_run_directory(arguments, expected):
+def test_overrides_name_the_run_directory(arguments, expected):
     assert run(*arguments).run_dir == expected
 
 
@@ -117,12 +117,12 @@ def test_two_different_sets_of_overrides_name_two_directories(first, second):
             assert _directory(first).lower() != _directory(second).lower()
 
 
-def test_without_overrides_the_file_speaks_alone():
+def test_without_overrides_the_config_is_the_files():
     config = run("--config=configs/qwen3_8b.py")
     assert (config.rollout.precision, config.algorithm.tolerance) == ("bfloat16", 0.0037)
 
 
-def test_the_file_may_be_a_word_of_its_own():
+def test_config_may_be_two_words():
     assert run("--config", "configs/demo.py:debug").training.steps == 2
 
 
@@ -254,5 +254,5 @@ def test_a_config_file_that_leaves_the_process_ends_the_command_with_code_2(tmp_
 
 
 @pytest.mark.parametrize("flag", ["dry_run", "print_config"])
-def test_what_is_asked_for_besides_training(flag):
+def test_dry_run_and_print_config_are_flags(flag):
     assert getattr(parse(["train", _DEMO, f"--{flag}"]), flag) and not getattr(parse(["train", _DEMO]), flag)

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.evaluation.average import evaluate, join
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.tasks.verifier import Verifier
-from dcmdp_jax.types import Rollout
 
 
 @dataclasses.dataclass
@@ -20,27 +20,24 @@ class _Script:
     texts: list[list[str]]
     calls: list[tuple] = dataclasses.field(default_factory=list)
 
-    def generate(self, prompts, sampling, *, seed, step, on_finished):
+    def generate(self, prompts, sampling, *, seed, step):
+        """The last group first, and a list without any."""
         self.calls.append((prompts, sampling, seed, step))
         tokenizer = build_tokenizer()
-        ids, reasons = [], []
-        for text in (text for group in self.texts for text in group):
-            cut = text.endswith("...")
-            tokens = tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
-            ids.append(np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32))
-            reasons.append("length" if cut else "stop")
-        size = sampling.group_size
-        # Some rows, not in order and one of them twice; another text than it ends as is nothing to go by.
-        on_finished([len(ids) - 1, 0], [ids[-1], ids[0]])
-        on_finished([0], [ids[-1]])
-        return Rollout(
-            prompt_ids=[prompts[i // size] for i in range(len(ids))],
-            completion_ids=ids,
-            rollout_logprobs=[np.zeros(len(tokens), np.float32) for tokens in ids],
-            finish_reasons=reasons,
-            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), size),
-            policy_version=0,
-        )
+        for group in reversed(range(len(prompts))):
+            episodes = []
+            for member, text in enumerate(self.texts[group]):
+                cut = text.endswith("...")
+                tokens = tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
+                ids = np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32)
+                episodes.append(
+                    single_turn(
+                        prompts[group], ids, np.zeros(ids.size), policy_version=0, group=group, member=member,
+                        finish_reason="length" if cut else "stop",
+                    )
+                )  # fmt: skip
+            yield episodes
+            yield []
 
 
 @pytest.fixture
@@ -79,6 +76,12 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     lengths = [4, 4, 10, 2, 4, 4, 3, 1, 4, 4, 4, 4]
     assert result.length_mean == pytest.approx(sum(lengths) / 12, abs=1e-12)
     assert result.truncated_fraction == pytest.approx(2 / 12, abs=1e-12)
+    # Cut or not, what has a box commits to an answer; "4" and "1..." do not.
+    np.testing.assert_array_equal(result.unparsed, [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(result.truncated, [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(result.lengths, np.reshape(lengths, (3, 4)))
+    # pass@2 of 2 right among 4: 1 - 1/6; the others are 0 and 1.
+    assert result.pass_at[1] == pytest.approx((5 / 6 + 0 + 1) / 3) and result.pass_at[3] == result.pass_at_k
     assert (result.verifier_timeouts, result.verifier_errors, result.verifier_over_budget) == (0, 0, 0)
 
 
@@ -97,3 +100,14 @@ def test_the_engine_is_asked_once_with_the_sampling_given_and_step_0(judged):
     ((prompts, sampling, seed, step),) = engine.calls
     assert [list(prompt) for prompt in prompts] == [[5], [6]]
     assert (sampling.temperature, sampling.top_p, seed, step) == (0.7, 0.9, 7, 0)
+
+
+def test_parts_join_and_problems_can_be_selected(judged):
+    texts = [[r"\boxed{4}", r"\boxed{5}"], [r"\boxed{4}...", "4"], [r"\boxed{9}", r"\boxed{9}"]]
+    whole, _ = judged(texts, ["4", "7", "9"])
+    first, _ = judged(texts[:2], ["4", "7"])
+    last, _ = judged(texts[2:], ["9"])
+    joined = join([first, last])
+    for name in ("scores", "lengths", "truncated", "unparsed"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
+    assert whole.select([0, 2]).average == 0.75 and whole.select([1]).truncated_fraction == 0.5

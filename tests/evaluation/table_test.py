@@ -1,25 +1,34 @@
 """The paper's own rows, printed by our table, and the records that go to JSON."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
-from dcmdp_jax.evaluation.table import format_table, paper_samples, plain_average, to_record
+from dcmdp_jax.evaluation.table import (
+    Scores,
+    format_comparison,
+    format_table,
+    paper_samples,
+    plain_average,
+    read_scores,
+    to_record,
+)
 
 
-def _result(task, average, *, samples=4, scores=None, standard_error=0.0125):
+def _result(task, average, *, samples=4, problems=250):
+    """`average` right, the first of each problem's samples before the second; 1 in 16 truncated, 1 in 8 unparsed."""
+    scores = np.zeros(problems * samples, np.float32)
+    scores[: round(average * problems * samples)] = 1
+    every = np.arange(problems * samples).reshape(problems, samples)
     return EvaluationResult(
         task=task,
-        samples=samples,
-        scores=np.zeros((2, samples), np.float32) if scores is None else np.asarray(scores, np.float32),
-        average=average,
-        pass_at_k=0.75,
-        standard_error=standard_error,
-        length_mean=1234.56,
-        truncated_fraction=0.0625,
+        scores=scores.reshape(problems, samples),
+        lengths=np.where(every % 2 == 0, 1000, 1469).astype(np.int32),
+        truncated=every % 16 == 0,
+        unparsed=every % 8 == 0,
         verifier_timeouts=1,
         verifier_errors=2,
         verifier_over_budget=3,
@@ -60,11 +69,14 @@ def test_avg_is_the_plain_mean_of_the_columns(row, average):
 
 def test_avg_is_of_the_unrounded_columns():
     # 0.04 % and 0.04 %: rounded to 0.0 each; 10.06 makes the mean 3.38, of the rounded columns 3.37.
-    table = format_table("m", [_result("a", 0.0004), _result("b", 0.0004), _result("c", 0.1014)])
-    assert _cells(table.splitlines()[2]) == ["m", "0.0", "0.0", "10.1", "3.4"]
-    assert plain_average([_result("a", 0.0004), _result("b", 0.0004), _result("c", 0.1014)]) == pytest.approx(
-        0.0340667, abs=1e-7
+    table = format_table(
+        "m",
+        [_result("a", 0.0004, problems=2500), _result("b", 0.0004, problems=2500), _result("c", 0.1014, problems=2500)],
     )
+    assert _cells(table.splitlines()[2]) == ["m", "0.0", "0.0", "10.1", "3.4"]
+    assert plain_average(
+        [_result("a", 0.0004, problems=2500), _result("b", 0.0004, problems=2500), _result("c", 0.1014, problems=2500)]
+    ) == pytest.approx(0.0340667, abs=1e-7)
 
 
 def test_other_tasks_come_after_the_benchmarks_in_the_order_given():
@@ -74,19 +86,26 @@ def test_other_tasks_come_after_the_benchmarks_in_the_order_given():
 
 
 def test_what_the_numbers_rest_on_stands_beneath():
-    one_problem = _result("b", 1.0, samples=32, standard_error=math.nan)
-    lines = format_table("m", [_result("a", 0.5), one_problem]).splitlines()
+    # "a": 2 problems of 4, the first right: means 1 and 0, standard error sqrt(1/2) / sqrt(2) = 1/2, pass@2 1/2 too.
+    a = _result("a", 0.5, problems=2)
+    b = _result("b", 0.25, problems=1, samples=8)  # 2 right of 8: pass@2 = 1 - C(6,2)/C(8,2) = 13/28, pass@4 = 55/70
+    lines = format_table("m", [a, b]).splitlines()
     assert {cells[0]: cells[1:3] for cells in map(_cells, lines[4:])} == {
-        "K": ["4", "32"],
-        "standard error": ["1.2", "-"],
-        "pass@K": ["75.0", "75.0"],
-        "truncated %": ["6.2", "6.2"],
-        "mean length": ["1234.6", "1234.6"],
+        "K": ["4", "8"],
+        "standard error": ["50.0", "-"],
+        "95% from": ["0.0", "-"],
+        "95% to": ["100.0", "-"],
+        "pass@2": ["50.0", "46.4"],
+        "pass@4": ["50.0", "78.6"],
+        "pass@K": ["50.0", "100.0"],
+        "truncated %": ["12.5", "12.5"],
+        "no answer %": ["12.5", "12.5"],
+        "mean length": ["1234.5", "1234.5"],
         "verifier timeouts": ["1", "1"],
         "verifier errors": ["2", "2"],
         "over budget": ["3", "3"],
     }
-    assert _cells(lines[2]) == ["m", "50.0", "100.0", "75.0"]
+    assert _cells(lines[2]) == ["m", "50.0", "25.0", "37.5"]
 
 
 def test_no_result_is_an_error():
@@ -104,19 +123,58 @@ def test_k_is_the_papers_on_its_benchmarks_and_8_elsewhere():
 
 
 def test_a_record_is_strict_json_with_every_problems_mean():
-    scores = [[1, 0, 1, 1], [0, 0, 0, 1]]
-    record = to_record(_result("math500", 0.5, scores=scores, standard_error=math.nan))
-    assert json.loads(json.dumps(record, allow_nan=False)) == {
+    result = _result("math500", 0.5, problems=1)
+    assert json.loads(json.dumps(to_record(result), allow_nan=False)) == {
         "column": "MATH-500",
-        "problems": 2,
+        "problems": 1,
         "samples": 4,
         "average": 0.5,
         "standard_error": None,
-        "pass_at_k": 0.75,
-        "truncated_fraction": 0.0625,
-        "length_mean": 1234.56,
+        "interval": None,
+        "pass_at_k": 1.0,
+        "pass_at": [0.5, pytest.approx(5 / 6), 1.0, 1.0],
+        "truncated": 1,
+        "unparsed": 1,
+        "truncated_fraction": 0.25,
+        "unparsed_fraction": 0.25,
+        "length_mean": 1234.5,
         "verifier_timeouts": 1,
         "verifier_errors": 2,
         "verifier_over_budget": 3,
-        "problem_averages": [0.75, 0.25],
+        "problem_averages": [0.5],
     }
+    low, high = to_record(_result("t", 0.5, problems=40), seed=3)["interval"]
+    # Half of 40 problems right: standard error 0.079, 95% within about 1.96 of it.
+    assert low == pytest.approx(0.5 - 0.155, abs=0.03) and high == pytest.approx(0.5 + 0.155, abs=0.03)
+
+
+def _run(method, *averages, samples=4):
+    tasks = [*_PAPER][: len(averages)]
+    return Scores(method, dict(zip(tasks, averages, strict=True)), dict.fromkeys(tasks, samples))
+
+
+def test_one_table_over_methods_and_runs():
+    # Avg run by run: 45, 55 and 70. Three runs would have t = 4.303; two have 12.706 on sd / sqrt(2).
+    # AIME24: 40 and 60, mean 50, sd 14.142, half width 12.706 * 10 = 127.1.
+    lines = format_comparison([_run("GRPO", 0.4, 0.5), _run("DC-GRPO", 0.9, 0.5), _run("GRPO", 0.6, 0.5)]).splitlines()
+    assert [_cells(line) for line in lines if "-+-" not in line] == [
+        ["Method", "AIME24", "AIME25", "Avg"],
+        ["GRPO (2 runs)", "50.0 ±127.1", "50.0 ±0.0*", "50.0 ±63.5"],
+        ["DC-GRPO", "90.0*", "50.0*", "70.0*"],
+        ["K", "4", "4", ""],
+    ]
+
+
+def test_runs_of_other_tasks_or_k_do_not_share_a_table():
+    with pytest.raises(UserError, match=r"a and b: evaluated on aime24 \(K=4\) and on aime24 \(K=8\); one table needs"):
+        format_comparison([_run("a", 0.4), _run("b", 0.5, samples=8)])
+    with pytest.raises(UserError, match="no evaluation given"):
+        format_comparison([])
+
+
+@pytest.mark.parametrize("text", ["{}", '{"tasks": {"a": {}}, "method": "m"}', '{"tasks": 3}', "[1]"])
+def test_a_file_that_is_no_evaluation_is_named(text, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"{path}: "):
+        read_scores(path)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from dcmdp_jax.models.config import ModelConfig, RopeScaling, from_hf, read_config, to_hf, yarn_attention_factor
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.models.rope import RopeScaling, yarn_attention_factor
 
 # The fields that the public config.json files hold.
 QWEN3_8B = {
@@ -116,7 +117,7 @@ def test_fields_that_transformers_fills_in() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "config.json: model_type is 'llama', supported are qwen2, qwen3"),
+        ({"model_type": "gemma"}, "config.json: model_type is 'gemma', supported are llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', only 'silu' is supported"),
         ({"use_sliding_window": True}, "config.json: use_sliding_window is true, only full attention is supported"),
         ({"vocab_size": None}, "config.json: vocab_size is null, must be a number"),

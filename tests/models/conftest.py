@@ -45,7 +45,7 @@ def hf_config() -> Callable[..., Any]:
     """A small transformers config: hf_config("qwen3", tied=True, rope="yarn", bias=False)."""
     transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
 
-    def build(family: str, *, tied: bool = False, rope: str = "default", bias: bool = False) -> Any:
+    def build(family: str, *, tied: bool = False, rope: str = "default", bias: bool = False, **options: Any) -> Any:
         fields = {
             "vocab_size": 97,
             "hidden_size": 48,
@@ -59,6 +59,11 @@ def hf_config() -> Callable[..., Any]:
         }
         if family == "qwen2":
             return transformers.Qwen2Config(**fields)
+        if family == "llama":
+            return transformers.LlamaConfig(**fields, attention_bias=bias)
+        if family == "qwen3_moe":
+            experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+            return transformers.Qwen3MoeConfig(**fields, head_dim=16, attention_bias=bias, **(experts | options))
         # Wider than hidden_size / num_attention_heads = 8, which a wrong default would give.
         return transformers.Qwen3Config(**fields, head_dim=16, attention_bias=bias)
 
@@ -74,7 +79,12 @@ def hf_model(hf_config: Callable[..., Any]) -> Callable[..., Any]:
     transformers.logging.disable_progress_bar()
 
     def build(family: str, **settings: Any) -> Any:
-        classes = {"qwen2": transformers.Qwen2ForCausalLM, "qwen3": transformers.Qwen3ForCausalLM}
+        classes = {
+            "llama": transformers.LlamaForCausalLM,
+            "qwen2": transformers.Qwen2ForCausalLM,
+            "qwen3": transformers.Qwen3ForCausalLM,
+            "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+        }
         model = classes[family](hf_config(family, **settings)).eval()
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():

@@ -68,6 +68,8 @@ def _assert_trees_close(have: Any, want: Any, *, relative: float) -> None:
         ("qwen3", False, False, "yarn"),
         ("qwen3", False, False, "yarn_all_fields"),
         ("qwen3", False, False, "llama3"),
+        ("llama", False, False, "llama3"),
+        ("llama", True, True, "default"),
     ],
 )
 def test_forward_equals_transformers(
@@ -110,7 +112,7 @@ def test_gradients_equal_torch(hf_directory: Directory, pack: Pack, family: str,
         mine: Any = grads
         for key in place.path:
             mine = mine[key]
-        mine = mine if place.layer is None else mine[place.layer]
+        mine = mine[place.index]
         want = theirs[name].grad.numpy()
         # softmax does not see a shift of all scores: the gradient of the key bias is 0 up to rounding without rotary
         # embedding, and small with it, so the scale is that of the whole gradient where the leaf's own is smaller.
@@ -325,6 +327,12 @@ PUBLISHED = {
         {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
          "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
         596_049_920,
+    ),
+    "Llama-3.2-1B": (
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        # 128256 x 2048 + 16 (2048 (2048 + 2 x 512) + 2048 x 2048 + 3 x 2048 x 8192 + 2 x 2048) + 2048
+        1_235_814_400,
     ),
 }  # fmt: skip
 

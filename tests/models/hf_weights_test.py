@@ -26,6 +26,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 
 CONFIG = ModelConfig("qwen3", 11, 8, 12, 2, 4, 2, 4)
 TIED = ModelConfig("qwen2", 11, 8, 12, 2, 2, 1, 4, tie_word_embeddings=True, attention_bias=True)
+LLAMA = ModelConfig("llama", 11, 8, 12, 2, 2, 1, 4, attention_bias=True)
 
 
 def _tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -56,14 +57,14 @@ def _assert_same_bytes(have: dict[str, np.ndarray], want: dict[str, np.ndarray])
         assert have[name].tobytes() == value.tobytes(), name
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_and_shapes_are_those_of_transformers(hf_model: Callable[..., Any], family: str, tied: bool) -> None:
     model = hf_model(family, tied=tied, bias=True)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     config = from_hf(model.config.to_dict())
     assert {name: place.shape for name, place in hf_tensors(config).items()} == expected
-    places = {(place.path, place.layer) for place in hf_tensors(config).values()}
+    places = {(place.path, place.index) for place in hf_tensors(config).values()}
     assert len(places) == len(expected)
 
 
@@ -82,7 +83,7 @@ def test_layers_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(params["output"], tensors["lm_head.weight"].T)
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [CONFIG, TIED, LLAMA], ids=["untied", "tied", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_export_of_an_import_is_the_identity(tmp_path: Path, config: ModelConfig, dtype: str, shards: int) -> None:

@@ -52,13 +52,11 @@ def _reference(x: dict[str, np.ndarray], temperature: float) -> tuple[np.ndarray
     return logprobs, entropy, hidden_bar, kernel_bar
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "compact", "ops"))
-def _ours(
-    x: dict[str, jax.Array], temperature: float, chunk: int, compact: bool, ops: Ops = CPU
-) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "ops"))
+def _ours(x: dict[str, jax.Array], temperature: float, chunk: int, ops: Ops = CPU) -> tuple[jax.Array, ...]:
     def objective(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
         logprobs, entropy = token_logprobs(
-            hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, compact=compact, ops=ops
+            hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, ops=ops
         )
         return jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy), (logprobs, entropy)
 
@@ -67,34 +65,30 @@ def _ours(
 
 
 @pytest.mark.parametrize(
-    ("temperature", "chunk", "compact"),
+    ("temperature", "chunk"),
     [
-        (1.0, 1000, True),
-        (0.7, 7, True),  # 30 positions, chunks of 7: the last is padded
-        (1.3, 1, True),
-        (0.7, 1000, False),
-        (1.3, 7, False),  # 7 // 3 rows: 2 columns at a time
-        (1.0, 1, False),  # fewer tokens than rows: one column at a time
+        (1.0, 1000),
+        (0.7, 7),  # 30 positions, chunks of 7: the last is padded
+        (1.3, 1),
     ],
 )
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
-def test_against_float64(temperature: float, chunk: int, compact: bool, ops: Ops) -> None:
+def test_against_float64(temperature: float, chunk: int, ops: Ops) -> None:
     x = _inputs()
-    for mine, want in zip(_ours(x, temperature, chunk, compact, ops), _reference(x, temperature), strict=True):
+    for mine, want in zip(_ours(x, temperature, chunk, ops), _reference(x, temperature), strict=True):
         np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("compact", [True, False])
-def test_no_token_wanted(compact: bool) -> None:
+def test_no_token_wanted() -> None:
     x = _inputs() | {"mask": np.zeros((ROWS, LENGTH), bool)}
-    for value in _ours(x, 1.0, 7, compact):
+    for value in _ours(x, 1.0, 7):
         assert not np.any(value)
 
 
 def test_every_token_wanted_but_the_first() -> None:
     x = _inputs(1)
     x["mask"][:, 1:] = True
-    for mine, want in zip(_ours(x, 0.7, 9, True), _reference(x, 0.7), strict=True):
+    for mine, want in zip(_ours(x, 0.7, 9), _reference(x, 0.7), strict=True):
         np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
@@ -102,13 +96,13 @@ def test_uniform_and_certain_distributions() -> None:
     """Equal logits: log-prob -log V and entropy log V; one logit far above: 0 and 0, without NaN gradients."""
     x = _inputs()
     x["mask"][:, 1:] = True
-    logprobs, entropy, *_ = _ours(x | {"kernel": np.zeros((WIDTH, VOCAB), np.float32)}, 1.0, 7, True)
+    logprobs, entropy, *_ = _ours(x | {"kernel": np.zeros((WIDTH, VOCAB), np.float32)}, 1.0, 7)
     np.testing.assert_allclose(logprobs[:, 1:], -np.log(VOCAB), rtol=1e-6)
     np.testing.assert_allclose(entropy[:, 1:], np.log(VOCAB), rtol=1e-6)
     kernel = np.zeros((WIDTH, VOCAB), np.float32)
     kernel[0, 5] = 1e4
     certain = x | {"kernel": kernel, "hidden": np.abs(x["hidden"]) + 1, "input_ids": np.full((ROWS, LENGTH), 5)}
-    logprobs, entropy, *grads = _ours(certain, 1.0, 7, True)
+    logprobs, entropy, *grads = _ours(certain, 1.0, 7)
     np.testing.assert_array_equal(logprobs, 0)
     np.testing.assert_array_equal(entropy, 0)
     assert all(np.all(np.isfinite(grad)) for grad in grads)
@@ -125,19 +119,19 @@ def test_the_shift_is_by_one() -> None:
 
 def test_masked_tokens_take_no_part() -> None:
     x = _inputs()
-    _, _, hidden_bar, kernel_bar = _ours(x, 1.0, 7, True)
+    _, _, hidden_bar, kernel_bar = _ours(x, 1.0, 7)
     other = x | {"input_ids": np.where(x["mask"], x["input_ids"], 0)}
     hidden = x["hidden"].copy()
     unused = ~np.roll(x["mask"], -1, axis=1)
     unused[:, -1] = True
     hidden[unused] = 100.0
-    for mine, want in zip(_ours(other | {"hidden": hidden}, 1.0, 7, True)[2:], (hidden_bar, kernel_bar), strict=True):
+    for mine, want in zip(_ours(other | {"hidden": hidden}, 1.0, 7)[2:], (hidden_bar, kernel_bar), strict=True):
         np.testing.assert_allclose(mine, want, atol=1e-6)
     assert not np.any(np.asarray(hidden_bar)[unused])
 
 
 def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
-    """Of 64 chunks: a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a float32 one is not."""
+    """With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a float32 one is not."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 1025, 16)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(16, 32)), jnp.bfloat16)
@@ -153,9 +147,8 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
     assert error < 4e-3  # half a unit in the last place of the result, and of the logits' gradient
 
 
-@pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
-def test_memory_at_the_full_vocabulary(compact: bool, ops: Ops) -> None:
+def test_memory_at_the_full_vocabulary(ops: Ops) -> None:
     """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing is run."""
     rows, length, width, vocab = 2, 512, 64, 151_936
     naive = rows * length * vocab * 4
@@ -167,9 +160,7 @@ def test_memory_at_the_full_vocabulary(compact: bool, ops: Ops) -> None:
     )
 
     def forward(hidden: jax.Array, kernel: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        logprobs, entropy = token_logprobs(
-            hidden, kernel, ids, mask, temperature=1.0, chunk=64, compact=compact, ops=ops
-        )
+        logprobs, entropy = token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=64, ops=ops)
         return jnp.sum(logprobs + 0.1 * entropy)
 
     def temporary(function: Any) -> int:
@@ -191,6 +182,4 @@ def test_temperature_is_positive(temperature: float) -> None:
 def test_shapes_must_agree() -> None:
     x = _inputs()
     with pytest.raises(ValueError, match="rows must agree"):
-        token_logprobs(
-            x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, ops=CPU
-        )
+        token_logprobs(x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, ops=CPU)

@@ -8,11 +8,11 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import (
     QuantizedKernel,
+    dequantize,
     quantize_kernel,
     quantize_output,
     quantize_tree,
     quantized_matmul,
-    widen,
 )
 
 CONFIG = ModelConfig(
@@ -96,7 +96,7 @@ def test_matmul_equals_that_of_dequantised_weights(kernel, precision, dtype):
     wide = np.asarray(quantized.values).astype(np.float64) * np.asarray(quantized.scale, np.float64)
     expected = np.asarray(x).astype(np.float64) @ wide
     size = np.abs(np.asarray(x).astype(np.float64)) @ np.abs(wide)
-    for weights in (quantized, widen({"kernel": quantized}, dtype)["kernel"]):
+    for weights in (quantized, dequantize({"kernel": quantized}, dtype)["kernel"]):
         product = quantized_matmul(x, weights)
         assert product.dtype == dtype
         bound = 1e-5 * size + (2.0**-8 * np.abs(expected) if dtype == jnp.bfloat16 else 0)
@@ -104,12 +104,12 @@ def test_matmul_equals_that_of_dequantised_weights(kernel, precision, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_widening_is_exact(dtype):
+def test_dequantization_is_exact(dtype):
     every_fp8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     every_fp8 = every_fp8[np.isfinite(every_fp8.astype(np.float32))]
     for values in (every_fp8, np.arange(-127, 128, dtype=np.int8)):
         kernel = QuantizedKernel(jnp.asarray(values)[:, None], jnp.ones(1))
-        wide = jax.jit(widen, static_argnums=1)({"kernel": kernel}, dtype)["kernel"].values
+        wide = jax.jit(dequantize, static_argnums=1)({"kernel": kernel}, dtype)["kernel"].values
         assert wide.dtype == dtype
         np.testing.assert_array_equal(np.asarray(wide)[:, 0].astype(np.float64), values.astype(np.float64))
 

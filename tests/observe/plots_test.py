@@ -1,4 +1,4 @@
-"""What the figures show: the curves' own numbers, read back from the axes."""
+"""Figures: the numbers of the curves, read back from the axes."""
 
 import io
 import math
@@ -88,6 +88,14 @@ def test_tolerance_is_one_dashed_line_when_runs_share_it_and_one_each_when_not()
     solid = {line.get_label(): to_hex(line.get_color()) for line in axes.get_lines() if line.get_linestyle() == "-"}
     assert dashed == {0.0037: solid["a"], 0.005: solid["b"]}
     assert axes.get_ylim()[0] == 0.0
+
+
+def test_the_noise_floor_is_drawn_beside_c():
+    runs = {"a": {"discrepancy/mean": _series([0.001] * 3), "mismatch/noise_floor": _series([0.004])}}
+    axes = draw_discrepancy(runs).axes[0]
+    dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
+    assert [(line.get_label(), line.get_ydata()[0]) for line in dotted] == [("noise floor = 0.004", 0.004)]
+    assert axes.get_ylim()[1] > 0.004
 
 
 def test_runs_of_other_lengths_share_a_tolerance():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcmdp_jax.observe.metrics import MetricsWriter
+from dcmdp_jax.observe.metrics_io import MetricsWriter
 from dcmdp_jax.observe.report import read_run, write_report
 
 _HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'
@@ -151,8 +151,8 @@ def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
         write_report([run, run / ".." / "run"], tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n')
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON \(.*\); mend or delete it"):
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
         read_run(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json holds a list; allowed: one JSON object"):
+    with pytest.raises(ValueError, match=r"config\.json: holds a list, must hold a JSON object"):
         read_run(tmp_path)

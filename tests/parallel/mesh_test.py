@@ -15,19 +15,20 @@ from dcmdp_jax.parallel.mesh import make_mesh
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((8, 1, 1), (8, 1, 1)),
-        ((-1, 1, 1), (8, 1, 1)),
-        ((2, -1, 2), (2, 2, 2)),
-        ((1, 4, -1), (1, 4, 2)),
-        ((2, 4, -1), (2, 4, 1)),
+        ((8, 1, 1), (8, 1, 1, 1)),
+        ((-1, 1, 1), (8, 1, 1, 1)),
+        ((2, -1, 2), (2, 2, 2, 1)),
+        ((1, 4, -1), (1, 4, 2, 1)),
+        ((2, 4, -1), (2, 4, 1, 1)),
+        ((1, 2, 1, -1), (1, 2, 1, 4)),
     ],
 )
-def test_sizes(sizes: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
+def test_sizes(sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
     mesh = make_mesh(*sizes, devices=jax.devices()[:8])
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.axis_names == ("data", "fsdp", "tensor", "expert")
     assert mesh.devices.shape == expected
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
 def test_devices() -> None:
@@ -40,17 +41,18 @@ def test_devices() -> None:
     ("sizes", "message"),
     [
         ({"fsdp": 3},
-         "config.mesh (data=1, fsdp=3, tensor=1): needs 3 devices, there are 8; set one axis to -1 to fit"),
-        ({}, "config.mesh (data=1, fsdp=1, tensor=1): needs 1 devices, there are 8; set one axis to -1 to fit"),
+         "config.mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8; set one axis to -1 to fit"),
+        ({},
+         "config.mesh (data=1, fsdp=1, tensor=1, expert=1): needs 1 devices, there are 8; set one axis to -1 to fit"),
         ({"data": 4, "tensor": 4},
-         "config.mesh (data=4, fsdp=1, tensor=4): needs 16 devices, there are 8; set one axis to -1 to fit"),
-        ({"data": -1, "fsdp": 3}, "config.mesh (data=-1, fsdp=3, tensor=1): 3 does not divide the 8 devices"),
-        ({"data": -1, "fsdp": -1}, "config.mesh (data=-1, fsdp=-1, tensor=1): only one axis may be -1"),
+         "config.mesh (data=4, fsdp=1, tensor=4, expert=1): needs 16 devices, there are 8; set one axis to -1 to fit"),
+        ({"data": -1, "fsdp": 3}, "config.mesh (data=-1, fsdp=3, tensor=1, expert=1): 3 does not divide the 8 devices"),
+        ({"data": -1, "fsdp": -1}, "config.mesh (data=-1, fsdp=-1, tensor=1, expert=1): only one axis may be -1"),
         ({"data": 0}, "config.mesh.data: got 0, must be at least 1, or -1 for the devices left over"),
         ({"tensor": -2}, "config.mesh.tensor: got -2, must be at least 1, or -1 for the devices left over"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(sizes: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         make_mesh(**sizes, devices=jax.devices()[:8])
     assert str(caught.value) == message

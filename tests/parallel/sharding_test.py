@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import jax
@@ -13,11 +14,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.logprobs import token_logprobs
-from dcmdp_jax.models.ops import CPU
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import (
@@ -32,6 +30,8 @@ from dcmdp_jax.parallel.sharding import (
     shard_rows,
     state_shardings,
 )
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.types import Rows
 
 # 2 key-value heads: fewer than the 8 devices of (1, 1, 8).
 CONFIG = ModelConfig("qwen3", 96, 32, 64, 2, 8, 2, 16, rope_theta=1e4, attention_bias=True, initializer_range=0.2)
@@ -49,8 +49,9 @@ def test_partition_spec() -> None:
     assert partition_spec(("layers", "embed", "mlp"), PARAM_AXES) == P(None, "fsdp", "tensor")
     assert partition_spec(("layers", "heads", "embed"), PARAM_AXES) == P(None, "tensor", "fsdp")
     assert partition_spec(("vocab", "embed"), PARAM_AXES) == P("tensor", "fsdp")
+    assert partition_spec(("experts", "embed", "expert_mlp"), PARAM_AXES) == P("expert", "fsdp", "tensor")
     assert partition_spec(("layers", None), PARAM_AXES) == P(None, None)
-    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp"), None, None)
+    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp", "expert"), None, None)
 
 
 def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
@@ -80,7 +81,7 @@ def test_param_shardings() -> None:
     assert mlp["down"]["kernel"] == P(None, "tensor", "fsdp")
 
 
-def test_a_size_that_does_not_divide_is_whole_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_that_does_not_divide_is_replicated(caplog: pytest.LogCaptureFixture) -> None:
     axes = {"embedding": ("vocab", "embed"), "up": ("embed", "mlp")}
     shapes = {
         "embedding": jax.ShapeDtypeStruct((97, 32), jnp.float32),
@@ -128,7 +129,7 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFix
     ],
     ids=["adamw", "chain", "masked", "multi_transform"],
 )
-def test_moments_lie_where_their_parameters_lie(optimizer: optax.GradientTransformation) -> None:
+def test_moments_are_sharded_like_their_parameters(optimizer: optax.GradientTransformation) -> None:
     mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     state = jax.eval_shape(optimizer.init, shapes)
     shardings = state_shardings({"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh)
@@ -173,7 +174,7 @@ def test_state_made_under_jit_has_its_shardings() -> None:
 
 def test_rows_and_replicas() -> None:
     mesh = _mesh(2, 2, 2)
-    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp")))
+    assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp", "expert")))
     placed = jax.device_put(np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5), shard_rows(mesh))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3, 1, 5)}
     assert jax.device_put(np.arange(5), replicated(mesh)).addressable_shards[7].data.shape == (5,)
@@ -236,20 +237,13 @@ def _rows() -> dict[str, np.ndarray]:
 
 
 def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
-    pin = {} if mesh is None else {"constrain": constrain(mesh), "mesh": mesh}
-    hidden = decoder.hidden_states(
-        params, CONFIG, rows["input_ids"], rows["position_ids"], rows["segment_ids"], Compute(remat="full"), **pin
-    )
-    logprobs, entropy = token_logprobs(
-        hidden,
-        decoder.output_kernel(params),
-        rows["input_ids"],
-        rows["mask"],
-        temperature=0.7,
-        chunk=32,
-        compact=mesh is None,
-        ops=CPU,
-    )
+    row_logprobs = make_row_logprobs(CONFIG, Compute(remat="full", logprob_chunk=32), temperature=0.7, mesh=mesh)
+    packed = Rows(
+        rows["input_ids"], rows["position_ids"], rows["segment_ids"], rows["mask"],
+        completion_index=jnp.zeros_like(rows["input_ids"]), rollout_logprobs=jnp.zeros_like(rows["weights"]),
+    )  # fmt: skip
+    mapped = shard_map_over_data(row_logprobs, mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    logprobs, entropy = mapped(params, packed)
     return jnp.sum(rows["weights"] * logprobs) + jnp.sum(entropy), logprobs
 
 
@@ -260,7 +254,7 @@ def one_device() -> tuple[Any, Any, Any]:
     return params, *jax.device_get(value)
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
 def test_eight_devices_equal_one(one_device: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> None:
     """Forward and gradients. Devices add partial sums in another order: a few units in the last place."""
     params, (value, logprobs), grads = one_device
@@ -279,3 +273,23 @@ def test_eight_devices_equal_one(one_device: tuple[Any, Any, Any], sizes: tuple[
     ):
         error = np.abs(np.asarray(have) - want).max() / np.abs(want).max()
         assert error < 2e-5, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
+def test_the_output_matrix_travels_outside_the_loop_over_tokens(sizes: tuple[int, int, int]) -> None:
+    """Left to the compiler it was gathered, and its gradient reduced, in every chunk: 17,280 gathers at full size."""
+    mesh = _mesh(*sizes)
+    shardings = param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh)
+    params = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0)))
+    placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+    split = NamedSharding(mesh, P(("data", "fsdp")))
+    rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for name, x in _rows().items()}
+    grads = jax.jit(jax.grad(lambda p, r: _objective(p, r, mesh)[0]), out_shardings=shardings)
+    text = grads.lower(placed, rows).compile().as_text()
+    # In the loops of the output layer: nothing of the matrix's size, [32, 96] or a part of it split over fsdp.
+    loops = set(re.findall(r"body=%?([\w.\-]+)", text))
+    bodies = [body for body in re.split(r"\n(?=%?[\w.\-]+ \()", text) if body.lstrip("%").split(" ")[0] in loops]
+    assert bodies
+    moved = r"= f32\[(\d+),(\d+)\][^=]* (?:all-gather|reduce-scatter|all-reduce)\("
+    sizes_moved = [int(a) * int(b) for body in bodies for a, b in re.findall(moved, body) if "96" in (a, b)]
+    assert sizes_moved == []

@@ -96,7 +96,7 @@ def test_scalars_of_numpy_are_numbers():
         (lambda completions, **_: np.ones((2, 2)), "returned array([1., 1.]), needs a finite number or None", 0),
     ],
 )
-def test_what_is_no_reward_is_refused_with_its_row(function, message, row):
+def test_a_bad_reward_is_refused_with_its_row(function, message, row):
     with pytest.raises(BadValue) as raised:
         _call(function)
     assert (str(raised.value), raised.value.row) == (message, row)

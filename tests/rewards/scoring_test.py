@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward, RewardError
-from dcmdp_jax.rewards.scoring import BatchScoring, Scorer, column_names
+from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, column_names
 from dcmdp_jax.tasks.problems import problem_from_row
-from dcmdp_jax.tasks.verifier import Verifier
 from tests.rewards import planted_rewards
 
 _LONG_S = 1000.0
@@ -33,14 +33,18 @@ _IDS = [np.zeros(length, np.int32) for length in (1, 2, 2, 3)]
 
 
 def _finish(*rewards, stop_on_error=True, by_source=False):
-    """Scores of two completions of each problem, of which the engine reports two early."""
+    """Scores of two completions of each problem, which come out of order."""
     columns = column_names(_PROBLEMS)
     with Verifier(1) as verifier:
-        scorer = Scorer(rewards, verifier, columns, by_source=by_source, timeout_s=_LONG_S, stop_on_error=stop_on_error)
+        scorer = RewardScorer(
+            rewards, verifier, columns, by_source=by_source, timeout_s=_LONG_S, stop_on_error=stop_on_error
+        )
         try:
             scoring = BatchScoring(scorer, _Tokenizer(), [_PROBLEMS[0]] * 2 + [_PROBLEMS[1]] * 2)
             scoring.begin([2, 0], [_IDS[2], _IDS[0]])
-            return scoring.finish(_IDS)
+            scoring.begin([], [])
+            scoring.begin([1, 3], [_IDS[1], _IDS[3]])
+            return scoring.finish()
         finally:
             scorer.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from tests.rollout.vllm_tools import (
     ROWS,
     TOTAL,

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np  # noqa: E402
 
-from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
-from dcmdp_jax.rollout.vllm.segments import attach  # noqa: E402
+from dcmdp_jax.rollout.sidecar import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.sidecar.shared_memory import attach  # noqa: E402
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     start = connection.receive().header
     fault = start["engine"]["fault"]
     print(f"faulty sidecar: {fault}", flush=True)
-    connection.send("ready", {"vllm": "none"})
+    connection.send("ready", {"version": "none"})
     while True:
         header, arrays = connection.receive()
         if header["op"] == "push":
@@ -36,6 +36,8 @@ def main() -> None:
             version = header["policy_version"]
         elif header["op"] == "generate":
             _generate(raw, connection, fault, version, arrays, header["sampling"]["max_tokens"])
+        elif header["op"] == "cancel":
+            connection.send("cancelled")
         else:
             connection.send("closed")
             return
@@ -80,18 +82,33 @@ def _generate(raw, connection, fault, version, arrays, limit) -> None:
         logprobs[:] = np.nan
     if fault in ("garbage", "huge"):
         time.sleep(600)
-    if fault.startswith("progress"):
-        row = count if fault == "progress_of_no_row" else 1
-        told = {"rows": np.array([row], np.int32), "token_ids": tokens[:limit], "lengths": np.array([limit], np.int32)}
-        connection.send("progress")
-        connection.send("progress", arrays=told)
-    results = {
-        "token_ids": tokens,
-        "logprobs": logprobs,
-        "lengths": np.full(count, limit, np.int32),
-        "stopped": np.zeros(count, np.uint8),
+    rows = np.arange(count, dtype=np.int32)
+    fields = {"policy_version": version}
+    if fault == "missing_row":
+        rows = rows[1:]
+    elif fault.startswith("progress"):
+        # Rows 2 and 3 are the second prompt's.
+        early = np.array([count if fault == "progress_of_no_row" else 2], np.int32)
+        connection.send("progress", fields)
+        connection.send("progress", fields, _completions(early, tokens, logprobs, limit))
+        connection.send("progress", fields, _completions(np.array([3], np.int32), tokens, logprobs, limit))
+        rows = rows if fault == "progress_twice" else rows[:2]
+    if fault == "dies_once_midway" and not once.exists():
+        once.touch()
+        connection.send("progress", fields, _completions(rows[:2], tokens, logprobs, limit))
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    connection.send("generated", fields, _completions(rows, tokens, logprobs, limit), share=True)
+
+
+def _completions(rows, tokens, logprobs, limit) -> dict[str, np.ndarray]:
+    return {
+        "rows": rows,
+        "token_ids": tokens[: rows.size * limit],
+        "logprobs": logprobs[: rows.size * limit],
+        "lengths": np.full(rows.size, limit, np.int32),
+        "stopped": np.zeros(rows.size, np.uint8),
     }
-    connection.send("generated", {"policy_version": version}, results, share=True)
 
 
 if __name__ == "__main__":

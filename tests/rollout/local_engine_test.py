@@ -12,10 +12,11 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.rollout.validation import unusable_completions
+from dcmdp_jax.types import Params
+from tests.rollout.sampling import Rollout, sample
 
 QWEN3 = ModelConfig(
     model_type="qwen3",
@@ -30,6 +31,7 @@ QWEN3 = ModelConfig(
     initializer_range=0.3,
 )
 QWEN2 = dataclasses.replace(QWEN3, model_type="qwen2", attention_bias=True, tie_word_embeddings=False)
+LLAMA = dataclasses.replace(QWEN3, model_type="llama", tie_word_embeddings=False)
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
 
 
@@ -98,11 +100,11 @@ def assert_same_samples(first: Rollout, second: Rollout, *, atol: float) -> None
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("config", [QWEN3, QWEN2], ids=["qwen3-tied", "qwen2-untied"])
+@pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=["qwen3-tied", "qwen2-untied", "llama-untied"])
 @pytest.mark.parametrize("precision", ["float32", "exact"])
 def test_sampled_logprobs_are_the_training_stacks(config, precision):
     # cache_block 4 grows the cache twice on the way.
-    rollout = engine(config, precision=precision, cache_block=4).generate(prompts(), SAMPLING, seed=1, step=2)
+    rollout = sample(engine(config, precision=precision, cache_block=4), prompts(), SAMPLING, seed=1, step=2)
     for ours, theirs in zip(
         rollout.rollout_logprobs, teacher_forced(config, params(config), rollout, 0.8), strict=True
     ):
@@ -112,7 +114,7 @@ def test_sampled_logprobs_are_the_training_stacks(config, precision):
 
 
 def test_rollout_is_ordered_by_prompt_then_member():
-    rollout = engine().generate(prompts(), SAMPLING, seed=1, step=2)
+    rollout = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     np.testing.assert_array_equal(rollout.group_ids, np.repeat(np.arange(5), 3))
     for row, prompt in enumerate(rollout.prompt_ids):
         np.testing.assert_array_equal(prompt, prompts()[row // 3])
@@ -127,7 +129,7 @@ def test_first_token_follows_the_softmax():
     # 3,000 rows of one prompt, 40 tokens; the expected distribution is the training stack's.
     prompt = prompts()[1]
     sampling = SamplingParams(group_size=3000, max_completion_tokens=1, temperature=1.3)
-    rollout = engine(max_rows=3000).generate([prompt], sampling, seed=5, step=0)
+    rollout = sample(engine(max_rows=3000), [prompt], sampling, seed=5, step=0)
     probabilities = np.exp(log_softmax(logits_of(QWEN3, params(), [prompt])[0, 4] / 1.3))
     counts = np.bincount(np.concatenate(rollout.completion_ids), minlength=40)
     likely = probabilities > 5 / 3000
@@ -138,7 +140,7 @@ def test_first_token_follows_the_softmax():
 
 def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
     sampling = SamplingParams(group_size=1, max_completion_tokens=6, temperature=0)
-    rollout = engine().generate(prompts(), sampling, seed=0, step=0)
+    rollout = sample(engine(), prompts(), sampling, seed=0, step=0)
     rows = list(prompts())
     for t in range(6):
         logits = logits_of(QWEN3, params(), rows)
@@ -151,11 +153,11 @@ def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
 
 def test_samples_are_a_function_of_seed_step_and_row():
     made = engine()
-    first = made.generate(prompts(), SAMPLING, seed=1, step=2)
-    made.generate(prompts(), SAMPLING, seed=9, step=9)
-    assert_same_samples(first, made.generate(prompts(), SAMPLING, seed=1, step=2), atol=0)
+    first = sample(made, prompts(), SAMPLING, seed=1, step=2)
+    sample(made, prompts(), SAMPLING, seed=9, step=9)
+    assert_same_samples(first, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
     for seed, step in ((2, 2), (1, 3), (2, 1), (2**32 - 1, 2)):
-        other = made.generate(prompts(), SAMPLING, seed=seed, step=step)
+        other = sample(made, prompts(), SAMPLING, seed=seed, step=step)
         same = [np.array_equal(a, b) for a, b in zip(first.completion_ids, other.completion_ids, strict=True)]
         assert not any(same)
 
@@ -172,13 +174,13 @@ def test_samples_are_a_function_of_seed_step_and_row():
     ids=str,
 )
 def test_a_row_does_not_depend_on_batch_or_bucket(settings):
-    whole = engine().generate(prompts(), SAMPLING, seed=1, step=2)
-    assert_same_samples(whole, engine(**settings).generate(prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
+    whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
+    assert_same_samples(whole, sample(engine(**settings), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
 
 
 def test_a_row_does_not_depend_on_later_prompts():
-    whole = engine().generate(prompts(), SAMPLING, seed=1, step=2)
-    fewer = engine().generate(prompts()[:2], SAMPLING, seed=1, step=2)
+    whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
+    fewer = sample(engine(), prompts()[:2], SAMPLING, seed=1, step=2)
     for row in range(6):
         np.testing.assert_array_equal(whole.completion_ids[row], fewer.completion_ids[row])
 
@@ -188,8 +190,8 @@ STOPS = tuple(range(8))
 
 def test_completion_ends_with_the_first_stop_token():
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30)
-    free = engine().generate(prompts(), sampling, seed=1, step=2)
-    stopped = engine().generate(prompts(), dataclasses.replace(sampling, stop_token_ids=STOPS), seed=1, step=2)
+    free = sample(engine(), prompts(), sampling, seed=1, step=2)
+    stopped = sample(engine(), prompts(), dataclasses.replace(sampling, stop_token_ids=STOPS), seed=1, step=2)
     reasons = set()
     for row in range(15):
         hits = np.flatnonzero(np.isin(free.completion_ids[row], STOPS))
@@ -204,8 +206,8 @@ def test_completion_ends_with_the_first_stop_token():
 @pytest.mark.parametrize(("max_rows", "min_rows"), [(256, 4), (7, 3)])
 def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows):
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
-    kept = engine().generate(prompts(), sampling, seed=1, step=2)
-    moved = engine(min_rows=min_rows, cache_block=16, max_rows=max_rows).generate(prompts(), sampling, seed=1, step=2)
+    kept = sample(engine(), prompts(), sampling, seed=1, step=2)
+    moved = sample(engine(min_rows=min_rows, cache_block=16, max_rows=max_rows), prompts(), sampling, seed=1, step=2)
     assert_same_samples(kept, moved, atol=2e-5)
     assert kept.finish_reasons == moved.finish_reasons
 
@@ -222,7 +224,7 @@ def test_decoding_stops_when_every_row_is_done(monkeypatch):
 
     monkeypatch.setattr(decode, "decode", recorded)
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=40, stop_token_ids=tuple(range(20)))
-    rollout = engine().generate(prompts(), sampling, seed=1, step=2)
+    rollout = sample(engine(), prompts(), sampling, seed=1, step=2)
     longest = max(ids.size for ids in rollout.completion_ids)
     assert set(rollout.finish_reasons) == {"stop"}
     # The first token comes from the prompt.
@@ -231,7 +233,7 @@ def test_decoding_stops_when_every_row_is_done(monkeypatch):
 
 def test_top_p_renormalises_inside_the_nucleus():
     sampling = SamplingParams(group_size=50, max_completion_tokens=1, temperature=1.0, top_p=0.6)
-    rollout = engine().generate([prompts()[2]], sampling, seed=0, step=0)
+    rollout = sample(engine(), [prompts()[2]], sampling, seed=0, step=0)
     probabilities = np.exp(log_softmax(logits_of(QWEN3, params(), [prompts()[2]])[0, 15]))
     order = np.argsort(-probabilities)
     inside = order[: int(np.searchsorted(np.cumsum(probabilities[order]), 0.6)) + 1]
@@ -244,12 +246,12 @@ def test_top_p_renormalises_inside_the_nucleus():
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "fp8"])
 def test_every_push_replaces_and_requantises_the_weights(precision):
     made = engine(precision=precision)
-    before = made.generate(prompts(), SAMPLING, seed=1, step=2)
+    before = sample(made, prompts(), SAMPLING, seed=1, step=2)
     prints = made.weights_fingerprint
     made.push_weights(params(QWEN3, 1), 7)
-    after = made.generate(prompts(), SAMPLING, seed=1, step=2)
+    after = sample(made, prompts(), SAMPLING, seed=1, step=2)
     fresh = engine(precision=precision, seed=1)
-    assert_same_samples(after, fresh.generate(prompts(), SAMPLING, seed=1, step=2), atol=0)
+    assert_same_samples(after, sample(fresh, prompts(), SAMPLING, seed=1, step=2), atol=0)
     assert after.policy_version == 7 and before.policy_version == 0
     assert made.weights_fingerprint == fresh.weights_fingerprint != prints
     assert not np.array_equal(before.rollout_logprobs[0], after.rollout_logprobs[0])
@@ -258,14 +260,14 @@ def test_every_push_replaces_and_requantises_the_weights(precision):
 @pytest.mark.parametrize("precision", ["exact", "float32", "bfloat16", "int8", "fp8"])
 def test_trainer_may_delete_its_buffers_after_a_push(precision):
     made = engine(precision=precision)
-    expected = made.generate(prompts(), SAMPLING, seed=1, step=2)
+    expected = sample(made, prompts(), SAMPLING, seed=1, step=2)
     own = jax.tree.map(jnp.copy, params())
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(own)}
     made.push_weights(own, 1)
     assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made._weights)}
     # Donation writes other numbers into the buffers; then they are freed.
     jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree), donate_argnums=0)(own))
-    assert_same_samples(expected, made.generate(prompts(), SAMPLING, seed=1, step=2), atol=0)
+    assert_same_samples(expected, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
@@ -293,7 +295,7 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
     with pytest.raises(EngineError, match="weights of version 3: 1 of 18 checksums differ"):
         made.push_weights(params(), 3)
     with pytest.raises(EngineError, match="no weights"):
-        made.generate(prompts(), SAMPLING, seed=0, step=0)
+        sample(made, prompts(), SAMPLING, seed=0, step=0)
 
 
 # Mean |p - p_float32| over the sampled tokens of this model; measured .0013, .0021, .0035, .013 and .0061.
@@ -309,7 +311,7 @@ MISMATCH = {
 @pytest.mark.parametrize(("precision", "compute", "cache"), list(MISMATCH))
 def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, cache):
     made = engine(precision=precision, compute_dtype=compute, kv_cache_dtype=cache)
-    rollout = made.generate(prompts(), SamplingParams(8, 30), seed=1, step=2)
+    rollout = sample(made, prompts(), SamplingParams(8, 30), seed=1, step=2)
     ours = np.concatenate(rollout.rollout_logprobs)
     theirs = np.concatenate(teacher_forced(QWEN3, params(), rollout, 1.0))
     mismatch = np.abs(np.exp(ours) - np.exp(theirs)).mean()
@@ -327,7 +329,7 @@ def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, ca
 
 def test_score_is_the_softmax_of_given_tokens():
     made = engine(QWEN2, max_rows=2)
-    rollout = made.generate(prompts(), SAMPLING, seed=1, step=2)
+    rollout = sample(made, prompts(), SAMPLING, seed=1, step=2)
     scored = made.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
     for ours, theirs in zip(scored, teacher_forced(QWEN2, params(QWEN2), rollout, 0.8), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
@@ -339,19 +341,19 @@ def test_score_is_the_softmax_of_given_tokens():
 def test_long_prompts_run_in_parts(monkeypatch):
     from dcmdp_jax.rollout.local import schedule
 
-    whole = engine().generate(prompts(), SAMPLING, seed=1, step=2)
+    whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     # Room for the attention of two prompts in the bucket of 16: parts of 2, 2, 1.
     monkeypatch.setattr(schedule, "ATTENTION_ELEMENTS", 2 * 4 * 16 * 16)
-    assert_same_samples(whole, engine().generate(prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
+    assert_same_samples(whole, sample(engine(), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
 def test_rows_over_several_devices_sample_the_same():
     mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("data", "fsdp"))
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
-    one = engine().generate(prompts(), sampling, seed=1, step=2)
+    one = sample(engine(), prompts(), sampling, seed=1, step=2)
     two = engine(mesh=mesh, min_rows=2, cache_block=8)
-    assert_same_samples(one, two.generate(prompts(), sampling, seed=1, step=2), atol=2e-5)
+    assert_same_samples(one, sample(two, prompts(), sampling, seed=1, step=2), atol=2e-5)
     scored = two.score(one.prompt_ids, one.completion_ids, temperature=0.8)
     np.testing.assert_allclose(np.concatenate(scored), np.concatenate(one.rollout_logprobs), rtol=0, atol=2e-5)
 
@@ -376,16 +378,16 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     made.push_weights(broken, 0)
     clean = np.array([1, 2], np.int32)
     sampling = SamplingParams(group_size=2, max_completion_tokens=1)
-    made.generate([clean], sampling, seed=0, step=0)
-    rollout = made.generate([clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
-    assert unusable_completions(rollout, drop=True).tolist() == [False] * 4 + [True] * 2
+    sample(made, [clean], sampling, seed=0, step=0)
+    rollout = sample(made, [clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
+    assert unusable_completions(rollout.episodes, drop=True).tolist() == [False] * 4 + [True] * 2
     with pytest.raises(
         EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*on_non_finite=drop"
     ):
-        unusable_completions(rollout, drop=False)
-    poisoned = made.generate([np.array([3, 1], np.int32)], sampling, seed=0, step=0)
+        unusable_completions(rollout.episodes, drop=False)
+    poisoned = sample(made, [np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     with pytest.raises(EngineError, match="no completion has usable log-probs"):
-        unusable_completions(poisoned, drop=True)
+        unusable_completions(poisoned.episodes, drop=True)
     with pytest.raises(EngineError, match=r"completion 1: the log-prob of token \d is nan"):
         made.score([clean, clean], [np.array([1, 1, 1]), np.array([1, 3, 1])], temperature=1.0)
 
@@ -428,7 +430,7 @@ def test_engine_without_weights_refuses():
     made = LocalEngine(QWEN3, max_total_tokens=64)
     assert made.policy_version is None and made.weights_fingerprint is None
     for call in (
-        lambda: made.generate(prompts(), SAMPLING, seed=0, step=0),
+        lambda: sample(made, prompts(), SAMPLING, seed=0, step=0),
         lambda: made.score([np.array([1])], [np.array([2])], temperature=1.0),
     ):
         with pytest.raises(EngineError, match="no weights: push_weights must come before"):
@@ -451,9 +453,9 @@ def test_bad_arguments_are_named():
     made = engine()
     one = [np.array([1])]
     with pytest.raises(ValueError, match="seed: got -1, must be in 0 .. 2"):
-        made.generate(one, SAMPLING, seed=-1, step=0)
+        sample(made, one, SAMPLING, seed=-1, step=0)
     with pytest.raises(ValueError, match="step: got 4294967296, must be in 0 .. 2"):
-        made.generate(one, SAMPLING, seed=0, step=2**32)
+        sample(made, one, SAMPLING, seed=0, step=2**32)
     with pytest.raises(ValueError, match="score: got 1 prompts and 2 completions"):
         made.score(one, one * 2, temperature=1.0)
     with pytest.raises(ValueError, match="temperature: got -1"):

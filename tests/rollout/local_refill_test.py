@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.rollout.engine import OnFinished, SamplingParams
+from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local import cache as cache_module
 from dcmdp_jax.rollout.local import decode, schedule
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.types import Params
+from tests.rollout.sampling import Rollout, sample
 
 MODEL = ModelConfig(
     model_type="qwen3",
@@ -49,10 +50,10 @@ def prompts() -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2))
 
 
-def generate(sampling: SamplingParams = SAMPLING, on_finished: OnFinished | None = None, **settings) -> Rollout:
+def generate(sampling: SamplingParams = SAMPLING, **settings) -> Rollout:
     engine = LocalEngine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
     engine.push_weights(params(), 0)
-    return engine.generate(prompts(), sampling, seed=1, step=2, on_finished=on_finished)
+    return sample(engine, prompts(), sampling, seed=1, step=2)
 
 
 @functools.lru_cache
@@ -71,7 +72,7 @@ def assert_same(first: Rollout, second: Rollout, atol: float = 1e-5) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> dict[str, list]:
-    """What the scheduler asked for: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
+    """Calls of the scheduler: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
     seen = {"decode": [], "insert": []}
     originals = decode.decode, schedule.insert
 
@@ -89,7 +90,7 @@ def calls(monkeypatch) -> dict[str, list]:
     return seen
 
 
-def test_rows_that_enter_later_are_the_rows_alone(calls):
+def test_rows_that_enter_later_equal_rows_by_themselves(calls):
     refilled = generate(**STAGGERED)
     lengths = [ids.size for ids in refilled.completion_ids]
     assert min(lengths) == 1 and max(lengths) == 16 and len(set(lengths)) > 8
@@ -134,7 +135,7 @@ def test_rows_of_one_length_stay_together(calls):
     for seen in calls.values():
         seen.clear()
     assert_same(generate(ENDLESS, **STAGGERED), expected)
-    # Neither put aside nor filled up; 27 rows in five batches, each of them through the three levels.
+    # Neither preempted nor refilled; 27 rows in five batches, each of them through the three levels.
     assert not calls["insert"]
     assert [(rows, slots) for rows, slots, *_ in calls["decode"]] == (
         [(6, 20), (6, 24), (6, 32)] * 4 + [(3, 20), (3, 24), (3, 32)]
@@ -163,7 +164,7 @@ def test_prompts_of_several_buckets():
     assert_same(generate(prompt_buckets=(8, 16), **STAGGERED), alone())
 
 
-def test_what_is_put_aside_is_bounded(monkeypatch):
+def test_preempted_rows_are_bounded(monkeypatch):
     aside, refused, original = [], [], schedule.Scheduler._blocked
 
     def blocked(self, level):
@@ -181,7 +182,7 @@ def test_what_is_put_aside_is_bounded(monkeypatch):
     assert max(aside) <= 6 * (32 + 24)
 
 
-def test_batches_of_rows_put_aside_are_filled_up_too(monkeypatch, calls):
+def test_batches_of_preempted_rows_are_refilled_too(monkeypatch, calls):
     monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
     monkeypatch.setattr(schedule.Scheduler, "_blocked", lambda *args: False)
     assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
@@ -208,16 +209,35 @@ def test_rows_stay_split_over_devices(monkeypatch, calls):
     assert {(20, 16), (20, 20)} <= set(calls["insert"])
 
 
-def test_rows_are_told_of_as_they_end():
-    told = []
-    rollout = generate(on_finished=lambda rows, ids: told.append((rows, ids)), **STAGGERED)
-    # 27 rows through six places end in many calls; each is told of once, with the tokens of the result.
-    assert len(told) > 5
-    assert sorted(row for rows, _ in told for row in rows) == list(range(27))
-    for rows, ids in told:
-        for row, tokens in zip(rows, ids, strict=True):
-            np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
+def test_groups_come_as_they_end():
+    rollout = generate(**STAGGERED)
+    # 9 groups of 3 rows through six places end in many calls, short ones first.
+    assert sum(map(bool, rollout.pulled)) > 4
+    order = [group for groups in rollout.pulled for group in groups]
+    assert order != sorted(order)
     assert_same(rollout, alone())
+
+
+def test_a_call_that_is_given_up_leaves_the_engine_as_it_was():
+    engine = LocalEngine(MODEL, precision="float32", max_total_tokens=64, **STAGGERED)
+    engine.push_weights(params(), 0)
+    expected = sample(engine, prompts(), SAMPLING, seed=1, step=2)
+    closed, left = (engine.generate(prompts(), SAMPLING, seed=1, step=2) for _ in range(2))
+    for groups in (closed, left):
+        next(groups)
+    closed.close()
+    with pytest.raises(ZeroDivisionError):
+        for _ in engine.generate(prompts(), SAMPLING, seed=1, step=2):
+            1 / 0  # noqa: B018
+    assert_same(sample(engine, prompts(), SAMPLING, seed=1, step=2), expected, atol=0)
+    # A call in progress keeps its weights and their version, whatever is pushed.
+    engine.push_weights(jax.tree.map(lambda leaf: 2 * leaf, params()), 1)
+    rest = [episode for groups in left for episode in groups]
+    assert {int(episode.policy_versions[-1]) for episode in rest} == {0}
+    for episode in rest:
+        np.testing.assert_array_equal(
+            episode.completion_ids, expected.completion_ids[GROUP * episode.group + episode.member]
+        )
 
 
 def test_take_and_insert_by_hand():

@@ -1,12 +1,17 @@
 """Rollout -> Batch: every token where it belongs, whatever the shapes."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcmdp_jax.rollout.episode import Episode, OpenGroups, collect
 from dcmdp_jax.rollout.packing import default_row_lengths, make_plan, make_shared_plan, pack
-from dcmdp_jax.types import Rollout
+from dcmdp_jax.training.host_metrics import staleness_metrics
+from tests.rollout.sampling import Rollout
 
 
 def _rollout(lengths, group_size, finish=None):
@@ -51,7 +56,7 @@ def test_two_buckets_by_hand():
     )
     # 12 tokens hold two rows of 6 and one of 10; in the worst case both completions need the bucket: 1 and 2 batches.
     assert (plan.rows_per_micro_batch, plan.micro_batches) == ((2, 1), (1, 2))
-    batch, report = pack(rollout, np.array([1, 0, 0, 1], np.float32), plan, mask_truncated=False)
+    batch, report = pack(rollout.episodes, np.array([1, 0, 0, 1], np.float32), plan, mask_truncated=False)
     np.testing.assert_array_equal(batch.micro_batches, [[1, 1], [1, 1]])
     short, long = batch.rows
     np.testing.assert_array_equal(short.input_ids[0, 0, 0], [100, 101, 102, 1000, 1001, 0])
@@ -74,11 +79,11 @@ def test_shared_prompts_by_hand():
         max_prompt_tokens=4, max_completion_tokens=4, group_size=2, micro_batch_tokens=20, mini_batches=1,
         completions=4, row_shards=1,
     )  # fmt: skip
-    # Rows of 4 + 1 tokens, of which 4 are computed; prompts of 4 - 1 tokens, widened to 12 so that a row sees 16.
+    # Rows of 4 + 1 tokens, of which 4 are computed; prompts of 4 - 1 tokens, padded to 12 so that a row sees 16.
     # 20 tokens hold one group: 2 x 4 + 12.
     assert (plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches) == ((5,), (2,), (2,))
     assert plan.prompt_length == 12
-    batch, report = pack(rollout, np.zeros(4, np.float32), plan, mask_truncated=False)
+    batch, report = pack(rollout.episodes, np.zeros(4, np.float32), plan, mask_truncated=False)
     (rows,) = batch.rows
     assert batch.micro_batches.tolist() == [[2]]
     np.testing.assert_array_equal(rows.prompts.input_ids[0, :, 0, :3], [[100, 101, 0], [0, 0, 0]])
@@ -103,7 +108,7 @@ def test_shared_prompts_keep_their_places_when_completions_are_dropped():
         row_shards=1,
     )  # fmt: skip
     dropped = np.array([True, True, True, False, True, True])
-    batch, _ = pack(rollout, np.ones(6, np.float32), plan, mask_truncated=False, dropped=dropped)
+    batch, _ = pack(rollout.episodes, np.ones(6, np.float32), plan, mask_truncated=False, dropped=dropped)
     (rows,) = batch.rows
     # Completion 3 is the second of the second group; the third group's micro-batch is not run.
     assert batch.micro_batches.tolist() == [[2]]
@@ -119,7 +124,7 @@ def test_groups_are_split_over_devices_whole():
     plans = [make_shared_plan(micro_batch_tokens=70, row_shards=shards, **shapes) for shards in (1, 2, 4)]
     assert [plan.rows_per_micro_batch for plan in plans] == [(6,), (4,), (8,)]
     assert [plan.micro_batches for plan in plans] == [(2,), (3,), (2,)]
-    batch, _ = pack(_rollout([(3, 1)] * 10, 2), np.ones(10, np.float32), plans[1], mask_truncated=False)
+    batch, _ = pack(_rollout([(3, 1)] * 10, 2).episodes, np.ones(10, np.float32), plans[1], mask_truncated=False)
     assert batch.micro_batches.tolist() == [[3]]
     np.testing.assert_array_equal(batch.rows[0].prompts.lengths[0], [[2, 2], [2, 2], [2, 0]])
 
@@ -136,7 +141,7 @@ def test_refuses_prompts_that_are_not_shared():
         ([(2, 1), (2, 5)], "completion 1 has 6 tokens with the end of its prompt, rows 5"),
     ):
         with pytest.raises(ValueError, match=message):
-            pack(_rollout(lengths, 2), np.ones(2, np.float32), plan, mask_truncated=False)
+            pack(_rollout(lengths, 2).episodes, np.ones(2, np.float32), plan, mask_truncated=False)
 
 
 def test_segments_first_fit_longest_first():
@@ -145,7 +150,7 @@ def test_segments_first_fit_longest_first():
     plan = make_plan(
         row_lengths=(8,), micro_batch_tokens=8, mini_batches=1, completions=4, segments_per_row=2, row_shards=1
     )
-    batch, report = pack(rollout, np.zeros(4, np.float32), plan, mask_truncated=False)
+    batch, report = pack(rollout.episodes, np.zeros(4, np.float32), plan, mask_truncated=False)
     assert batch.micro_batches.tolist() == [[3]]
     np.testing.assert_array_equal(batch.rows[0].segment_ids[0, 1, 0], [1, 1, 1, 1, 1, 2, 2, 2])
     np.testing.assert_array_equal(batch.rows[0].position_ids[0, 1, 0], [0, 1, 2, 3, 4, 0, 1, 2])
@@ -167,7 +172,7 @@ def test_every_completion_comes_back_whole(lengths, segments, buckets, tokens, s
         row_lengths=buckets, micro_batch_tokens=tokens, mini_batches=2, completions=4, segments_per_row=segments,
         row_shards=shards,
     )  # fmt: skip
-    batch, report = pack(rollout, np.arange(8, dtype=np.float32), plan, mask_truncated=False)
+    batch, report = pack(rollout.episodes, np.arange(8, dtype=np.float32), plan, mask_truncated=False)
     assert all(rows % shards == 0 for rows in plan.rows_per_micro_batch)
     found = _unpack(batch)
     assert sorted(found) == [(m, i) for m in range(2) for i in range(4)]
@@ -186,7 +191,7 @@ def test_dropped_and_truncated():
     )
     dropped = np.array([False, False, True, False])
     rollout.rollout_logprobs[2][:] = np.nan
-    batch, report = pack(rollout, np.ones(4, np.float32), plan, mask_truncated=True, dropped=dropped)
+    batch, report = pack(rollout.episodes, np.ones(4, np.float32), plan, mask_truncated=True, dropped=dropped)
     np.testing.assert_array_equal(batch.valid, [[True, True, False, True]])
     np.testing.assert_array_equal(batch.loss_mask, [[True, False, False, True]])
     # The dropped completion's tokens and numbers are nowhere; the truncated one still counts in the discrepancy.
@@ -200,9 +205,9 @@ def test_too_long_is_named():
         row_lengths=(8,), micro_batch_tokens=64, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
     )
     with pytest.raises(ValueError, match=r"completion 1 has 9 tokens with its prompt, rows 8"):
-        pack(_rollout([(1, 2), (3, 6)], 2), np.ones(2, np.float32), plan, mask_truncated=False)
+        pack(_rollout([(1, 2), (3, 6)], 2).episodes, np.ones(2, np.float32), plan, mask_truncated=False)
     with pytest.raises(ValueError, match="3 completions"):
-        pack(_rollout([(1, 2)] * 3, 1), np.ones(3, np.float32), plan, mask_truncated=False)
+        pack(_rollout([(1, 2)] * 3, 1).episodes, np.ones(3, np.float32), plan, mask_truncated=False)
 
 
 @pytest.mark.parametrize(
@@ -212,3 +217,67 @@ def test_too_long_is_named():
 )
 def test_default_row_lengths(longest, skips, expected):
     assert default_row_lengths(longest, skips_segments=skips) == expected
+
+
+def _tool_episode(group, member, start, versions=(4, 6)):
+    """Prompt of 2 tokens, two sampled, two of a tool's output, one sampled two versions later, its end."""
+    mask = np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
+    policy_versions = np.array([-1, -1, versions[0], versions[0], -1, -1, versions[1], -1], np.int32)
+    logprobs = np.where(mask, -np.arange(8) / 8, np.nan).astype(np.float32)
+    return Episode(np.arange(8, dtype=np.int32) + start, mask, logprobs, policy_versions, group, member, "stop")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tokens_that_the_policy_did_not_sample_are_read_but_not_trained(shared):
+    """Output of a tool between two turns: in the row, outside the mask, and not counted as completion length."""
+    shapes = {"micro_batch_tokens": 64, "mini_batches": 1, "completions": 2, "row_shards": 1}
+    if shared:
+        plan = make_shared_plan(max_prompt_tokens=2, max_completion_tokens=8, group_size=2, **shapes)
+    else:
+        plan = make_plan(row_lengths=(10,), segments_per_row=1, **shapes)
+    episodes = [_tool_episode(0, 0, 0), dataclasses.replace(_tool_episode(0, 1, 0), rollout_logprobs=np.full(8, -1.0))]
+    batch, _ = pack(episodes, np.array([1, 0], np.float32), plan, mask_truncated=False)
+    (rows,) = batch.rows
+    at = slice(0, 7) if shared else slice(0, 8)  # the first prompt token is shared
+    mask = [0, 0, 1, 1, 0, 0, 1, 0][-7 if shared else 0 :]
+    np.testing.assert_array_equal(rows.input_ids[0, 0, 0, at], np.arange(8)[-7 if shared else 0 :])
+    np.testing.assert_array_equal(rows.position_ids[0, 0, 0, at], np.arange(8)[-7 if shared else 0 :])
+    np.testing.assert_array_equal(rows.completion_mask[0, 0, :, at], [mask, mask])
+    assert rows.completion_mask.sum() == 6  # nothing beyond the episodes
+    np.testing.assert_array_equal(rows.completion_index[0, 0, :, at], [np.zeros(len(mask)), mask])
+    # The tool's tokens have no log-prob, not even NaN: 2/8, 3/8 and 6/8 below 0.
+    assert rows.rollout_logprobs[0, 0, 0][rows.completion_mask[0, 0, 0]].tolist() == [-0.25, -0.375, -0.75]
+    assert np.count_nonzero(rows.rollout_logprobs[0, 0, 0]) == 3 and np.isfinite(rows.rollout_logprobs).all()
+    # Not 6, the tokens after the prompt.
+    np.testing.assert_array_equal(batch.completion_lengths, [[3, 3]])
+    # A trainer at step 6: 2, 2 and 0 steps, twice.
+    assert staleness_metrics(batch, 6) == {"rollout/staleness_mean": pytest.approx(4 / 3), "rollout/staleness_max": 2.0}
+
+
+def test_order_of_finishing_does_not_change_a_batch():
+    rollout = _rollout([(2, 3), (2, 3), (3, 1), (3, 2), (1, 4), (1, 1)], group_size=2)
+    plan = make_plan(
+        row_lengths=(8,), micro_batch_tokens=16, mini_batches=3, completions=2, segments_per_row=2, row_shards=1
+    )
+    groups = [rollout.episodes[i : i + 2] for i in (0, 2, 4)]
+    finished = OpenGroups(2)
+    out_of_order = [groups[2][1], groups[0][0], groups[2][0], groups[1][0], groups[0][1], groups[1][1]]
+    yielded = [finished.add([episode]) for episode in out_of_order]
+    # A group is complete with its second episode, whichever that is; members in order.
+    assert [[(e.group, e.member) for e in complete] for complete in yielded] == [
+        [], [], [(2, 0), (2, 1)], [], [(0, 0), (0, 1)], [(1, 0), (1, 1)],
+    ]  # fmt: skip
+    expected, _ = pack(rollout.episodes, np.ones(6, np.float32), plan, mask_truncated=False)
+    batch, _ = pack(collect(yielded), np.ones(6, np.float32), plan, mask_truncated=False)
+    jax.tree.map(np.testing.assert_array_equal, batch, expected)
+
+
+@pytest.mark.parametrize(("mask", "said"), [([1, 1, 1], "its first token is"), ([0, 0, 0], "no token is")])
+def test_an_episode_that_can_not_be_trained_on_is_named(mask, said):
+    plan = make_plan(
+        row_lengths=(8,), micro_batch_tokens=16, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
+    )
+    good = _rollout([(2, 1), (2, 1)], 2).episodes
+    wrong = dataclasses.replace(good[1], sampled_mask=np.array(mask, bool))
+    with pytest.raises(ValueError, match=f"rollout: completion 1: {said} marked as sampled"):
+        pack([good[0], wrong], np.ones(2, np.float32), plan, mask_truncated=False)

@@ -13,6 +13,7 @@ import pytest
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
+from tests.rollout.sampling import sample
 from tests.rollout.vllm_tools import (
     STOP,
     TOTAL,
@@ -85,7 +86,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
 
     def answers(version):
         live.push_weights(policies[version], version)
-        return [live.generate(asked, sampling, seed=5, step=0) for sampling in (GREEDY, SEEDED)]
+        return [sample(live, asked, sampling, seed=5, step=0) for sampling in (GREEDY, SEEDED)]
 
     ours = [answers(version) for version in range(PUSHES)]
     for version in np.random.default_rng(0).permutation(PUSHES):
@@ -110,7 +111,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
 def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, temperature):
     """At the sampling temperature, over the full vocabulary; raw ones would be off by up to a nat at 0.7."""
     sampling = SamplingParams(4, 32, temperature, stop_token_ids=(STOP,))
-    rollout = engine.generate(prompts(8, engine.config), sampling, seed=1, step=2)
+    rollout = sample(engine, prompts(8, engine.config), sampling, seed=1, step=2)
     exact = embedded.score(rollout.prompt_ids, rollout.completion_ids, temperature=temperature)
     scored = engine.score(rollout.prompt_ids, rollout.completion_ids, temperature=temperature)
     for mine, theirs, again in zip(rollout.rollout_logprobs, exact, scored, strict=True):
@@ -119,8 +120,8 @@ def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, tem
 
 
 def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(engine, embedded):
-    rollout = engine.generate(prompts(6, engine.config), GREEDY, seed=0, step=0)
-    theirs = embedded.generate(prompts(6, engine.config), GREEDY, seed=0, step=0)
+    rollout = sample(engine, prompts(6, engine.config), GREEDY, seed=0, step=0)
+    theirs = sample(embedded, prompts(6, engine.config), GREEDY, seed=0, step=0)
     for a, b in zip(rollout.completion_ids, theirs.completion_ids, strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(rollout.rollout_logprobs, theirs.rollout_logprobs, strict=True):
@@ -129,9 +130,9 @@ def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(engine, em
 
 def test_a_rollout_says_what_it_is(engine):
     asked = prompts(5, engine.config)
-    rollout = engine.generate(asked, SAMPLED, seed=3, step=4)
+    rollout = sample(engine, asked, SAMPLED, seed=3, step=4)
     assert rollout.policy_version == 7
-    np.testing.assert_array_equal(rollout.group_ids, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
+    assert rollout.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     for index, tokens in enumerate(rollout.completion_ids):
         np.testing.assert_array_equal(rollout.prompt_ids[index], asked[index // 2])
         stopped = tokens[-1] == STOP
@@ -145,28 +146,24 @@ def test_a_rollout_says_what_it_is(engine):
 def test_sampling_is_a_function_of_seed_step_and_row(engine):
     """Earlier calls, and more prompts behind, change nothing; another seed or step changes it."""
     asked = prompts(6, engine.config)
-    first = engine.generate(asked, SAMPLED, seed=3, step=4)
-    engine.generate(asked[:2], GREEDY, seed=9, step=9)
-    _same(first, engine.generate(asked, SAMPLED, seed=3, step=4))
-    fewer = engine.generate(asked[:4], SAMPLED, seed=3, step=4)
+    first = sample(engine, asked, SAMPLED, seed=3, step=4)
+    sample(engine, asked[:2], GREEDY, seed=9, step=9)
+    _same(first, sample(engine, asked, SAMPLED, seed=3, step=4))
+    fewer = sample(engine, asked[:4], SAMPLED, seed=3, step=4)
     for a, b in zip(fewer.completion_ids, first.completion_ids, strict=False):
         np.testing.assert_array_equal(a, b)
     for seed, step in ((4, 4), (3, 5)):
-        other = engine.generate(asked, SAMPLED, seed=seed, step=step)
+        other = sample(engine, asked, SAMPLED, seed=seed, step=step)
         assert any(not np.array_equal(a, b) for a, b in zip(first.completion_ids, other.completion_ids, strict=True))
 
 
 def test_more_rows_than_fit_wait_their_turn(engine):
-    """1,000 requests through 64 places: none is lost or changed, and some are told of before the others end."""
-    asked, told = prompts(500, engine.config), {}
-    rollout = engine.generate(
-        asked, SAMPLED, seed=1, step=1, on_finished=lambda rows, ids: told.update(zip(rows, ids, strict=True))
-    )
-    assert 0 < len(told) < 1000
-    for row, tokens in told.items():
-        np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
+    """1,000 requests through 64 places: none is lost or changed, and groups come before the others end."""
+    asked = prompts(500, engine.config)
+    rollout = sample(engine, asked, SAMPLED, seed=1, step=1)
+    assert sum(map(bool, rollout.pulled)) > 1
     assert len(rollout.completion_ids) == 1000
-    few = engine.generate(asked[:3], SAMPLED, seed=1, step=1)
+    few = sample(engine, asked[:3], SAMPLED, seed=1, step=1)
     for a, b in zip(few.completion_ids, rollout.completion_ids, strict=False):
         np.testing.assert_array_equal(a, b)
 
@@ -174,36 +171,36 @@ def test_more_rows_than_fit_wait_their_turn(engine):
 def test_bad_input_is_refused_and_harms_nobody(engine):
     """A prompt too long in the middle of a batch: the error names it, and the next call is what it was before."""
     asked = prompts(4, engine.config)
-    before = engine.generate(asked, SAMPLED, seed=1, step=1)
+    before = sample(engine, asked, SAMPLED, seed=1, step=1)
     long = np.ones(TOTAL - 10, np.int32)
     with pytest.raises(ValueError, match=r"prompt 2: 54 tokens and max_completion_tokens=24 exceed .*=64"):
-        engine.generate([*asked[:2], long, *asked[2:]], SAMPLED, seed=1, step=1)
+        sample(engine, [*asked[:2], long, *asked[2:]], SAMPLED, seed=1, step=1)
     with pytest.raises(ValueError, match="prompt 0: token id 64 is outside 0 .. 63"):
-        engine.generate([np.array([64], np.int32)], SAMPLED, seed=1, step=1)
+        sample(engine, [np.array([64], np.int32)], SAMPLED, seed=1, step=1)
     with pytest.raises(ValueError, match="prompt 1: shape"):
-        engine.generate([asked[0], np.empty(0, np.int32)], SAMPLED, seed=1, step=1)
+        sample(engine, [asked[0], np.empty(0, np.int32)], SAMPLED, seed=1, step=1)
     with pytest.raises(ValueError, match="temperature: got 0.001"):
-        engine.generate(asked, SamplingParams(1, 4, temperature=0.001), seed=1, step=1)
+        sample(engine, asked, SamplingParams(1, 4, temperature=0.001), seed=1, step=1)
     with pytest.raises(ValueError, match="seed: got -1"):
-        engine.generate(asked, SAMPLED, seed=-1, step=1)
+        sample(engine, asked, SAMPLED, seed=-1, step=1)
     with pytest.raises(ValueError, match="3 prompts and 1 completions"):
         engine.score(asked[:3], asked[:1], temperature=1.0)
-    _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
+    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
 def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     """Past the client's own checks: the sidecar drops what it had queued, and goes on."""
     asked = prompts(4, engine.config)
-    before = engine.generate(asked, SAMPLED, seed=1, step=1)
+    before = sample(engine, asked, SAMPLED, seed=1, step=1)
     sidecar = engine._supervisor._sidecar
     bad = {"prompt_ids": np.ones(TOTAL + 9, np.int32), "prompt_lengths": np.array([4, TOTAL + 5], np.int32)}
     header = {"sampling": {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}}
-    arrays = {**bad, "rows": np.array([0, 1, 0], np.int32), "seeds": np.arange(3, dtype=np.int64)}
+    arrays = {**bad, "prompt_of_row": np.array([0, 1, 0], np.int32), "seeds": np.arange(3, dtype=np.int64)}
     with pytest.raises(ValueError, match="request 1: .*"):
         sidecar.request("generate", header, arrays, answer="generated")
     health = sidecar.request("health", answer="healthy").header
     assert (health["running"], health["policy_version"]) == (0, 7)
-    _same(before, engine.generate(asked, SAMPLED, seed=1, step=1))
+    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -215,23 +212,23 @@ def test_publishing_disturbs_no_call_in_progress(engine, killed):
     config = engine.config
     asked = prompts(500, config)
     engine.push_weights(random_params(config, 7), 7)
-    before = engine.generate(asked, SAMPLED, seed=1, step=1)
+    before = sample(engine, asked, SAMPLED, seed=1, step=1)
     params, sidecar, published = random_params(config, 8), engine._supervisor._sidecar.pid, []
 
-    def publish(rows, ids):
-        """At the first sign of progress, with the sidecar in the middle of the call."""
-        if not published:
-            published.append(len(rows))
+    def publish(complete):
+        """At the first groups that are pulled, with the sidecar in the middle of the call."""
+        if complete and not published:
+            published.append(len(complete))
             engine.publish_weights(params, 8)
             if killed:
                 os.kill(sidecar, signal.SIGKILL)
 
-    during = engine.generate(asked, SAMPLED, seed=1, step=1, on_finished=publish)
+    during = sample(engine, asked, SAMPLED, seed=1, step=1, on_pull=publish)
     assert 0 < published[0] < 1000
     assert (engine._supervisor._sidecar.pid != sidecar) == killed
     _same(before, during)
     assert during.policy_version == 7
-    after = engine.generate(asked, SAMPLED, seed=1, step=1)
+    after = sample(engine, asked, SAMPLED, seed=1, step=1)
     assert after.policy_version == 8
     embedded = LocalEngine(config, max_total_tokens=TOTAL)
     embedded.push_weights(params, 8)
@@ -243,6 +240,6 @@ def test_publishing_disturbs_no_call_in_progress(engine, killed):
 def test_no_weights_no_completions(start):
     fresh = start(small_model(), probe=False, script=FAULTY, engine_args='{"fault": "none"}')
     with pytest.raises(EngineError, match="no weights"):
-        fresh.generate(prompts(1, fresh.config), SAMPLED, seed=0, step=0)
+        sample(fresh, prompts(1, fresh.config), SAMPLED, seed=0, step=0)
     with pytest.raises(ValueError, match="params: embedding has shape"):
         fresh.push_weights(random_params(small_model(vocab_size=48), 0), 0)

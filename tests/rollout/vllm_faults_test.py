@@ -1,8 +1,8 @@
-"""What happens to the sidecar, and what must not come of it: killed, stopped, orphaned, out of disk, refused."""
+"""Faults of the sidecar and their consequences: killed, stopped, orphaned, out of disk, refused."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
-from dcmdp_jax.rollout.vllm import client, segments
-from dcmdp_jax.rollout.vllm.supervisor import Sidecar
+from dcmdp_jax.rollout.sidecar import shared_memory
+from dcmdp_jax.rollout.sidecar.process import Sidecar
+from dcmdp_jax.rollout.vllm import engine as vllm_engine
+from tests.rollout.sampling import sample
 from tests.rollout.vllm_tools import (
     STOP,
     left_behind,
@@ -58,20 +60,25 @@ def _same(first, second):
 def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, when, fault):
     """The whole call again, with the same weights and seeds: the same bits as if nothing had happened."""
     asked = prompts(500, engine.config)
-    before, first = engine.generate(asked, SAMPLED, seed=1, step=1), _pid(engine)
+    before, first = sample(engine, asked, SAMPLED, seed=1, step=1), _pid(engine)
     if fault == signal.SIGSTOP:
         # One that says nothing for so long is replaced, a stopped one or one that other load holds up.
-        monkeypatch.setattr(Sidecar, "request", functools.partialmethod(Sidecar.request, timeout_s=5.0))
+        stream = Sidecar.stream
+
+        def impatient(self, op, *arguments, **options):
+            return stream(self, op, *arguments, **options | ({} if op == "start" else {"timeout_s": 5.0}))
+
+        monkeypatch.setattr(Sidecar, "stream", impatient)
         monkeypatch.setattr(engine._supervisor, "_max_restarts", 100)
 
-    def fail(rows, ids):
-        """At each sign of progress, with the first sidecar in the middle of the call."""
+    def fail(complete):
+        """At each list that is pulled, with the first sidecar in the middle of the call."""
         if _pid(engine) == first:
             os.kill(first, fault)
 
     if when == "idle":
         os.kill(first, fault)
-    _same(before, engine.generate(asked, SAMPLED, seed=1, step=1, on_finished=fail))
+    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1, on_pull=fail))
     assert _pid(engine) != first
     assert not Path(f"/proc/{first}").exists()
 
@@ -81,9 +88,9 @@ def test_killed_while_taking_weights(engine):
     config = engine.config
     asked = prompts(10, config)
     engine.push_weights(random_params(config, 8), 8)
-    new = engine.generate(asked, SAMPLED, seed=1, step=1)
+    new = sample(engine, asked, SAMPLED, seed=1, step=1)
     engine.push_weights(random_params(config, 7), 7)
-    old = engine.generate(asked, SAMPLED, seed=1, step=1)
+    old = sample(engine, asked, SAMPLED, seed=1, step=1)
     assert any(not np.array_equal(a, b) for a, b in zip(new.completion_ids, old.completion_ids, strict=True))
     for delay in (0.0, 0.03):
         pid = _pid(engine)
@@ -91,9 +98,9 @@ def test_killed_while_taking_weights(engine):
         kill.start()
         engine.push_weights(random_params(config, 8), 8)
         kill.join()
-        _same(new, engine.generate(asked, SAMPLED, seed=1, step=1))
+        _same(new, sample(engine, asked, SAMPLED, seed=1, step=1))
         engine.push_weights(random_params(config, 7), 7)
-        _same(old, engine.generate(asked, SAMPLED, seed=1, step=1))
+        _same(old, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
 def test_weights_that_arrive_changed_are_not_used(engine):
@@ -117,7 +124,7 @@ def test_weights_that_arrive_changed_are_not_used(engine):
     finally:
         bridge.publish, engine._supervisor._max_restarts = publish, limit
     engine.push_weights(random_params(config, 7), 7)
-    assert engine.generate(prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
+    assert sample(engine, prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
 
 
 def test_an_engine_with_another_policy_is_found_out(engine):
@@ -150,17 +157,16 @@ _PARENT = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.rollout.vllm_tools import *
-from dcmdp_jax.rollout.vllm.client import VllmEngine
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.engine import SamplingParams
 from pathlib import Path
 config = small_model()
 engine = VllmEngine(config, vllm_settings(), directory=Path({directory!r}), precision="bfloat16",
     compute_dtype="bfloat16", max_total_tokens=TOTAL, max_rows=ROWS, probe=None)
 engine.push_weights(random_params(config, 0), 0)
-def told(rows, ids):
-    print(engine._supervisor._sidecar.pid, flush=True)
 while True:
-    engine.generate(prompts(500, config), SamplingParams(4, 40), seed=0, step=0, on_finished=told)
+    for _ in engine.generate(prompts(500, config), SamplingParams(4, 40), seed=0, step=0):
+        print(engine._supervisor._sidecar.pid, flush=True)
 """
 
 
@@ -185,7 +191,7 @@ def test_a_full_disk_costs_the_log_only(start, tmp_path, caplog):
     (tmp_path / "sidecar.log").symlink_to("/dev/full")
     engine = start(small_model(), precision="bfloat16", directory=tmp_path)
     engine.push_weights(random_params(engine.config, 7), 7)
-    assert len(engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
+    assert len(sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
     assert "No space left on device; the sidecar's output is no longer kept" in caplog.text
     engine.close()
 
@@ -194,13 +200,13 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
     """Two copies of 64*64 + ... weights: the line says how much is needed and how much there is."""
     config = small_model()
     before = sidecars()
-    monkeypatch.setattr(client, "available_bytes", lambda: 1 << 16)
-    needed = 2 * client.WeightBridge(config, dtype="float32").num_bytes / 2**30
+    monkeypatch.setattr(vllm_engine, "available_bytes", lambda: 1 << 16)
+    needed = 2 * vllm_engine.WeightBridge(config, dtype="float32").num_bytes / 2**30
     with pytest.raises(MemoryError, match=rf"need {needed:.2f} GiB, 0\.00 GiB are free"):
         start(config)
     monkeypatch.undo()
-    monkeypatch.setattr(segments.os, "posix_fallocate", _no_room)
-    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB are not to be had"):
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", _no_room)
+    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"):
         start(config)
     assert sidecars() == before
 
@@ -233,7 +239,9 @@ def test_a_start_that_takes_too_long_ends(start):
         ("hangs", "nothing for 2 s"),
         ("bad_checksum", "arrived changed"),
         ("few_checksums", "checksums of shape"),
-        ("progress_of_no_row", "a sign of progress with 1 rows that can't be right"),
+        ("progress_of_no_row", "1 rows from 4 to 4, not of 4 requests"),
+        ("progress_twice", "completion 2 arrived twice"),
+        ("missing_row", "3 completions for 4 requests"),
         ("no_checksums", "checksums of shape"),
     ],
 )
@@ -243,7 +251,7 @@ def test_nonsense_is_never_believed(start, fault, message):
         settings = {"stall_timeout_s": 2.0} if fault == "hangs" else {}
         engine = start(small_model(), script=FAULTY, probe=False, max_restarts=1, **settings, **_fault(fault))
         engine.push_weights(random_params(engine.config, 7), 7)
-        engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0, on_finished=lambda rows, ids: None)
+        sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert "failed 2 times in a row" in str(caught.value)
     assert f"faulty sidecar: {fault}" in str(caught.value)
 
@@ -252,35 +260,61 @@ def test_a_fault_that_passes_is_survived(start, tmp_path):
     """NaN once, then right: the call is asked again of a new sidecar. NaN twice are the numbers, and are returned."""
     engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("nan_once"))
     engine.push_weights(random_params(engine.config, 7), 7)
-    rollout = engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert all(np.isfinite(logprobs).all() for logprobs in rollout.rollout_logprobs)
     engine.close()
     engine = start(small_model(), script=FAULTY, probe=False, **_fault("nan"))
     engine.push_weights(random_params(engine.config, 7), 7)
-    rollout = engine.generate(prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert all(np.isnan(logprobs).all() for logprobs in rollout.rollout_logprobs)
     engine.close()
 
 
-def test_what_fails_on_the_way_is_not_the_sidecars_fault(start):
-    """The caller's own error comes through as it is; the sidecar, which goes on, is not asked anything any more."""
+def test_groups_come_as_they_finish(start):
+    """With each sign of progress a list: of no group, of the half of one, and the second group before the first."""
     engine = start(small_model(), script=FAULTY, probe=False, **_fault("progress"))
     engine.push_weights(random_params(engine.config, 7), 7)
-    asked, told = prompts(2, engine.config), []
-    rollout = engine.generate(asked, SAMPLED, seed=0, step=0, on_finished=lambda rows, ids: told.append((rows, ids)))
-    # Each sign of progress, also one without rows.
-    assert [rows for rows, _ in told] == [[], [1]]
-    np.testing.assert_array_equal(told[1][1][0], rollout.completion_ids[1])
-    first = engine._supervisor._sidecar.pid
-
-    def fail(rows, ids):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        engine.generate(asked, SAMPLED, seed=0, step=0, on_finished=fail)
-    engine.generate(asked, SAMPLED, seed=0, step=0)
-    assert engine._supervisor._sidecar.pid != first
+    rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    assert rollout.pulled == [[], [], [1], [0]]
     engine.close()
+
+
+def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, caplog):
+    """It dies after the first of two groups: the new one samples both, the caller gets the second alone."""
+    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("dies_once_midway"))
+    engine.push_weights(random_params(engine.config, 7), 7)
+    first = _pid(engine)
+    rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
+    assert rollout.pulled == [[0], [1]]
+    assert _pid(engine) != first and "restart 1 in" in caplog.text
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "abandoned", "reward_fails"])
+def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
+    """In the middle of 600 requests: none goes on, the sidecar is the same, and so are the bits of the next call."""
+    asked = prompts(300, engine.config)
+    before, pid = sample(engine, asked, SAMPLED, seed=1, step=1), _pid(engine)
+    groups = engine.generate(asked, SAMPLED, seed=1, step=1)
+    assert len(next(groups)) < 600
+    if how == "closed":
+        groups.close()
+        running = engine._supervisor._sidecar.request("health", answer="healthy").header["running"]
+        assert running == 0
+    elif how == "reward_fails":
+        with pytest.raises(ZeroDivisionError), contextlib.closing(groups):
+            for _ in groups:
+                1 / 0  # noqa: B018
+    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
+    # Then one is given up by a push.
+    again = engine.generate(asked, SAMPLED, seed=1, step=1)
+    next(again)
+    engine.push_weights(random_params(engine.config, 7), 7)
+    for ended in (groups, again) if how == "abandoned" else (again,):
+        with pytest.raises(EngineError, match="generate: ended by a later request"):
+            next(ended)
+    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
+    assert _pid(engine) == pid
 
 
 def _fault(name):

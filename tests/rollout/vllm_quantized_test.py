@@ -13,6 +13,7 @@ import pytest
 from benchmarks.mismatch import Regime, measure, model
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.rollout.engine import SamplingParams
+from tests.rollout.sampling import sample
 from tests.rollout.vllm_tools import STOP, TOTAL, assert_same_bits, fresh_answers, prompts, random_params
 
 BF16 = Regime("bfloat16", "bfloat16", "auto")
@@ -79,7 +80,7 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_
 
     def answers(version: int) -> list[Any]:
         live.push_weights(policies[version], version)
-        return [live.generate(asked, sampling, seed=5, step=0) for sampling in SAMPLINGS]
+        return [sample(live, asked, sampling, seed=5, step=0) for sampling in SAMPLINGS]
 
     order = (0, 1, 2, 0)
     ours = [answers(version) for version in order]
@@ -102,7 +103,7 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_
 
 
 def _checkpoint(directory: Path, config, params, regime: Regime, live: Path) -> Path:
-    """What vLLM's own loader takes: BF16, or for int8 compressed-tensors quantised here, not by our code."""
+    """Weights for vLLM's own loader: BF16, or for int8 compressed-tensors quantised here, not by our code."""
     wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)
     save_params(params, wide, directory, dtype="bfloat16")
     if regime.precision == "int8":

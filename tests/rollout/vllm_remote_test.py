@@ -1,4 +1,4 @@
-"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in vllm_server_test.py."""
+"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in vllm_http_client_test.py."""
 
 import contextlib
 import functools
@@ -20,12 +20,13 @@ import pytest
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.rollout.checks import unusable_completions
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm import server as vllm_server
+from dcmdp_jax.rollout.validation import unusable_completions
+from dcmdp_jax.rollout.vllm import http_client
 from dcmdp_jax.rollout.vllm.remote import RemoteEngine
 from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from tests.rollout.sampling import sample
 from tests.rollout.vllm_tools import shared_memory_of
 from tests.waiting import HANGS_S, wait_until
 
@@ -42,7 +43,7 @@ import ctypes, signal, sys
 if not any("resource_tracker" in argument for argument in sys.orig_argv):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 """
-# One server costs half a minute: it is told --logprobs-mode anew instead of being started anew.
+# One server costs half a minute: its --logprobs-mode is changed instead of starting another.
 _WORKER = """
 import torch
 if torch.cpu._is_amx_tile_supported():
@@ -227,7 +228,7 @@ def test_the_server_says_what_it_is(remote, vllm):
 @needs_vllm
 def test_a_key_is_needed_and_never_shown(remote, vllm, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
-    remote().generate(_prompts(), SAMPLING, seed=0, step=0)
+    sample(remote(), _prompts(), SAMPLING, seed=0, step=0)
     monkeypatch.setenv("VLLM_API_KEY", wrong := "wrong-key-of-mine")
     with pytest.raises(EngineError) as refused:
         remote(retries=0)
@@ -278,7 +279,7 @@ def test_score_refuses_what_a_server_can_not_score(remote, vllm):
 @needs_vllm
 def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, reference):
     prompts = _prompts()
-    rollout = remote(policy_version=3).generate(prompts, SAMPLING, seed=1, step=2)
+    rollout = sample(remote(policy_version=3), prompts, SAMPLING, seed=1, step=2)
     assert rollout.group_ids.tolist() == [0] * 6 + [1] * 6 + [2] * 6 and rollout.policy_version == 3
     assert all(np.array_equal(ids, prompts[row // 6]) for row, ids in enumerate(rollout.prompt_ids))
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
@@ -294,7 +295,7 @@ def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, referen
         stopped += reason == "stop"
     assert 0 < stopped < 18
     # The tokenizer's end of sequence (2) and that of generation_config.json (41) end nothing unless they are asked to.
-    long = remote().generate(prompts, SamplingParams(16, 40), seed=0, step=0)
+    long = sample(remote(), prompts, SamplingParams(16, 40), seed=0, step=0)
     assert set(long.finish_reasons) == {"length"} and {ids.size for ids in long.completion_ids} == {40}
     assert 41 in np.concatenate([ids[:-1] for ids in long.completion_ids])
 
@@ -303,7 +304,7 @@ def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, referen
 def test_sampling_is_a_function_of_seed_step_and_row(remote):
     def tokens(prompts, *, seed=5, step=1, **settings):
         return [
-            ids.tolist() for ids in remote(**settings).generate(prompts, SAMPLING, seed=seed, step=step).completion_ids
+            ids.tolist() for ids in sample(remote(**settings), prompts, SAMPLING, seed=seed, step=step).completion_ids
         ]
 
     prompts = _prompts()
@@ -330,8 +331,8 @@ def test_the_server_takes_every_seed_that_we_may_send(vllm):
 @needs_vllm
 def test_greedy_takes_the_likeliest_token(remote, reference):
     sampling = SamplingParams(group_size=2, max_completion_tokens=12, temperature=0.0, top_p=0.5)
-    rollout = remote().generate(_prompts(), sampling, seed=0, step=0)
-    expected = reference.generate(_prompts(), sampling, seed=0, step=0)
+    rollout = sample(remote(), _prompts(), sampling, seed=0, step=0)
+    expected = sample(reference, _prompts(), sampling, seed=0, step=0)
     assert [ids.tolist() for ids in rollout.completion_ids] == [ids.tolist() for ids in expected.completion_ids]
     # By the protocol those of temperature 1.
     assert _largest_difference(rollout.rollout_logprobs, expected.rollout_logprobs) < 1e-4
@@ -341,8 +342,8 @@ def test_greedy_takes_the_likeliest_token(remote, reference):
 def test_raw_log_probs_are_not_taken_for_those_of_another_temperature(remote, vllm, caplog):
     engine, sampling = remote(), SamplingParams(group_size=4, max_completion_tokens=8, temperature=0.7)
     with caplog.at_level(logging.WARNING, logger="dcmdp_jax"):
-        rollout = engine.generate(_prompts(), sampling, seed=0, step=0)
-        engine.generate(_prompts(), sampling, seed=0, step=1)
+        rollout = sample(engine, _prompts(), sampling, seed=0, step=0)
+        sample(engine, _prompts(), sampling, seed=0, step=1)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("dcmdp_jax")] == [
         f"the vLLM server at {vllm.socket} was not seen to report log-probs of the distribution sampled from: the "
         "rollout's are NaN. Evaluation does without; for others start it with --logprobs-mode processed_logprobs"
@@ -350,13 +351,13 @@ def test_raw_log_probs_are_not_taken_for_those_of_another_temperature(remote, vl
     assert [array.size for array in rollout.rollout_logprobs] == [8] * 12
     assert all(np.isnan(array).all() and array.dtype == np.float32 for array in rollout.rollout_logprobs)
     with pytest.raises(EngineError):
-        unusable_completions(rollout, drop=True)
+        unusable_completions(rollout.episodes, drop=True)
     # The tokens are those of temperature 0.7: the same as when the log-probs are reported, and others than at 1.
     with vllm.mode("processed_logprobs"):
-        processed = remote().generate(_prompts(), sampling, seed=0, step=0)
+        processed = sample(remote(), _prompts(), sampling, seed=0, step=0)
     tokens = [ids.tolist() for ids in rollout.completion_ids]
     assert tokens == [ids.tolist() for ids in processed.completion_ids]
-    plain = engine.generate(_prompts(), SamplingParams(4, 8), seed=0, step=0)
+    plain = sample(engine, _prompts(), SamplingParams(4, 8), seed=0, step=0)
     assert tokens != [ids.tolist() for ids in plain.completion_ids]
     assert np.isfinite(np.concatenate(plain.rollout_logprobs)).all()
 
@@ -366,7 +367,7 @@ def test_raw_log_probs_are_not_taken_for_those_of_another_temperature(remote, vl
 def test_processed_log_probs_are_those_sampled_from(remote, vllm, reference, temperature, caplog):
     sampling = SamplingParams(group_size=4, max_completion_tokens=8, temperature=temperature)
     with vllm.mode("processed_logprobs"):
-        rollout = remote().generate(_prompts(), sampling, seed=0, step=0)
+        rollout = sample(remote(), _prompts(), sampling, seed=0, step=0)
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=temperature)
     assert _largest_difference(rollout.rollout_logprobs, scored) < 1e-4
     assert not [record for record in caplog.records if record.name.startswith("dcmdp_jax")]
@@ -383,11 +384,11 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
     expected = full - np.log(np.exp(full[nucleus]).sum())
     assert 1 < nucleus.size < 20
     with vllm.mode("processed_logprobs"):
-        rollout = remote().generate([prompt], sampling, seed=0, step=0)
+        rollout = sample(remote(), [prompt], sampling, seed=0, step=0)
     drawn = np.concatenate(rollout.completion_ids)
     assert set(drawn) <= set(nucleus) and len(set(drawn)) > 1
     np.testing.assert_allclose(np.concatenate(rollout.rollout_logprobs), expected[drawn], atol=1e-4)
-    assert np.isnan(np.concatenate(remote().generate([prompt], sampling, seed=0, step=0).rollout_logprobs)).all()
+    assert np.isnan(np.concatenate(sample(remote(), [prompt], sampling, seed=0, step=0).rollout_logprobs)).all()
 
 
 @needs_vllm
@@ -398,7 +399,7 @@ def test_logits_are_not_taken_for_log_probs(remote, vllm, mode):
         for temperature, first in ((1.0, "generate: completion"), (0.7, "log-probs mode: measurement")):
             sampling = SamplingParams(4, 8, temperature=temperature)
             with pytest.raises(EngineError, match=f"^{first} [0-9]+: the answer of .*: {advice}"):
-                remote().generate(_prompts(), sampling, seed=0, step=0)
+                sample(remote(), _prompts(), sampling, seed=0, step=0)
         with pytest.raises(EngineError, match=f"^score: completion 0: .* a log-prob is [0-9.]+: {advice}"):
             # The likeliest token after another has a logit above 0.
             remote().score([_prompts()[0]], [np.arange(60, dtype=np.int32)], temperature=1.0)
@@ -417,17 +418,17 @@ def test_bad_input_is_refused_before_anything_is_sent(remote, vllm):
     }
     for message, prompts in cases.items():
         with pytest.raises(ValueError) as refused:
-            engine.generate(prompts, SAMPLING, seed=0, step=0)
+            sample(engine, prompts, SAMPLING, seed=0, step=0)
         assert str(refused.value) == message
     for temperature in (0.001, 2.1):
         with pytest.raises(ValueError, match=f"^temperature: got {temperature}, vLLM takes 0 .greedy. or 0.01 .. 2.0$"):
-            engine.generate([ids], SamplingParams(1, 4, temperature=temperature), seed=0, step=0)
+            sample(engine, [ids], SamplingParams(1, 4, temperature=temperature), seed=0, step=0)
     for numbers, name in (((-1, 0), "seed"), ((0, 2**32), "step")):
         with pytest.raises(ValueError, match=f"^{name}: got"):
-            engine.generate([ids], SAMPLING, seed=numbers[0], step=numbers[1])
+            sample(engine, [ids], SAMPLING, seed=numbers[0], step=numbers[1])
     assert vllm.requests() == asked
     # The longest that fits is answered.
-    rollout = engine.generate([np.resize(ids, 52)], SAMPLING, seed=0, step=0)
+    rollout = sample(engine, [np.resize(ids, 52)], SAMPLING, seed=0, step=0)
     assert len(rollout.completion_ids) == 6 and vllm.requests() == asked + 6
 
 
@@ -437,7 +438,7 @@ def test_what_the_server_refuses_is_not_tried_again(remote, vllm, monkeypatch):
     engine.config = ModelConfig(**{**vars(engine.config), "vocab_size": 300})
     asked = vllm.requests()
     with pytest.raises(EngineError) as refused:
-        engine.generate([np.array([1, 200], np.int32)], SamplingParams(1, 4), seed=0, step=0)
+        sample(engine, [np.array([1, 200], np.int32)], SamplingParams(1, 4), seed=0, step=0)
     assert str(refused.value) == (
         f"generate: completion 0: {vllm.socket} refused the request, HTTP 400: Token id 200 is out of vocabulary"
     )
@@ -449,16 +450,10 @@ def test_many_requests_keep_their_order(remote, reference):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 104, size).astype(np.int32) for size in rng.integers(17, 29, 40)]
     engine = remote(max_concurrent=17)
-    told = []
-    rollout = engine.generate(
-        prompts, SamplingParams(2, 3), seed=0, step=0,
-        on_finished=lambda rows, ids: told.extend(zip(rows, ids, strict=True)),
-    )  # fmt: skip
+    rollout = sample(engine, prompts, SamplingParams(2, 3), seed=0, step=0)
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
     assert _largest_difference(rollout.rollout_logprobs, scored) < 1e-4
-    assert sorted(row for row, _ in told) == list(range(80))
-    for row, tokens in told:
-        np.testing.assert_array_equal(tokens, rollout.completion_ids[row])
+    assert len(rollout.completion_ids) == 80 and sum(map(bool, rollout.pulled)) > 1
     engine.close()
     engine.close()
 
@@ -467,11 +462,9 @@ def test_many_requests_keep_their_order(remote, reference):
 def test_a_server_that_dies_in_the_middle_of_a_call_is_one_line(remote, vllm, monkeypatch):
     """The last test with a server: it kills it."""
     engine = remote(retries=2)
-    monkeypatch.setattr(vllm_server, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(http_client, "_FIRST_PAUSE_S", 0.05)
     with pytest.raises(EngineError) as dead:
-        engine.generate(
-            _prompts() * 10, SamplingParams(8, 40), seed=0, step=0, on_finished=lambda rows, ids: vllm.kill()
-        )
+        sample(engine, _prompts() * 10, SamplingParams(8, 40), seed=0, step=0, on_pull=lambda complete: vllm.kill())
     line = str(dead.value)
     assert line.startswith("generate: completion ") and "\n" not in line
     assert line.endswith(f", after 3 attempts; is the vLLM server at {vllm.socket} up and well?")

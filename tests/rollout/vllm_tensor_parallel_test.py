@@ -10,6 +10,7 @@ import pytest
 
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
+from tests.rollout.sampling import sample
 from tests.rollout.vllm_tools import STOP, TOTAL, prompts, random_params, small_model
 
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
@@ -29,7 +30,7 @@ def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(start, r
         params = random_params(config, version)
         live.push_weights(params, version)
         embedded.push_weights(params, version)
-        rollout = live.generate(asked, SAMPLED, seed=1, step=version)
+        rollout = sample(live, asked, SAMPLED, seed=1, step=version)
         exact = embedded.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
         for sampled, reference in zip(rollout.rollout_logprobs, exact, strict=True):
             largest = max(largest, float(np.abs(sampled - reference).max()))
@@ -39,7 +40,7 @@ def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(start, r
     if pushes == 1:
         return
     os.kill(live._supervisor._sidecar.pid, signal.SIGKILL)
-    again = live.generate(asked, SAMPLED, seed=1, step=pushes - 1)
+    again = sample(live, asked, SAMPLED, seed=1, step=pushes - 1)
     for first, second in zip(rollout.completion_ids, again.completion_ids, strict=True):
         np.testing.assert_array_equal(first, second)
     for first, second in zip(rollout.rollout_logprobs, again.rollout_logprobs, strict=True):

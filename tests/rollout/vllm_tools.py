@@ -1,4 +1,4 @@
-"""What the tests of the vLLM sidecar share: small sharp models, settings, and a look at what is left behind."""
+"""Shared by the tests of the vLLM sidecar: small sharp models, settings, and a check of what is left behind."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.vllm.probe import Probe
+from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.training.setup import make_probe
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.training.build import make_probe
+from dcmdp_jax.types import Params
+from tests.rollout.sampling import Rollout
 from tests.waiting import HANGS_S
 
 TOTAL, ROWS, STOP = 64, 64, 3
@@ -86,7 +87,7 @@ def sidecars(parent: int | None = None) -> set[int]:
 
 
 def left_behind() -> set[str]:
-    """What a sidecar could leave: shared memory with a name, files and sockets in the temporary directory.
+    """Things a sidecar could leave: shared memory with a name, files and sockets in the temporary directory.
 
     Not Python's own temporary files: a sidecar has a directory of its own for these, and other processes have them.
     """

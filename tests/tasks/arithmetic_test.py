@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.tasks.answers import extract_answer
+from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.tasks.arithmetic import LEVELS, ArithmeticSpec, arithmetic_problems, arithmetic_rows, parse_spec
 
 _PROMPT = re.compile(r"\d+(?:[+*-]\d+)+=\?")
@@ -53,7 +53,7 @@ def test_a_known_problem() -> None:
     )
 
 
-def test_splits_are_disjoint_whatever_the_seeds() -> None:
+def test_splits_are_disjoint_for_all_seeds() -> None:
     train = {
         problem.prompt for seed in range(3) for problem in arithmetic_problems(ArithmeticSpec(1, 1200, seed, "train"))
     }

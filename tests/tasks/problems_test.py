@@ -183,7 +183,7 @@ def test_the_builtin_task_is_a_location() -> None:
         ('{"problem": ' + "[" * 100_000 + "\n", "nested too deeply"),
     ],
 )
-def test_what_no_tokenizer_or_parser_takes_is_named_or_skipped(tmp_path: Path, row: str, reason: str) -> None:
+def test_text_that_no_tokenizer_takes_is_named_or_skipped(tmp_path: Path, row: str, reason: str) -> None:
     location = _write(tmp_path / "rows.jsonl", _dapo("a"), row)
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{reason}"):
         load_problems(location)

@@ -21,7 +21,7 @@ def _problem(prompt: str, index: int = 0, context: tuple[tuple[str, str], ...] =
 
 def _tokenizer_that_adds_a_beginning() -> PreTrainedTokenizerFast:
     """Like Llama's: the template writes <s> itself, and so would the tokenizer."""
-    words = {"<s>": 0, "</s>": 1, "unk": 2, "one": 3, "two": 4, "[T]": 5}
+    words = {"<s>": 0, "</s>": 1, "unk": 2, "one": 3, "two": 4}
     backend = Tokenizer(models.WordLevel(words, unk_token="unk"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -29,7 +29,7 @@ def _tokenizer_that_adds_a_beginning() -> PreTrainedTokenizerFast:
         tokenizer_object=backend,
         bos_token="<s>",
         eos_token="</s>",
-        chat_template="<s>{% for m in messages %}{{ m['content'] }} {% endfor %}{% if enable_thinking %}[T]{% endif %}",
+        chat_template="<s>{% for m in messages %}{{ m['content'] }} {% endfor %}",
     )
 
 
@@ -49,12 +49,6 @@ def test_special_tokens_are_not_doubled() -> None:
     assert tokenizer("one")["input_ids"] == [0, 3]  # the trap: this tokenizer adds <s> unasked
     encoded = encode_prompts([_problem("one two")], tokenizer, max_prompt_tokens=9)
     assert encoded.token_ids[0].tolist() == [0, 3, 4]
-
-
-def test_thinking_reaches_the_template() -> None:
-    tokenizer = _tokenizer_that_adds_a_beginning()
-    encoded = encode_prompts([_problem("one")], tokenizer, max_prompt_tokens=9, enable_thinking=True)
-    assert encoded.token_ids[0].tolist() == [0, 3, 5]
 
 
 def test_long_prompts_are_dropped_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:

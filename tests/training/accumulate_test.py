@@ -15,7 +15,7 @@ from dcmdp_jax.training.accumulate import accumulate, map_rows
 
 
 def _function(scale, rows):
-    """Of rows of numbers, NaN where there is none; the weight is a parameter, differentiated."""
+    """Statistics of rows of numbers, NaN where there is none; the weight is a parameter, differentiated."""
     x = rows["x"]
     present = ~jnp.isnan(x)
     x = jnp.where(present, x, 0.0)

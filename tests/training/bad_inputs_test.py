@@ -18,7 +18,7 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import end_token_ids
-from dcmdp_jax.training import setup
+from dcmdp_jax.training import build, setup
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
 _NORM, _QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -95,8 +95,8 @@ _DIRECTORIES = {
     "digits_without_end": (_text('{"hidden_size": ' + "9" * 10_000 + "}"), ["config.json: not valid JSON", "4300"]),
     "absent": (lambda directory: (directory / "config.json").unlink(), ["no config.json, not a Hugging Face model"]),
     # Its fields.
-    "no_family": (_fields(model_type=_ABSENT), ["model_type is None, supported are qwen2, qwen3"]),
-    "family": (_fields(model_type="llama"), ["model_type is 'llama', supported are qwen2, qwen3"]),
+    "no_family": (_fields(model_type=_ABSENT), ["model_type is None, supported are llama, qwen2, qwen3, qwen3_moe"]),
+    "family": (_fields(model_type="gemma"), ["model_type is 'gemma', supported are llama, qwen2, qwen3"]),
     "family_list": (_fields(model_type=["qwen3"]), ["model_type is ['qwen3'], supported"]),
     "family_long": (_fields(model_type="x" * 10**6), ["model_type is 'xxx", "... (1,000,000 characters), supported"]),
     "activation": (_fields(hidden_act="gelu"), ["hidden_act is 'gelu', only 'silu'"]),
@@ -319,7 +319,7 @@ def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded
 
 def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_path, monkeypatch):
     # Three MLP matrices of 16,384 x 65,536 in each of three layers: 9.7e9 parameters, 36 GiB in float32.
-    monkeypatch.setattr(setup, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir = str(tmp_path / "run")
     config.model.architecture.hidden_size = 16384

@@ -21,7 +21,7 @@ from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.checkpoint import (
     CheckpointError,
     Checkpoints,
-    Score,
+    PolicyScore,
     digests,
     latest_checkpoint,
     load_model_config,
@@ -68,7 +68,7 @@ def _same_bits(one, other):
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens the checkpoints of tmp_path; all are closed at the end."""
+    """Open the checkpoints of tmp_path; all are closed at the end."""
     made = []
 
     def open_(keep_last=2, keep_best=0):
@@ -91,10 +91,10 @@ def _saved(opened, *steps, **options):
 
 
 def _scored(checkpoints, step, score, name="eval"):
-    """Saves a step as an evaluated one is: the state, then its score if it has one."""
+    """Save a step as an evaluated one is: the state, then its score if it has one."""
     checkpoints.save(step, _state(step), model=_MODEL)
     if score is not None:
-        checkpoints.add_score(step, Score(name, score))
+        checkpoints.add_score(step, PolicyScore(name, score))
     checkpoints.wait()
 
 
@@ -107,7 +107,7 @@ def test_a_state_comes_back_bit_for_bit(opened, dtype):
     state = _state(dtype=dtype)
     checkpoints = opened()
     checkpoints.save(3, state, model=_MODEL)
-    checkpoints.add_score(3, Score("eval", 0.5))
+    checkpoints.add_score(3, PolicyScore("eval", 0.5))
     restored = opened().restore(_abstract(state), _MODEL)
     _same_bits(state, restored)
     # What a careless checkpoint forgets: moments, their count, the multiplier and its window.
@@ -182,7 +182,7 @@ def test_a_score_that_comes_after_a_restart_counts(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     _scored(checkpoints, 1, None)
     checkpoints = opened(keep_last=1, keep_best=1)
-    checkpoints.add_score(1, Score("eval", 0.9))
+    checkpoints.add_score(1, PolicyScore("eval", 0.9))
     for step, score in ((2, 0.2), (3, 0.5)):
         _scored(checkpoints, step, score)
     assert _on_disk(tmp_path) == [1, 3]
@@ -194,7 +194,7 @@ def test_a_later_score_replaces_an_earlier_one(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.5)):
         _scored(checkpoints, step, score)
-    checkpoints.add_score(1, Score("eval", 0.1))
+    checkpoints.add_score(1, PolicyScore("eval", 0.1))
     _scored(checkpoints, 3, 0.2)
     assert _on_disk(tmp_path) == [2, 3]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.observe.metrics import read_metrics
+from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.run_invariants import contradictions
 from tests.waiting import HANGS_S
 

@@ -1,4 +1,4 @@
-"""What a run takes of memory: figures by hand for known models, and one measured run."""
+"""Memory of a run: figures by hand for known models, and one measured run."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import memory_plan, setup
+from dcmdp_jax.training import build, memory_plan, setup
 from dcmdp_jax.training.memory_parts import plan_engine_memory, plan_memory
 from dcmdp_jax.training.memory_plan import Machine
 
@@ -47,7 +47,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
     plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (1, 8, 1))
     params = 8_190_735_360
-    # Norms are whole on each device: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
+    # Norms are replicated: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
     share = (params - 308_224) // 8 + 308_224
     assert share == 1_024_111_616
     assert _part(plan, "parameters").each == 4 * share
@@ -57,7 +57,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     gathered = _part(plan, "parameters gathered")
     assert (gathered.first, gathered.each, gathered.phases) == (4 * params, 0, {"push"})
     assert round(gathered.first / _GIB, 1) == 30.5
-    # bfloat16 weights, whole on each device: 15.3 GiB.
+    # bfloat16 weights, replicated: 15.3 GiB.
     assert _part(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
     # 256 rows over 8 devices; 1,024 + 8,192 slots; 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot.
     cache = _part(plan, "key-value cache")
@@ -101,7 +101,7 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     assert _part(plan, "checkpoint's copy").host == 6 * params
     assert _part(plan, "engine's weights").host == 2 * params
     # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer twice in a step.
-    assert _part(plan, "engine's weights as they are multiplied").host == 4 * params
+    assert _part(plan, "engine's weights, cast").host == 4 * params
     assert _part(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
     # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6 and what of it is on its
     # way to the disk 6, engine 2, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
@@ -146,8 +146,8 @@ def test_the_engines_weights_by_precision(precision, compute, kept, cast):
         param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
     )  # fmt: skip
     assert _part(plan, "engine's weights").each == kept
-    widened = [part.each for part in plan.parts if part.name.startswith("engine's weights as")]
-    assert widened == ([cast] if cast else [])
+    dequantized = [part.each for part in plan.parts if part.name.startswith("engine's weights, cast")]
+    assert dequantized == ([cast] if cast else [])
 
 
 def test_vllms_two_copies_are_counted_in_the_host():
@@ -180,7 +180,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     # 8 devices: make_plan_of_run takes a mesh from the settings; the machine says what it has.
     config.mesh.data, config.mesh.fsdp = -1, 1
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
-    monkeypatch.setattr(setup, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
         ValueError, match="^memory: this machine has 0.0 GiB and the phase '.*' takes at least 0.0, of which"
     ) as caught:

@@ -27,7 +27,7 @@ def _packing(tmp_path, shape=(1, 1, 1), **changes):
 
 def test_rows_of_one_length_share_their_prompts(tmp_path):
     # 24 prompts x 8 in a mini-batch, prompts of 20 tokens and completions of 36: rows of 36 + 1 of which 36 are
-    # computed; prompts of 19, widened by 9 so that a row sees 64 tokens. All of it fits into 16,384 tokens.
+    # computed; prompts of 19, padded by 9 so that a row sees 64 tokens. All of it fits into 16,384 tokens.
     packing, told = _packing(tmp_path, training__micro_batch_tokens=16384)
     assert (packing.row_lengths, packing.rows_per_micro_batch, packing.micro_batches) == ((37,), (192,), (1,))
     assert (packing.group_size, packing.prompt_length) == (8, 28)

@@ -16,12 +16,13 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import make_rescore, make_row_logprobs, make_train_step
-from dcmdp_jax.types import Rollout
+from dcmdp_jax.training.step import make_rescore, make_train_step
+from tests.rollout.sampling import Rollout
 
 MODEL = ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
 BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}})
@@ -52,8 +53,8 @@ def _params(seed=1):
 
 
 @functools.cache
-def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
-    """What makes a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
+def _programs(settings, mini_batches, mesh, compute, exact):
+    """The maker of a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
@@ -62,7 +63,7 @@ def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
     step = make_train_step(
         row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
-        schedule=schedule, mesh=mesh, correction=correction, always_recompute=exact, shardings=shardings,
+        schedule=schedule, mesh=mesh, always_recompute=exact, shardings=shardings,
     )  # fmt: skip
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
     return create, step, make_rescore(row_logprobs, mesh=mesh)
@@ -70,7 +71,7 @@ def _programs(settings, mini_batches, mesh, compute, exact, correction=None):
 
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None, shared=False, correction=None,
+    exact=False, rollout=None, dropped=None, ref_params=None, shared=False,
 ):  # fmt: skip
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
 
@@ -81,7 +82,7 @@ def _run(
     )  # fmt: skip
     # Another chunk for other shapes, so that their step is not found in the cache of these.
     compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
-    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact, correction)
+    create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, _params()))
     history = []
     for _ in range(steps):
@@ -97,13 +98,14 @@ def _batch(
 ):  # fmt: skip
     """`sampled`, a rollout and its rewards, packed and on the devices."""
     n = PROMPTS * GROUP // mini_batches
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
+    shards = row_shards(mesh) if mesh else 1
     shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n, "row_shards": shards}
     if shared:
         plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
     else:
         plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
-    batch, _ = pack(*sampled, plan, mask_truncated=mask_truncated, dropped=dropped)
+    rollout, rewards = sampled
+    batch, _ = pack(rollout.episodes, rewards, plan, mask_truncated=mask_truncated, dropped=dropped)
     return jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows))) if mesh else batch
 
 
@@ -136,7 +138,7 @@ def _pull_back(params, ids, slopes):
 def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None, corrected=False):
     """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out.
 
-    With `corrected` tokens weigh as in `_correction`, and the loss is divided by what is left."""
+    With `corrected` tokens weigh as `CORRECTIONS` says, and the loss is divided by what is left."""
     n = len(rewards)
     ids, spans = _padded(rollout)
     table = np.asarray(_naive_logprobs(params, ids), np.float64)
@@ -150,11 +152,15 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     mean_delta = np.concatenate(delta).mean()
     used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
 
+    shaped = rewards.astype(np.float64)
+    if settings.overlong_buffer:
+        over = np.array([b - a for a, b in spans]) - (LIMIT - settings.overlong_buffer)
+        shaped = shaped - settings.overlong_penalty * np.clip(over / settings.overlong_buffer, 0, 1)
     advantages = []
     for i in range(n):
-        r = rewards[rollout.group_ids == rollout.group_ids[i]].astype(np.float64)
+        r = shaped[rollout.group_ids == rollout.group_ids[i]]
         std = r.std(ddof=settings.std_ddof)
-        base = 0.0 if std == 0 else (rewards[i] - r.mean()) / (std + settings.std_epsilon)
+        base = 0.0 if std == 0 else (shaped[i] - r.mean()) / (std + settings.std_epsilon)
         penalty = {
             "grpo": 0.0 * used[i],
             "dual_grpo": used[i],
@@ -169,11 +175,24 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
         for i in members:
             if settings.mask_truncated and rollout.finish_reasons[i] == "length":
                 continue
+            if settings.drop_equal_groups and np.ptp(rewards[rollout.group_ids == rollout.group_ids[i]]) == 0:
+                continue
             (a, b), advantage = spans[i], advantages[i]
-            ratio = np.exp(now[i, a:b] - old[i])
+            below = old[i] if settings.ratio_denominator == "train" else rollout.rollout_logprobs[i].astype(np.float64)
+            ratio = np.exp(now[i, a:b] - below)
+            if settings.ratio_level == "sequence":
+                ratio = np.full(b - a, np.exp((now[i, a:b] - below).mean()))
             clipped = np.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
             token_losses = -np.minimum(ratio * advantage, clipped * advantage)
             slope = np.where(ratio * advantage <= clipped * advantage, -ratio * advantage, 0.0)
+            if settings.trust_region == "dppo_tv":
+                shift = np.exp(now[i, a:b]) - np.exp(below)
+                stopped = np.where(advantage > 0, shift > settings.clip_high, -shift > settings.clip_low)
+                token_losses = slope = np.where(stopped, 0.0, -ratio * advantage)
+            if settings.dual_clip:
+                capped = (advantage < 0) & (ratio > settings.dual_clip)
+                token_losses = np.where(capped, -settings.dual_clip * advantage, token_losses)
+                slope = np.where(capped, 0.0, slope)
             if settings.kl_coefficient:
                 x = reference[i, a:b] - now[i, a:b]
                 token_losses += settings.kl_coefficient * (np.exp(x) - 1 - x)
@@ -190,7 +209,7 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
             scale = scale * keep * factor
             total, weight = total + (scale * token_losses).sum(), weight + unit
             slopes[i, a:b] = scale * slope
-        return total / weight, slopes / weight
+        return total / (weight or 1), slopes / (weight or 1)
 
     leaves, tree = jax.tree.flatten(params)
     moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
@@ -213,11 +232,8 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     return jax.tree.unflatten(tree, leaves), np.mean(losses), np.mean(norms), mean_delta, bounded
 
 
-def _correction(old, rollout, mask, index, completions):
-    """A user's correction: drop tokens that the engines see far apart, weigh the others by min(p / q, 2)."""
-    del mask, index, completions
-    apart = old - rollout
-    return jnp.minimum(jnp.exp(apart), 2.0), jnp.abs(apart) < MAX_APART
+CORRECTIONS = f"tis(high=2),token_k1(high={MAX_APART})"
+"""Drop tokens that the engines see far apart, weigh the others by min(p / q, 2)."""
 
 
 def _close(a, b, tolerance=2e-5):
@@ -234,6 +250,17 @@ def _close(a, b, tolerance=2e-5):
         (1, {"method": "threshold_grpo", "aggregation": "token_mean", "measure": "log"}),
         (2, {"measure": "ratio", "sided": "one", "aggregation": "fixed_length", "std_ddof": 0}),
         (1, {"mask_truncated": True, "kl_coefficient": 0.5, "level": "sequence"}),
+        # With groups dropped the first mini-batch has nothing in the loss.
+        (
+            2,
+            {
+                "ratio_denominator": "rollout",
+                "trust_region": "dppo_tv",
+                "overlong_buffer": 5,
+                "drop_equal_groups": True,
+            },
+        ),
+        (2, {"ratio_level": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.0}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "paper" if isinstance(value, dict) else str(value),
 )
@@ -261,7 +288,7 @@ def test_step_is_algorithm_one(mini_batches, changes):
     ("mini_batches", "aggregation"), [(1, "seq_mean_token_mean"), (2, "token_mean"), (2, "fixed_length")]
 )
 def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batches, aggregation, mesh):
-    settings = dataclasses.replace(ALGORITHM, aggregation=aggregation)
+    settings = dataclasses.replace(ALGORITHM, aggregation=aggregation, corrections=CORRECTIONS)
     rollout, rewards = _rollout()
     old = np.asarray(_naive_logprobs(_params(), _padded(rollout)[0]))
     apart = np.concatenate([
@@ -273,12 +300,23 @@ def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batche
         settings, mini_batches, _params(), rollout, rewards, settings.multiplier, corrected=True
     )
     mesh = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)]) if mesh else None
-    state, history, _ = _run(settings=settings, mini_batches=mini_batches, correction=_correction, mesh=mesh)
+    state, history, _ = _run(settings=settings, mini_batches=mini_batches, mesh=mesh)
     _close(state.params, expected)
     assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
     assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
     # The constraint counts every token.
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
+    if mesh is None:
+        weights = np.where(np.abs(apart) < MAX_APART, np.minimum(np.exp(apart), 2.0), 0.0)
+        of_kept = weights[weights > 0]
+        for name, value in {
+            "dropped_fraction": np.mean(weights == 0),
+            "truncated_fraction": np.sum(of_kept == 2.0) / len(apart),
+            "weight_mean": weights.mean(),
+            "effective_sample_size": weights.sum() ** 2 / (len(apart) * (weights**2).sum()),
+        }.items():
+            assert history[0][f"correction/{name}"] == pytest.approx(value, rel=1e-5), name
+        assert "correction/weight_square_mean" not in history[0]
 
 
 @pytest.mark.parametrize(("mini_batches", "tokens"), [(1, 64), (2, 1000), (4, 1)])
@@ -352,6 +390,30 @@ def test_several_devices_equal_one(shape, mini_batches, shared):
     assert one[1]["dual/violation"] == pytest.approx((first + second) / 2 - 0.05, rel=1e-5)
 
 
+def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
+    mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
+    settings = dataclasses.replace(
+        ALGORITHM, corrections="sequence_tis(high=3),mean_k3(high=2),off_policy_mask(high=1.5)", ratio_level="sequence",
+        correction_denominator="all",
+    )  # fmt: skip
+    expected, one, _ = _run(settings=settings, steps=2)
+    state, eight, _ = _run(settings=settings, steps=2, mesh=mesh)
+    _close(state.params, expected.params, 1e-5)
+    for metrics, wanted in zip(eight, one, strict=True):
+        _same_metrics(metrics, wanted)
+    assert 0.05 < one[0]["correction/dropped_fraction"] < 0.95 and one[0]["correction/truncated_fraction"] > 0
+
+
+def test_bypass_is_the_rollout_denominator_without_the_pass_for_the_old_weights():
+    # GRPO does not look at p^Train: the same policy, another measured discrepancy once the weights have moved.
+    settings = dataclasses.replace(ALGORITHM, method="grpo", ratio_denominator="rollout")
+    expected, recomputed, _ = _run(settings=settings, mini_batches=4)
+    state, bypassed, _ = _run(settings=dataclasses.replace(settings, ratio_denominator="bypass"), mini_batches=4)
+    _close(state.params, expected.params, 1e-6)
+    assert bypassed[0]["discrepancy/mean"] != recomputed[0]["discrepancy/mean"]
+    assert bypassed[0]["policy/ratio_max"] == pytest.approx(recomputed[0]["policy/ratio_max"], rel=1e-5)
+
+
 def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
     # Every device makes the update by itself: what they sum has to be the same number on each.
     mesh = make_mesh(4, devices=jax.devices()[:4])
@@ -364,7 +426,7 @@ def test_devices_with_rows_of_their_own_stay_alike_to_the_last_bit():
 
 
 def _exchanges(program, loops=0):
-    """How many loops stand around each exchange between devices."""
+    """Number of loops around each exchange between devices."""
     for equation in program.eqns:
         if equation.primitive.name in ("psum", "pmax", "pmin", "all_gather"):
             yield loops
@@ -407,6 +469,18 @@ def test_multiplier_zero_is_grpo_bit_for_bit():
     ours, _, _ = _run(settings=frozen, steps=2)
     grpo, _, _ = _run(settings=dataclasses.replace(ALGORITHM, method="grpo"), steps=2)
     jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
+
+
+def test_measured_tolerance_serves_the_steps_after_it():
+    settings = dataclasses.replace(ALGORITHM, tolerance_steps=2, tolerance_quantile=1.0, tolerance=0.05)
+    state, history, _ = _run(settings=settings, steps=4, mini_batches=1)
+    first, second, third, _ = (metrics["discrepancy/mean"] for metrics in history)
+    measured = max(first, second)
+    assert [float(m["dual/tolerance"]) for m in history] == [np.float32(0.05)] * 2 + [measured] * 2
+    assert [float(m["dual/multiplier"]) for m in history[:3]] == [np.float32(0.4)] * 3
+    assert history[3]["dual/multiplier"] == pytest.approx(max(0.4 + third - measured, 0), rel=1e-5)
+    assert history[2]["dual/violation"] == pytest.approx(third - measured, abs=1e-7)
+    assert state.dual.window.shape == (3,)
 
 
 def test_update_that_is_not_finite_is_skipped_and_counted():

@@ -15,7 +15,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.training.step import make_row_logprobs
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.warmup import warm_up
 from tests.waiting import HANGS_S
 
@@ -176,8 +176,8 @@ print("done")
 """
 
 
-def test_steps_that_are_begun_faster_than_they_end_do_not_stand_still():
-    # XLA's CPU client has as many threads as cores here; with more than 32 steps under way none of them goes on.
+def test_steps_started_faster_than_they_end_do_not_deadlock():
+    # XLA's CPU client has as many threads as cores here; with more than 32 steps in flight it deadlocks.
     done = subprocess.run(
         [sys.executable, "-c", _MANY],
         env={**os.environ, "NPROC": "2", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
@@ -186,7 +186,7 @@ def test_steps_that_are_begun_faster_than_they_end_do_not_stand_still():
     assert done.stdout.endswith("done\n"), done.stderr[-2000:]
 
 
-def test_a_batch_is_whole_on_every_device():
+def test_a_batch_is_replicated():
     # Two rows of the three fit two devices; the order of the seed decides which, so the loss is that of a batch of two.
     table, seen = _train(_settings(1, batch_size=3), mesh=make_mesh(data=2, devices=jax.devices()[:2]))
     expected, of_two = _train(_settings(1, batch_size=2))

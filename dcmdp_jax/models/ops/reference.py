@@ -77,3 +77,36 @@ def concatenate(arrays: tuple[jax.Array, ...], axis: int) -> jax.Array:
 def softmax_maximum(x: jax.Array) -> jax.Array:
     """max(x) over the last axis, kept as an axis of size 1; no gradient, as a softmax needs none."""
     return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+
+
+def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """x_r W_g(r) for rows that lie group by group.
+
+    Args:
+        x: [T, in]; first the rows of group 0, then those of group 1, and so on.
+        kernels: [groups, in, out], the dtype of `x`.
+        group_sizes: [groups] int32, rows of each group, at most T together. Rows beyond them have an undefined result
+            and, where they have a cotangent, an undefined gradient. No gradient.
+
+    Returns:
+        [T, out], the dtype of `x`.
+    """
+    return jax.lax.ragged_dot(x, kernels, group_sizes)
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row by row."""
+    del place
+    return x[order]
+
+
+def _permute_forward(x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x[order], place
+
+
+def _permute_backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent[place], None, None
+
+
+permute.defvjp(_permute_forward, _permute_backward)

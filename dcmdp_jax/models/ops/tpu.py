@@ -1,4 +1,4 @@
-"""Splash attention, the kernel of TPUs that skips blocks of other segments."""
+"""Kernels of TPUs: splash attention, which skips blocks of other segments, and the grouped product of megablox."""
 
 from __future__ import annotations
 
@@ -51,9 +51,28 @@ def splash_attention(
     # A shard_map over data may surround this one: then only the other axes are left to map over.
     around = jax.sharding.get_abstract_mesh()
     free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
-    split = tuple(axis for axis in ("data", "fsdp") if axis in free)
+    split = tuple(axis for axis in ("data", "fsdp", "expert") if axis in free)
     rows, heads = P(split, None), P(split, None, "tensor", None)
     return jax.shard_map(
         local, mesh=around if around.manual_axes else mesh, in_specs=(heads, heads, heads, rows), out_specs=heads,
         axis_names=set(free), check_vma=False,
     )(query, key, value, segment_ids)  # fmt: skip
+
+
+# Rows, in and out of a tile of the grouped product; those of MaxText for models of this width.
+_TILE = (512, 1024, 1024)
+
+
+def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """`reference.grouped_matmul` by megablox, which computes each row for its own group alone. Not run on a TPU yet.
+
+    Args:
+        x, kernels, group_sizes: as there.
+        interpret: run the kernel's Python on any platform, to test it.
+    """
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    rows = x.shape[0]
+    tile = tuple(min(size, -(-dim // 128) * 128) for size, dim in zip(_TILE, (rows, *kernels.shape[1:]), strict=True))
+    padded = jnp.pad(x, ((0, -rows % tile[0]), (0, 0)))
+    return gmm(padded, kernels, group_sizes, x.dtype, tile, None, None, False, interpret)[:rows]

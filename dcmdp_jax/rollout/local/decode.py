@@ -1,4 +1,4 @@
-"""Compiled programs of the embedded engine: prefill, first_tokens, decode and score."""
+"""Compiled programs of the embedded engine that sample: prefill, first_tokens and decode."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
-from dcmdp_jax.models.quantize import QuantizedKernel, widen
+from dcmdp_jax.models.quantize import QuantizedKernel, dequantize
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
 from dcmdp_jax.types import Params
 
-_SCORE_CHUNK = 1024
 _STEPS_ALONE = 4
 
 
@@ -59,7 +58,7 @@ class Program:
         return choose_ops(self.platform)
 
 
-class Rows(NamedTuple):
+class RowState(NamedTuple):
     """State of each row of a batch for `decode`; the leading axis of every array is the row.
 
     Attributes:
@@ -84,7 +83,7 @@ def _embedded(weights: Params, tokens: jax.Array) -> jax.Array:
     return jnp.moveaxis(weights["output"][:, tokens], 0, -1)
 
 
-def _logits(weights: Params, hidden: jax.Array) -> jax.Array:
+def logits(weights: Params, hidden: jax.Array) -> jax.Array:
     """Compute logits, [..., V] float32."""
     kernel = output_kernel(weights)
     values = kernel.values if isinstance(kernel, QuantizedKernel) else kernel
@@ -92,7 +91,7 @@ def _logits(weights: Params, hidden: jax.Array) -> jax.Array:
     return logits * kernel.scale if isinstance(kernel, QuantizedKernel) else logits
 
 
-def _forward_rows(
+def forward_rows(
     weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
     """Run padded rows [R, L] without a cache; return hidden states [R, L, D] and each layer's stored keys, values."""
@@ -146,10 +145,10 @@ def _prefill_local(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array]:
     """Run `prefill` on one device, with its share of the prompts."""
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-        hidden, stored = _forward_rows(weights, *part, program)
+        hidden, stored = forward_rows(weights, *part, program)
         return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored
 
     if groups == 1:
@@ -186,10 +185,10 @@ def first_tokens(
     Returns:
         [R] int32 tokens and [R] float32 log-probs.
     """
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
     words = token_words(keys, jnp.zeros(row_prompts.shape, jnp.int32))
-    return choose_tokens(_logits(weights, rows), words, inverse_temperature, top_p, mode)
+    return choose_tokens(logits(weights, rows), words, inverse_temperature, top_p, mode)
 
 
 class Decoded(NamedTuple):
@@ -200,7 +199,7 @@ class Decoded(NamedTuple):
             Entries after a row's stop token or the last step are undefined.
         logprobs: as `tokens`, float32 nats.
         steps: [] int32, steps taken.
-        sampled, done: [R], see `Rows`.
+        sampled, done: [R], see `RowState`.
     """
 
     tokens: jax.Array
@@ -220,7 +219,7 @@ _State = tuple[Cache, jax.Array, Decoded]
 def decode(
     weights: Params,
     cache: Cache,
-    rows: Rows,
+    rows: RowState,
     clock: jax.Array,
     steps: jax.Array,
     live_floor: jax.Array,
@@ -276,7 +275,7 @@ def decode(
 def _decode_local(
     weights: Params,
     cache: Cache,
-    rows: Rows,
+    rows: RowState,
     clock: jax.Array,
     steps: jax.Array,
     live_floor: jax.Array,
@@ -291,7 +290,7 @@ def _decode_local(
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     config, dtype = program.config, jnp.dtype(program.compute_dtype)
-    weights = widen(weights, dtype)
+    weights = dequantize(weights, dtype)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
@@ -322,7 +321,7 @@ def _decode_local(
         step, sampled = decoded.steps, decoded.sampled
         cache, hidden = forward(cache, last, sampled, clock + step)
         words = token_words(rows.keys, sampled)
-        tokens, logprobs = choose_tokens(_logits(weights, hidden), words, inverse_temperature, top_p, mode)
+        tokens, logprobs = choose_tokens(logits(weights, hidden), words, inverse_temperature, top_p, mode)
         return (
             cache,
             tokens,
@@ -387,36 +386,3 @@ def _attend_cached(
     attended = jnp.einsum("rkgs,rksh->rkgh", exponentials.astype(query.dtype), load(values, query.dtype))
     attended = attended * inverse.astype(query.dtype)
     return attended.reshape(rows, 1, heads, width), (keys, values)
-
-
-@functools.partial(jax.jit, static_argnames=("program",))
-def score(
-    weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
-) -> jax.Array:
-    """Compute teacher-forced log-probs of rows under the engine's weights, including cache rounding.
-
-    Args:
-        weights: the engine's tree.
-        tokens: [R, L] int32, right-padded.
-        lengths: [R] int32.
-        inverse_temperature: [] float32.
-        program: static arguments.
-
-    Returns:
-        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
-    """
-    weights = widen(weights, jnp.dtype(program.compute_dtype))
-    hidden, _ = _forward_rows(weights, tokens, lengths, program)
-    targets = tokens[:, 1:].reshape(-1)
-    previous = hidden[:, :-1].reshape(targets.size, -1)
-    chunks = -(-targets.size // _SCORE_CHUNK)
-    padding = chunks * -(-targets.size // chunks) - targets.size
-
-    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        scaled = _logits(weights, part[0]) * inverse_temperature
-        chosen = jnp.take_along_axis(scaled, part[1][:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(scaled, axis=-1)
-
-    parts = jnp.pad(previous, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    logprobs = jax.lax.map(chunk, jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), parts))
-    return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape[0], -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -14,13 +14,15 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
-from dcmdp_jax.rollout.checks import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.cache import FLOAT8
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
+from dcmdp_jax.rollout.local.score import score as score_rows
 from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, replicate, source_fingerprint
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
@@ -142,24 +144,20 @@ class LocalEngine:
         return {}
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+    ) -> Iterator[list[Episode]]:
         """Sample `group_size` completions for each prompt.
+
+        Sampling runs while the caller waits for the next list. A push of other weights in between changes nothing of
+        this call.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; `top_p` is ignored at temperature 0.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            on_finished: called with the finished rows, maybe none, whenever a program that samples returns.
 
         Returns:
-            The completions, ordered by `prompt * group_size + member`.
+            The groups that are complete, maybe none, whenever a program that samples returns.
 
         Raises:
             ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, or
@@ -181,23 +179,33 @@ class LocalEngine:
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
-        sampled = Completions(prompts, group, limit, seed, step, on_finished)
+        sampled = Completions(prompts, group, limit, seed, step)
         # Whole groups, if they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
         scheduler = Scheduler(self._weights, sampled, draw, sizes, program=self._program)
-        for bucket, members in self._by_bucket(prompts, -(-size // group)):
-            scheduler.sample(prompts, members, group, bucket)
-        rows, stops = range(len(prompts) * group), set(sampling.stop_token_ids)
-        tokens = [sampled.tokens[row, : sampled.sampled[row]].copy() for row in rows]
-        return Rollout(
-            prompt_ids=[prompts[row // group] for row in rows],
-            completion_ids=tokens,
-            rollout_logprobs=[sampled.logprobs[row, : sampled.sampled[row]].copy() for row in rows],
-            finish_reasons=["stop" if int(row[-1]) in stops else "length" for row in tokens],
-            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
-            policy_version=self._policy_version,
-        )
+        version, stops = self._policy_version, set(sampling.stop_token_ids)
+
+        def episode(row: int) -> Episode:
+            tokens = sampled.tokens[row, : sampled.sampled[row]]
+            return single_turn(
+                prompts[row // group],
+                tokens,
+                sampled.logprobs[row, : tokens.size],
+                policy_version=version,
+                group=row // group,
+                member=row % group,
+                finish_reason="stop" if int(tokens[-1]) in stops else "length",
+            )
+
+        def groups() -> Iterator[list[Episode]]:
+            waiting = OpenGroups(group)
+            for bucket, members in self._by_bucket(prompts, -(-size // group)):
+                for _ in scheduler.sample(prompts, members, group, bucket):
+                    yield waiting.add(map(episode, sampled.take_finished()))
+            yield waiting.add(map(episode, sampled.take_finished()))
+
+        return groups()
 
     def _by_bucket(self, prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
         """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next one in use."""
@@ -254,7 +262,7 @@ class LocalEngine:
                     lengths[place] = rows[index].size
                 split = NamedSharding(self._mesh, P("rows"))
                 padded, lengths = jax.device_put((padded, lengths), split)
-                logprobs = np.asarray(decode.score(self._weights, padded, lengths, inverse, program=self._program))
+                logprobs = np.asarray(score_rows(self._weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
         check_finite(results)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from dcmdp_jax.rollout.engine import OnFinished
 from dcmdp_jax.rollout.local import decode as programs
 from dcmdp_jax.rollout.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.rollout.local.sampler import row_keys
@@ -67,16 +66,8 @@ class Completions:
         prompt_lengths: [N] int32.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[np.ndarray],
-        group: int,
-        limit: int,
-        seed: int,
-        step: int,
-        on_finished: OnFinished | None = None,
-    ) -> None:
-        self._on_finished = on_finished
+    def __init__(self, prompts: Sequence[np.ndarray], group: int, limit: int, seed: int, step: int) -> None:
+        self._finished: list[int] = []
         count = len(prompts) * group
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
@@ -91,14 +82,18 @@ class Completions:
         self.logprobs[rows[:, None], places] = logprobs.T
         self.sampled[rows] = sampled
 
-    def tell_of(self, rows: np.ndarray) -> None:
-        """Report finished rows, maybe none, to `on_finished`."""
-        if self._on_finished is not None:
-            self._on_finished(rows.tolist(), [self.tokens[row, : self.sampled[row]].copy() for row in rows])
+    def finish(self, rows: np.ndarray) -> None:
+        """Note that rows are finished."""
+        self._finished += rows.tolist()
+
+    def take_finished(self) -> list[int]:
+        """Return the rows that finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
 
 
 @dataclasses.dataclass(eq=False)
-class _Kept:
+class _QueuedCache:
     """A cache whose rows are queued for a batch."""
 
     cache: Cache
@@ -108,7 +103,7 @@ class _Kept:
 class _Waiting(NamedTuple):
     """A queued row of the call, and the location of its cache."""
 
-    kept: _Kept
+    kept: _QueuedCache
     place: int
     row: int
 
@@ -136,14 +131,17 @@ class Scheduler:
             capacities.append(min(2 * capacities[-1], sizes.limit))
         self._capacities = capacities
 
-    def sample(self, prompts: Sequence[np.ndarray], members: Sequence[int], group: int, bucket: int) -> None:
-        """Sample `group` rows for each of the prompts `members`, none longer than `bucket`."""
+    def sample(self, prompts: Sequence[np.ndarray], members: Sequence[int], group: int, bucket: int) -> Iterator[None]:
+        """Sample `group` rows for each of the prompts `members`, none longer than `bucket`.
+
+        Pauses whenever rows may have finished.
+        """
         self._prompts, self._group, self._bucket = prompts, group, bucket
         self._members = deque(members)
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
         while any(self._has(level) for level in range(len(self._queues))):
             levels = [level for level in range(len(self._queues)) if self._has(level)]
-            self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
+            yield from self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
 
     def _has(self, level: int) -> bool:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
@@ -155,7 +153,7 @@ class Scheduler:
         aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
         return sum(slots_of(kept.cache) for kept in aside.values()) > self._bucket + self._sizes.limit
 
-    def _run(self, level: int) -> None:
+    def _run(self, level: int) -> Iterator[None]:
         """Run a batch, refilling it, until all its rows are done or preempted."""
         completions, sizes = self._completions, self._sizes
         waiting = self._supply(level, sizes.rows)
@@ -185,6 +183,7 @@ class Scheduler:
                 live = np.flatnonzero(places >= 0)
             cache, steps = self._decode(cache, places, live, level, clock, prefix, more)
             clock += steps
+            yield
             full = np.flatnonzero((places >= 0) & (completions.sampled[places] > self._capacities[level]))
             if not full.size:
                 continue
@@ -198,7 +197,7 @@ class Scheduler:
                     cache, order = self._take(cache, full, size, self._slots(level))
                     places = _ordered(places[full], order)
             else:
-                self._put_aside(cache, places, full, level + 1)
+                self._preempt(cache, places, full, level + 1)
 
     def _decode(
         self, cache: Cache, places: np.ndarray, live: np.ndarray, level: int, clock: int, prefix: int, more: bool
@@ -206,7 +205,7 @@ class Scheduler:
         """Decode until rows should leave the batch; finished rows are removed from `places`."""
         completions, draw = self._completions, self._draw
         sampled = completions.sampled[places]
-        rows = programs.Rows(
+        rows = programs.RowState(
             keys=completions.keys[places],
             prompt_lengths=completions.prompt_lengths[places],
             last=completions.tokens[places, sampled - 1],
@@ -227,7 +226,7 @@ class Scheduler:
         completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live])
         ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
         places[live] = np.where(ended, -1, of)
-        completions.tell_of(of[ended])
+        completions.finish(of[ended])
         return cache, steps
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
@@ -258,7 +257,7 @@ class Scheduler:
         cache, hidden = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
         rows = (np.asarray(members)[:, None] * group + np.arange(group)).reshape(-1)
         of = np.repeat(np.arange(len(members), dtype=np.int32), group)
-        kept = _Kept(cache, len(members))
+        kept = _QueuedCache(cache, len(members))
         for start in range(0, rows.size, self._sizes.rows):
             part, prompts = rows[start : start + self._sizes.rows], of[start : start + self._sizes.rows]
             tokens, logprobs = jax.device_get(
@@ -276,7 +275,7 @@ class Scheduler:
             tokens, logprobs = tokens[: part.size], logprobs[: part.size]
             completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32))
             going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
-            completions.tell_of(part[~going])
+            completions.finish(part[~going])
             pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)
             self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
 
@@ -290,7 +289,7 @@ class Scheduler:
             cache = self._insert(cache, rows[0].kept.cache, [row.place for row in rows], to)
         return cache
 
-    def _put_aside(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
+    def _preempt(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
         """Preempt rows of a batch and queue them for `level`."""
         queue, size = self._queues[level], self._sizes.rows
         while full.size:
@@ -298,7 +297,7 @@ class Scheduler:
             if kept is None or kept.used == size:
                 part, full = full[:size], full[size:]
                 filled = np.resize(np.asarray(part, np.int32), size)
-                kept = _Kept(take(cache, filled, extra=0, sharding=self._program.rows), 0)
+                kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.rows), 0)
             else:
                 part, full = full[: size - kept.used], full[size - kept.used :]
                 kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
@@ -337,7 +336,7 @@ class Scheduler:
             to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
             to[: part.size] = places[start : start + self._unit]
             cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.rows)
-        # Wait: see `parallel.host.MOST_UNDER_WAY`.
+        # Wait: see `parallel.cpu.MAX_IN_FLIGHT_PROGRAMS`.
         return jax.block_until_ready(cache)
 
     def _shrunk(self, size: int, live: int) -> int:

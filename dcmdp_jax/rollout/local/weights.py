@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.models import quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import fuse_projections, output_kernel
@@ -90,21 +91,15 @@ def replicate(weights: Params, mesh: Mesh) -> Params:
 
 
 def _checksums(tree: Params) -> jax.Array:
-    def leaf(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
-        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
-
-    return jnp.stack([leaf(x) for x in jax.tree.leaves(tree)])
+    # Flattened, which costs half as much on one device.
+    return jnp.stack([array_checksum(x.reshape(-1)) for x in jax.tree.leaves(tree)])
 
 
 _tree_checksums = jax.jit(_checksums)
 
 
 def fingerprint(weights: Params) -> np.ndarray:
-    """Compute a checksum of each leaf of the engine's tree, [leaves] uint32: sum_i bits_i (2 i + 1) mod 2^32.
-
-    The weights 2 i + 1 detect values that changed places. Layers come first, in order.
-    """
+    """Compute the `array_checksum` of each leaf of the engine's tree, [leaves] uint32. Layers come first, in order."""
     rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
     sums = [_tree_checksums(tree) for tree in (*weights["layers"], rest)]
     return np.concatenate(jax.device_get(sums))

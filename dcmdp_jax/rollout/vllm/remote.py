@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.rollout.checks import checked_sequences, scored_rows
-from dcmdp_jax.rollout.engine import EngineError, OnFinished, SamplingParams
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.rollout.validation import checked_sequences, scored_rows
+from dcmdp_jax.rollout.vllm.http_client import VllmHttpClient
+from dcmdp_jax.rollout.vllm.launch import check_temperature
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.rollout.vllm.server import VllmServer
-from dcmdp_jax.rollout.vllm.settings import check_temperature
-from dcmdp_jax.types import Params, Rollout
+from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +38,9 @@ class RemoteEngine:
     Which distribution its log-probs belong to is settled where the server is started. `--logprobs-mode raw_logprobs`,
     vLLM's default, ignores temperature and top-p; `processed_logprobs` is the distribution sampled from. The two agree
     at temperature 1 with top-p 1, and at temperature 0, where the protocol wants those of temperature 1. Anywhere else
-    the engine measures, once, which it is. With a server that reports raw ones `Rollout.rollout_logprobs` is all NaN
+    the engine measures, once, which it is. With a server that reports raw ones `Episode.rollout_logprobs` is all NaN
     there, which says that they are not known: the tokens are right, and evaluation reads nothing else, but
-    `checks.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
+    `validation.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
     right one. A warning says so once.
     """
 
@@ -65,7 +67,7 @@ class RemoteEngine:
                 completion takes.
             max_concurrent: requests in flight.
             retries: further attempts after a failed connection, a 5xx answer or a timeout.
-            policy_version: of the server's weights, for `Rollout.policy_version`.
+            policy_version: of the server's weights, for `Episode.policy_versions`.
 
         Raises:
             ValueError: for a setting out of range, a vLLM version not supported, or a server with a shorter context.
@@ -76,7 +78,7 @@ class RemoteEngine:
         self.config = config
         self.max_total_tokens = max_total_tokens
         self._policy_version = policy_version
-        self._server = VllmServer(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
+        self._server = VllmHttpClient(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
         if (context := self._server.max_model_len) < max_total_tokens:
             raise UserError(
                 f"max_total_tokens: got {max_total_tokens}, the server at {server} has max_model_len={context}; start "
@@ -108,19 +110,17 @@ class RemoteEngine:
         *,
         seed: int,
         step: int,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
+    ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; at temperature 0 `top_p` has no meaning.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            on_finished: told of each row once, when its answer has come.
 
         Returns:
-            The completions in order, `prompt * group_size + member`. The log-probs are NaN where the server's belong to
-            another distribution (see the class).
+            The groups that are complete, maybe none, twice a second or more often. The log-probs are NaN where the
+            server's belong to another distribution (see the class).
 
         Raises:
             ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. Nothing was
@@ -154,19 +154,24 @@ class RemoteEngine:
                 return tokens, np.full(tokens.size, np.nan, np.float32), reason
             return tokens, _logprobs(choice["logprobs"]["token_logprobs"], tokens.size), reason
 
-        def tell(row: int, answer: tuple[np.ndarray, np.ndarray, str]) -> None:
-            if on_finished is not None:
-                on_finished([row], [answer[0]])
+        def groups() -> Iterator[list[Episode]]:
+            waiting = OpenGroups(group)
+            with contextlib.closing(self._server.complete("generate: completion", payloads, read)) as answers:
+                for arrived in answers:
+                    yield waiting.add(
+                        single_turn(
+                            prompts[row // group],
+                            tokens,
+                            logprobs,
+                            policy_version=self._policy_version,
+                            group=row // group,
+                            member=row % group,
+                            finish_reason=reason,
+                        )
+                        for row, (tokens, logprobs, reason) in arrived
+                    )
 
-        answers = self._server.complete("generate: completion", payloads, read, on_read=tell)
-        return Rollout(
-            prompt_ids=[prompts[row // group] for row in range(len(answers))],
-            completion_ids=[tokens for tokens, _, _ in answers],
-            rollout_logprobs=[logprobs for _, logprobs, _ in answers],
-            finish_reasons=[reason for _, _, reason in answers],
-            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
-            policy_version=self._policy_version,
-        )
+        return groups()
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -206,7 +211,7 @@ class RemoteEngine:
             entries = zip(listed[prompts[index].size :], tokens, strict=True)
             return _logprobs([entry[str(token)]["logprob"] for entry, token in entries], len(tokens))
 
-        return self._server.complete("score: completion", payloads, read)
+        return self._server.complete_all("score: completion", payloads, read)
 
     def close(self) -> None:
         """Nothing is held between calls; safe to call any number of times."""
@@ -229,7 +234,7 @@ class RemoteEngine:
                 return top
 
             payloads = [{**asked, "temperature": temperature} for temperature in (1.0, 2.0)]
-            cool, hot = self._server.complete("log-probs mode: measurement", payloads, read)
+            cool, hot = self._server.complete_all("log-probs mode: measurement", payloads, read)
             common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
             before, after = (np.asarray([top[token] - top[common[0]] for token in common]) for top in (cool, hot))
             # Half a nat and more between the tokens, so that the rounding of one batch and another can't decide.

@@ -3,17 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; `wire.PROTOCOL` counts every change of this vocabulary:
-
-    start     engine arguments, manifest, segments        -> ready
-    push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
-    generate  prompts, seeds, sampling                    -> progress with what has ended ..., generated
-    score     rows                                        -> progress ..., scored
-    health                                                -> healthy
-    close                                                 -> closed, and the process ends
-
-`refused` answers a request that was not begun and leaves everything as it was; `failed` says why the process ends. This
-file and worker.py alone import torch or vllm; both run under the sidecar's own interpreter.
+the engine; the requests are those of `rollout/sidecar/__init__.py`. This file and worker.py alone import torch or vllm;
+both run under the sidecar's own interpreter.
 """
 
 from __future__ import annotations
@@ -28,11 +19,14 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 0.5
+# Larger frames go as shared memory: a trainer that is busy elsewhere must not fill the socket.
+_INLINE_BYTES = 4096
 
 
 def _find_package() -> None:
@@ -57,12 +51,15 @@ _find_package()
 
 import numpy as np  # noqa: E402
 
-from dcmdp_jax.rollout.vllm import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.sidecar import manifest, wire  # noqa: E402
 from dcmdp_jax.rollout.vllm.torch_builds import check_torch_builds  # noqa: E402
+
+_Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
+"""Arrays of the signs of progress, then those of the answer."""
 
 
 class Refused(ValueError):
-    """A request that was not begun."""
+    """A request that was refused before anything was computed."""
 
 
 class EngineHost:
@@ -115,8 +112,11 @@ class EngineHost:
         if self.llm.reset_prefix_cache() is not True:
             raise RuntimeError("the prefix cache could not be reset")
 
-    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray], alive: Any) -> dict[str, np.ndarray]:
-        """Samples one completion for each seed; `rows` says of which prompt."""
+    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
+        """Samples one completion, a row, for each seed; `prompt_of_row` says after which prompt.
+
+        Yields what has ended since; returns the rest.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -133,17 +133,15 @@ class EngineHost:
             )
             for seed in arrays["seeds"].tolist()
         ]
-        outputs = self._run([prompts[row] for row in arrays["rows"].tolist()], params, alive)
-        completions = [output.outputs[0] for output in outputs]
-        return {
-            "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
-            "logprobs": np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions]),
-            "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
-            "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
-        }
+        for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
+            yield _completions(ended)
+        return {}
 
-    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray], alive: Any) -> dict[str, np.ndarray]:
-        """Log-probs of the tokens of each row after its first `starts` tokens, at a temperature."""
+    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
+        """Log-probs of the tokens of each row after its first `starts` tokens, at a temperature.
+
+        Yields nothing now and then; returns all.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -153,18 +151,24 @@ class EngineHost:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         self.llm.collective_rpc("dcmdp_scale_logits", args=(fields["temperature"],))
+        outputs: dict[int, Any] = {}
         try:
-            outputs = self._run(rows, [params] * len(rows), alive)
+            for ended in self._run(rows, [params] * len(rows)):
+                outputs |= ended
+                yield {}
         finally:
             self.llm.collective_rpc("dcmdp_scale_logits", args=(1.0,))
         scored = []
-        for output, row, start in zip(outputs, rows, arrays["starts"].tolist(), strict=True):
-            listed = output.prompt_logprobs
+        for place, (row, start) in enumerate(zip(rows, arrays["starts"].tolist(), strict=True)):
+            listed = outputs[place].prompt_logprobs
             scored.append(np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32))
         return {"logprobs": np.concatenate(scored)}
 
-    def _run(self, prompts: list[list[int]], params: list[Any], alive: Any) -> list[Any]:
-        """All requests to their end. A refused one leaves none of the others behind."""
+    def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
+        """Run all requests; yield, twice a second and at the end, the outputs of those that have ended, by place.
+
+        Closed, it aborts the others. A refused one leaves none of the others behind.
+        """
         if self.version is None:
             raise Refused("no weights were pushed")
         self._reset_prefix_cache()
@@ -177,18 +181,35 @@ class EngineHost:
         except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
             self.engine.abort_request(list(places))
             raise Refused(f"request {len(places) - 1}: {_one_line(error)}") from error
-        outputs: list[Any] = [None] * len(prompts)
-        told = time.monotonic()
+        reported = time.monotonic()
         ended: dict[int, Any] = {}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                if output.finished:
-                    ended[places[output.request_id]] = outputs[places[output.request_id]] = output
-            if (now := time.monotonic()) - told > _PROGRESS_S:
-                told = now
-                alive(ended)
-                ended = {}
-        return outputs
+        try:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        ended[places.pop(output.request_id)] = output
+                if (now := time.monotonic()) - reported > _PROGRESS_S:
+                    reported = now
+                    yield ended
+                    ended = {}
+            yield ended
+        finally:
+            if places:
+                self.engine.abort_request(list(places))
+
+
+def _completions(outputs: dict[int, Any]) -> dict[str, np.ndarray]:
+    """The arrays of completions that have ended, by row; none where there are none."""
+    if not outputs:
+        return {}
+    completions = [output.outputs[0] for output in outputs.values()]
+    return {
+        "rows": np.array(list(outputs), np.int32),
+        "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
+        "logprobs": np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions]),
+        "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
+        "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
+    }
 
 
 def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
@@ -197,7 +218,7 @@ def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 
 def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
-    """Holds the manifest against the model that transformers builds from the same config.json, on no device.
+    """Compare the manifest with the model that transformers builds from the same config.json, on no device.
 
     A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.
     """
@@ -209,7 +230,9 @@ def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
         del config.quantization_config
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, value in model.state_dict().items():
+        expected |= _separate_experts(name, tuple(value.shape))
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
     given = {t.name: t.shape for t in tensors if not t.name.endswith("_scale")}
@@ -219,6 +242,21 @@ def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
                 f"manifest: {name} has shape {given.get(name, 'missing')}, the model of {directory}/config.json has "
                 f"{expected.get(name, 'no such')}"
             )
+
+
+def _separate_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused, experts first."""
+    module, _, part = name.rpartition(".experts.")
+    if part == "gate_up_proj":
+        count, rows, columns = shape
+        return {
+            f"{module}.experts.{expert}.{half}_proj.weight": (rows // 2, columns)
+            for expert in range(count)
+            for half in ("gate", "up")
+        }
+    if part == "down_proj":
+        return {f"{module}.experts.{expert}.down_proj.weight": shape[1:] for expert in range(shape[0])}
+    return {name: shape}
 
 
 def _one_line(error: BaseException) -> str:
@@ -252,25 +290,6 @@ def _clear_names() -> None:
 
 def _serve(connection: wire.Connection, host: EngineHost) -> None:
     """Answers frames until `close` or until the trainer is gone."""
-
-    def alive(ended: dict[int, Any]) -> None:
-        """Says so, and which requests have ended since it last did."""
-        if select.select([connection], [], [], 0)[0]:
-            # Nothing may come before the answer: it is the end of the file, or a trainer that lost count.
-            connection.receive(timeout_s=0.1)
-            raise wire.WireError("a frame before the last one was answered")
-        tokens = [np.asarray(output.outputs[0].token_ids, np.int32) for output in ended.values()]
-        arrays = (
-            {
-                "rows": np.array(list(ended), np.int32),
-                "token_ids": np.concatenate(tokens),
-                "lengths": np.array([ids.size for ids in tokens], np.int32),
-            }
-            if tokens
-            else {}
-        )
-        connection.send("progress", arrays=arrays)
-
     while True:
         header, arrays = connection.receive()
         op = header["op"]
@@ -282,11 +301,11 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
                     "pushed", {"policy_version": host.version, "seconds": time.monotonic() - began}, {"checksums": sums}
                 )
             elif op in ("generate", "score"):
-                answer = host.generate if op == "generate" else host.score
-                results = answer(header, arrays, alive)
-                done = "generated" if op == "generate" else "scored"
-                fields = {"policy_version": host.version, "seconds": time.monotonic() - began}
-                connection.send(done, fields, results, share=True)
+                parts = host.generate(header, arrays) if op == "generate" else host.score(header, arrays)
+                _send_parts(connection, parts, "generated" if op == "generate" else "scored", host.version)
+            elif op == "cancel":
+                # Its request was answered in the meantime.
+                connection.send("cancelled")
             elif op == "health":
                 running = host.engine.get_num_unfinished_requests()
                 fields = {"policy_version": host.version, "running": running, "resident_bytes": _memory()}
@@ -298,6 +317,29 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
                 raise Refused(f"{op!r} is no request")
         except Refused as error:
             connection.send("refused", {"message": str(error)})
+
+
+def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_version: int | None) -> None:
+    """Sends what a request yields as progress, then its answer; or cancels it where the trainer says so."""
+
+    def send(op: str, arrays: dict[str, np.ndarray]) -> None:
+        share = sum(array.nbytes for array in arrays.values()) > _INLINE_BYTES
+        connection.send(op, {"policy_version": policy_version}, arrays, share=share)
+
+    while True:
+        try:
+            arrays = next(parts)
+        except StopIteration as end:
+            send(done, end.value)
+            return
+        send("progress", arrays)
+        if select.select([connection], [], [], 0)[0]:
+            # Else it is the end of the file, or a trainer that lost count.
+            if connection.receive(timeout_s=0.1).header["op"] != "cancel":
+                raise wire.WireError("a frame before the last one was answered")
+            parts.close()
+            connection.send("cancelled")
+            return
 
 
 def main() -> None:
@@ -316,12 +358,12 @@ def main() -> None:
             raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
         host = EngineHost(header)
         _clear_names()
-        connection.send("ready", {"protocol": wire.PROTOCOL, "vllm": host.vllm_version, "pid": os.getpid()})
+        connection.send("ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()})
         _serve(connection, host)
         status = 0
     except wire.WireError as error:
         sys.stderr.write(f"sidecar: {error}\n")
-    except BaseException as error:  # whatever it is, the trainer is told and the process ends
+    except BaseException as error:  # reported to the trainer, then the process ends
         traceback.print_exc()
         with contextlib.suppress(OSError, ValueError):
             connection.send("failed", {"message": _one_line(error)}, timeout_s=10)

@@ -1,4 +1,4 @@
-"""What the trainer adds to vLLM's workers: weights out of shared memory, in place.
+"""Extension of vLLM's workers: loads weights from shared memory, in place.
 
 vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in every process that holds a part of the
 model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from dcmdp_jax.rollout.vllm import manifest
-from dcmdp_jax.rollout.vllm.segments import attach
+from dcmdp_jax.rollout.sidecar import manifest
+from dcmdp_jax.rollout.sidecar.shared_memory import attach
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,6 +49,11 @@ class WeightReceiver:
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
+        if current_platform.is_cpu():
+            # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old ones.
+            for module in self.model_runner.get_model().modules():
+                if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                    method.moe_kernel = None
         self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form when it reloads.
@@ -73,7 +79,7 @@ class WeightReceiver:
 
 @functools.cache
 def _attached(path: str, size: int) -> np.ndarray:
-    """One mapping for all pushes: taking each page in anew costs as much as reading it."""
+    """One mapping for all pushes: mapping each page again costs as much as reading it."""
     return attach(path, size)
 
 

@@ -1,0 +1,148 @@
+"""Command line of bin.evaluate: arguments, and the settings they make with a run's own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bin.arguments import real, split_tasks, temperature, whole
+from bin.cli import Parser
+from configs.base import get_config
+from dcmdp_jax.config import ENGINE_CHOICES
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+from dcmdp_jax.rollout.engines import ENGINES
+from dcmdp_jax.rollout.vllm.launch import check_temperature
+
+# More in flight than any engine decodes; vLLM allocates for each.
+_MOST_ROWS = 65536
+# Of the command, not of what is evaluated.
+_NOT_SETTINGS = ("model", "method", "out", "step", "table")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the arguments, without the program's name.
+
+    Raises:
+        UserError: in one line, for a misspelt or ill-typed one, or neither MODEL nor --table.
+    """
+    arguments = _parser().parse_args(words)
+    if (arguments.model is None) == (arguments.table is None):
+        raise UserError("MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL")
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace, run: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments, with a run's own values, or those of configs/base.py, where they say nothing.
+
+    Args:
+        arguments: as `parse` gives them.
+        run: a run's config as a nested dict; None for a Hugging Face directory.
+
+    Raises:
+        UserError: in one line, for values that don't fit each other.
+    """
+    run = run or get_config().to_dict()
+    given = {name: value for name, value in vars(arguments).items() if name not in _NOT_SETTINGS}
+    defaults = {
+        "engine": run["rollout"]["engine"],
+        "prompt_suffix": run["task"]["prompt_suffix"],
+        "precision": run["rollout"]["precision"],
+        "compute_dtype": run["rollout"]["compute_dtype"],
+        "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
+    }
+    for name, value in defaults.items():
+        given[name] = value if given[name] is None else given[name]
+    for name, allowed in ENGINE_CHOICES.get(given["engine"], {}).items():
+        option = name.removeprefix("rollout.")
+        if given[option] not in allowed:
+            raise UserError(
+                f"--{option}: got {shorten(given[option])}, allowed with --engine {given['engine']} are "
+                f"{', '.join(allowed)}"
+            )
+    if (given["engine"] == "remote") != (given["server"] is not None):
+        raise UserError("--server: goes with --engine remote, which needs it: http(s)://HOST:PORT or a socket's path")
+    if given["engine"] != "local":
+        check_temperature(given["temperature"], "--temperature")
+    if given["drop_overlap"] and given["train_data"] is None:
+        raise UserError("--drop_overlap: goes with --train_data, the problems that the policy was trained on")
+    if given["tasks"] is None:
+        if not run["evaluation"]["task"]:
+            raise UserError("--tasks is missing; for example --tasks=aime24.jsonl,math500.jsonl")
+        given["tasks"] = split_tasks(run["evaluation"]["task"])
+    return given
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m bin.evaluate",
+        description="avg@K and pass@K of a Hugging Face directory or a checkpoint, in the paper's table layout.",
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        type=Path,
+        help="Hugging Face directory, run directory, or checkpoint directory",
+    )
+    add(
+        "--tasks",
+        type=split_tasks,
+        metavar="A,B,...",
+        help=".jsonl or .parquet files, arithmetic:... or Hub names (default: a run's evaluation.task)",
+    )
+    add("--step", type=whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
+    add("--engine", choices=tuple(ENGINES), help="what samples (default: a run's own, else local)")
+    add("--server", metavar="URL", help="with --engine remote: http(s)://HOST:PORT or the path of a Unix socket")
+    add("--precision", help="of the engine's weights, as rollout.precision (default: a run's own, else bfloat16)")
+    add("--compute_dtype", help="of activations, as rollout.compute_dtype (default: a run's own, else bfloat16)")
+    add("--kv_cache_dtype", help="of the key-value cache, as rollout.kv_cache_dtype (default: a run's own, else auto)")
+    add("--samples", type=whole(1), metavar="K", help="completions a problem (default: the paper's K, others 8)")
+    add("--temperature", type=temperature, default=0.7, help="default %(default)s, as the paper; 0 is greedy")
+    add("--top_p", type=real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
+    add(
+        "--max_completion_tokens",
+        type=whole(1),
+        default=32768,
+        metavar="N",
+        help="end-of-sequence included (default: %(default)s, as the paper)",
+    )
+    add("--max_prompt_tokens", type=whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
+    add("--max_problems", type=whole(1), metavar="N", help="only the first N rows of each task (default: all)")
+    add("--prompt_suffix", help="appended to each problem (default: a run's own, else the default)")
+    add("--train_data", metavar="FILE", help="training problems, as task.train: report tasks' overlap with them")
+    add("--drop_overlap", action="store_true", help="leave out the problems that --train_data has")
+    add("--on_bad_row", choices=("error", "skip"), default="error", help="a malformed row (default: %(default)s)")
+    add(
+        "--max_rows",
+        type=whole(1, _MOST_ROWS),
+        default=256,
+        metavar="N",
+        help="completions decoded at a time (default: %(default)s)",
+    )
+    add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
+    add(
+        "--problems_per_part",
+        type=whole(1),
+        metavar="N",
+        help="problems sampled and saved together; part of what is evaluated (default: 4 x max_rows completions)",
+    )
+    add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON with every problem's mean, replaced if it is there; FILE.problems.jsonl beside it has every "
+        "problem's scores and lets a killed evaluation continue (default: a new evaluation-*.json in the run "
+        "directory, or here for a Hugging Face directory)",
+    )
+    add(
+        "--table",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="instead of evaluating: one table over finished evaluations; files of one --method are its runs",
+    )
+    return parser

@@ -1,0 +1,268 @@
+"""Runs a study: a grid of configs and seeds, one after another, and compares them.
+
+    python -m bin.sweep --study=configs/studies/methods.py                       demo size, on a CPU
+    python -m bin.sweep --study=configs/studies/methods.py:paper                 the paper's constants
+    python -m bin.sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
+    python -m bin.sweep --study=... --dry_run                                    list the runs and stop
+
+Each run is `python -m bin.train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
+that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has results.md, results.json
+and figures/ of the finished runs. docs/paper.md lists the studies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bin.arguments import whole
+from bin.cli import Parser, run_main
+from bin.flags import parse as parse_run
+from dcmdp_jax.config import Config, to_dict
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.log import write_json
+from dcmdp_jax.evaluation.table import format_comparison, read_scores
+from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.study_figures import draw_curves, draw_differences
+from dcmdp_jax.studies.results import (
+    MEASURES,
+    Table,
+    curves,
+    held_out,
+    measure_arms,
+    paired_differences,
+    record,
+    recorded,
+    tables,
+)
+from dcmdp_jax.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
+from dcmdp_jax.training.run_directory import check_run_directory
+
+_OVERRIDE = "--config."
+_FINISHED = "finished.json"
+_EVALUATION = "evaluation.json"
+_STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT}
+_DPI = 130
+# File stem: heading, unit, metric.
+_CURVES = {
+    "reward": ("Reward", "mean reward", "reward/mean"),
+    "discrepancy": ("Discrepancy between the engines (dashed: the budget c)", "discrepancy", "discrepancy/mean"),
+    "multiplier": ("Lagrange multiplier", "lambda", "dual/multiplier"),
+    "entropy": ("Policy entropy", "nats", "policy/entropy"),
+}
+
+
+class _Commands:
+    """Runs one command at a time. SIGTERM ends it, and every later one before it begins."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def __enter__(self) -> _Commands:
+        self._before = signal.signal(signal.SIGTERM, self._stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _stop(self, *_: object) -> None:
+        self._stopped = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def call(self, run: StudyRun, words: Sequence[str], label: str) -> int:
+        """The exit code of `python -m WORDS`, 128 + N for signal N. Its output goes to the run's log."""
+        log = run.directory.with_name(f"{run.directory.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if self._stopped:
+            return 128 + signal.SIGTERM
+        with log.open("a", encoding="utf-8") as file:
+            self._process = subprocess.Popen([sys.executable, "-m", *words], stdout=file, stderr=subprocess.STDOUT)
+            if self._stopped:  # the signal came while it was started
+                self._process.terminate()
+            try:
+                code = self._process.wait()
+            except KeyboardInterrupt:  # the terminal sent it to both
+                self._process.wait()
+                code = 128 + signal.SIGINT
+        if self._stopped:
+            return 128 + signal.SIGTERM
+        code = 128 - code if code < 0 else code
+        if code and code not in _STOPPED:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            print(f"{label}: failed with exit code {code}: {lines[-1] if lines else ''} (log: {log})", flush=True)
+        return code
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments (program name first), check every run, run what is not finished, compare."""
+    overrides = [word for word in argv[1:] if word.startswith(_OVERRIDE)]
+    arguments = _parser().parse_args([word for word in argv[1:] if word not in overrides])
+    if arguments.study is None:
+        raise UserError("--study is missing; for example --study=configs/studies/methods.py")
+    study = _load(arguments.study)
+    if arguments.seeds is not None:
+        study = Study(study.title, study.arms, study.baseline, arguments.seeds, study.evaluation)
+    out = arguments.out or Path("runs") / "studies" / _directory_name(arguments.study)
+    runs, configs = _resolve(study, out, overrides)
+    if arguments.dry_run:
+        for run in runs:
+            print(f"{run.label}: python -m bin.train {' '.join(run.arguments)}")
+        return 0
+    failed: list[StudyRun] = []
+    code = 0
+    with _Commands() as commands:
+        for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
+            code = _finish(commands, run, config, study.evaluation, f"[{number}/{len(runs)}] {run.label}")
+            if code in _STOPPED:
+                print("stopped; the same command continues", flush=True)
+                break
+            failed += [run] if code else []
+    _compare(study, runs, failed, out)
+    return code if code in _STOPPED else int(bool(failed))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m bin.sweep",
+        description="Run a study's grid of configs and seeds, one after another, and compare them. "
+        "--config.section.name=value overrides a setting in every run; the same command continues.",
+    )
+    parser.add_argument("--study", metavar="FILE[:ARGUMENT]", help="a file of configs/studies/")
+    parser.add_argument("--seeds", type=_seeds, metavar="N,N,...", help="default: the study's own")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
+    parser.add_argument("--dry_run", action="store_true", help="check every config, list the runs, and stop")
+    return parser
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    number = whole(0, 2**31 - 1)
+    seeds = tuple(number(part.strip()) for part in text.split(","))
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"got {text!r}, every seed must be there once")
+    return seeds
+
+
+def _directory_name(given: str) -> str:
+    location, _, argument = given.partition(":")
+    return Path(location).stem + (f"_{argument}" if argument else "")
+
+
+def _load(given: str) -> Study:
+    """Run a study file's `get_study`, once."""
+    location, colon, argument = given.partition(":")
+    path = Path(location)
+    if not path.is_file():
+        known = ", ".join(map(str, sorted(Path("configs/studies").glob("[!_]*.py"))))
+        raise UserError(f"--study: no file {location}; there are {known or 'none in configs/studies/'}")
+    try:
+        study = runpy.run_path(str(path))["get_study"](*([argument] if colon else []))
+    except KeyError as error:
+        raise UserError(f"--study: {path}: it has no function get_study") from error
+    except Exception as error:  # the file is a program: anything may be wrong with it
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"--study: {path}: {kind}{' '.join(str(error).split())}") from error
+    if not isinstance(study, Study):
+        raise UserError(f"--study: {path}: get_study returned {type(study).__name__}, must be a Study")
+    return study
+
+
+def _resolve(study: Study, out: Path, overrides: Sequence[str]) -> tuple[list[StudyRun], list[Config]]:
+    """Every run with its checked config, before the first is begun."""
+    for word in overrides:
+        name, equals, _ = word.removeprefix(_OVERRIDE).partition("=")
+        if not equals:
+            raise UserError(f"{word}: its value is missing; settings are given as --config.section.name=value")
+        if name in SET_BY_THE_STUDY:
+            raise UserError(f"{word}: the study sets {name} for each run; use --out and --seeds")
+    runs = runs_of(study, out, overrides)
+    configs = []
+    for run in runs:
+        try:
+            configs.append(parse_run(["train", *run.arguments]).config)
+        except UserError as error:
+            raise UserError(f"study: {run.label}: {error}") from None
+    check_collisions(runs, [to_dict(config) for config in configs])
+    for config in configs:
+        check_run_directory(config)
+    return runs, configs
+
+
+def _finish(commands: _Commands, run: StudyRun, config: Config, evaluation: Sequence[str], label: str) -> int:
+    """Train and evaluate one run as far as it is not done; the exit code of what failed."""
+    done = run.directory / _FINISHED
+    began = time.monotonic()
+    # A run may be told to go on: more steps than it was finished with.
+    if not done.exists() or json.loads(done.read_text())["steps"] < config.training.steps:
+        code = commands.call(run, ["bin.train", *run.arguments], label)
+        if code:
+            return code
+        write_json(done, {"steps": config.training.steps})
+        (run.directory / _EVALUATION).unlink(missing_ok=True)
+    if evaluation and not (run.directory / _EVALUATION).exists():
+        words = [str(run.directory), *evaluation, "--method", run.arm, "--out", str(run.directory / _EVALUATION)]
+        code = commands.call(run, ["bin.evaluate", *words], f"{label}, evaluation")
+        if code:
+            return code
+    print(f"{label}: finished ({time.monotonic() - began:.0f} s)", flush=True)
+    return 0
+
+
+def _compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], out: Path) -> None:
+    """Tables and figures of the runs that are finished."""
+    finished = [run for run in runs if (run.directory / _FINISHED).exists()]
+    notes = [f"Failed: {', '.join(run.label for run in failed)}."] if failed else []
+    if waiting := len(runs) - len(finished) - len(failed):
+        notes.append(f"Not finished: {waiting} of {len(runs)} runs.")
+    series: Table = {
+        arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm} for arm in study.arms
+    }
+    text = tables(study.title, series, study.baseline, notes)
+    if evaluated := [run.directory / _EVALUATION for run in finished if (run.directory / _EVALUATION).exists()]:
+        text += f"\n```\n{format_comparison([read_scores(path) for path in evaluated])}\n```\n"
+    print(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.md").write_text(text, encoding="utf-8")
+    write_json(out / "results.json", record(study.title, series, study.baseline, notes))
+    if finished:
+        print(f"wrote {out}/results.md, results.json and {_draw(study, series, out / 'figures')}/*.png")
+
+
+def _draw(study: Study, series: Table, directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    budgets = {
+        arm: float(next(iter(seeds.values()))["dual/tolerance"][1][-1])
+        for arm, seeds in series.items()
+        if seeds and "dual/tolerance" in next(iter(seeds.values()))
+    }
+    scores = curves(series, held_out)
+    if scores:
+        draw_curves(f"{study.title}: held-out score", "avg@K", scores).savefig(directory / "held_out.png", dpi=_DPI)
+    for stem, (heading, unit, name) in _CURVES.items():
+        found = curves(series, functools.partial(recorded, name=name))
+        if found:
+            level = budgets if stem == "discrepancy" else None
+            draw_curves(f"{study.title}: {heading}", unit, found, level).savefig(directory / f"{stem}.png", dpi=_DPI)
+    for name in ("held_out", "discrepancy"):
+        differences = paired_differences(measure_arms(series, MEASURES[name]), study.baseline)
+        shown = {
+            arm: (found.mean, found.half_width, found.values) for arm, found in differences.items() if found.values
+        }
+        if shown:
+            title = f"{study.title}: difference to {study.baseline} by seed"
+            figure = draw_differences(title, MEASURES[name].title, shown)
+            figure.savefig(directory / f"difference_{name}.png", dpi=_DPI)
+    return directory
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,54 @@
+"""The demo with a remedy for engine mismatch other than DC-GRPO's multiplier, or beside it.
+
+    python -m bin.train --config=configs/remedies.py:grpo,tis                                GRPO with TIS
+    python -m bin.train --config=configs/remedies.py:tis                                     DC-GRPO with TIS
+    python -m bin.train --config=configs/remedies.py:grpo,dppo
+    python -m bin.train --config=configs/remedies.py:grpo,tis,veto                           two corrections
+    python -m bin.train --config=configs/remedies.py:grpo,tis,debug                          a minute
+
+Task, model, engine and steps are those of configs/demo.py. Thresholds are those of the papers and peers that
+docs/remedies.md names, not tuned for this model. A remedy that is a correction joins others; of two that set the same
+setting the last counts.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, demo
+
+_ROLLOUT = {"ratio_denominator": "rollout"}
+
+REMEDIES = {
+    "tis": {"corrections": "tis(high=2)"},
+    "sequence_tis": {"corrections": "sequence_tis(high=2)"},
+    "icepop": {"corrections": "icepop(low=0.5,high=5)"},
+    "sequence_mis": {"corrections": "sequence_mis(high=3)"},
+    "sequence_rejection": {"corrections": "sequence_rejection(low=0.5,high=2)"},
+    "geometric_rejection": {"corrections": "geometric_rejection(low=0.99,high=1.01)"},
+    "k1": {"corrections": "token_k1(high=0.7)"},
+    "k2": {"corrections": "mean_k2(high=0.01)"},
+    "k3": {"corrections": "mean_k3(high=0.01)"},
+    "veto": {"corrections": "veto(floor=1e-4)"},
+    "off_policy_mask": {"corrections": "off_policy_mask(high=0.5)"},
+    "bypass": {"ratio_denominator": "bypass"},
+    "dppo": _ROLLOUT | {"trust_region": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo_kl": _ROLLOUT | {"trust_region": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05},
+    "drpo": _ROLLOUT | {"trust_region": "drpo", "clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "dual_clip": {"dual_clip": 3.0},
+    "dapo": {"aggregation": "token_mean", "clip_high": 0.28, "overlong_buffer": 8, "drop_equal_groups": True},
+}
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    config = demo.get_config()
+    config.run_dir = "runs/remedies"
+    options = [option for option in arg.split(",") if option]
+    for remedy in [option for option in options if option in REMEDIES]:
+        config.run_dir += f"_{remedy}"
+        for name, value in REMEDIES[remedy].items():
+            before = config.algorithm.corrections
+            config.algorithm[name] = f"{before},{value}" if name == "corrections" and before else value
+    rest = [option for option in options if option not in REMEDIES]
+    if unknown := [option for option in rest if option not in base.OPTIONS]:
+        raise ValueError(f"config argument {unknown[0]!r}: allowed are {', '.join((*base.OPTIONS, *REMEDIES))}")
+    return base.with_options(config, ",".join(rest))

@@ -1,0 +1,26 @@
+"""Ablation of eta, the dual learning rate: table 4, Qwen3-8B.
+
+    python -m bin.sweep --study=configs/studies/ablation_dual_learning_rate.py
+    python -m bin.sweep --study=configs/studies/ablation_dual_learning_rate.py:paper          8 GPUs with vLLM
+
+The default is 1.0; the demo's is 50, to the scale of its discrepancy.
+"""
+
+from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+_SETTING = "algorithm.dual_learning_rate"
+# Label, which is the paper's value: demo's value, the paper's.
+_VALUES = {"0.5": (25.0, 0.5), "1.0": (50.0, 1.0), "1.5": (75.0, 1.5)}
+
+
+def get_study(arg: str = "") -> Study:
+    return make_study(
+        arg,
+        "Dual learning rate eta",
+        demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
+        paper=arms(
+            QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
+        ),
+        baseline="1.0",
+    )

@@ -1,0 +1,26 @@
+"""Ablation of lambda_0, the first multiplier: table 3, Qwen3-8B.
+
+    python -m bin.sweep --study=configs/studies/ablation_multiplier.py
+    python -m bin.sweep --study=configs/studies/ablation_multiplier.py:paper          8 GPUs with vLLM
+
+The default is 0.1.
+"""
+
+from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+_SETTING = "algorithm.multiplier"
+# Label, which is the paper's value: demo's value, the paper's.
+_VALUES = {"0.05": (0.05, 0.05), "0.1": (0.1, 0.1), "0.2": (0.2, 0.2)}
+
+
+def get_study(arg: str = "") -> Study:
+    return make_study(
+        arg,
+        "Initial multiplier lambda_0",
+        demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
+        paper=arms(
+            QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
+        ),
+        baseline="0.1",
+    )

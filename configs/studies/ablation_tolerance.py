@@ -1,0 +1,31 @@
+"""Ablation of c, the budget: table 5, Qwen3-8B.
+
+    python -m bin.sweep --study=configs/studies/ablation_tolerance.py
+    python -m bin.sweep --study=configs/studies/ablation_tolerance.py:paper          8 GPUs with vLLM
+
+The default is 0.0037; the demo's is 0.0012, and its values have the paper's proportions.
+"""
+
+from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+_SETTING = "algorithm.tolerance"
+# Label, which is the paper's value: demo's value, the paper's.
+_VALUES = {
+    "0.0030": (0.000973, 0.0030),
+    "0.0035": (0.001135, 0.0035),
+    "0.0037": (0.0012, 0.0037),
+    "0.0040": (0.001297, 0.0040),
+}
+
+
+def get_study(arg: str = "") -> Study:
+    return make_study(
+        arg,
+        "Budget c",
+        demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
+        paper=arms(
+            QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
+        ),
+        baseline="0.0037",
+    )

@@ -1,0 +1,47 @@
+"""The two sizes that every study has."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dcmdp_jax.studies.study import Arm, Study
+
+DEMO = "configs/demo.py"
+QWEN3_8B = "configs/qwen3_8b.py"
+R1_DISTILL = "configs/r1_distill_qwen_1p5b.py"
+SEEDS = (0, 1, 2, 3, 4)
+PAPER_SEEDS = (0,)
+"""The paper reports one run of each."""
+SIX_BENCHMARKS = ",".join(
+    f"data/{name}.jsonl" for name in ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
+)
+
+
+def make_study(
+    arg: str,
+    title: str,
+    *,
+    demo: Mapping[str, Arm],
+    paper: Mapping[str, Arm],
+    baseline: str,
+) -> Study:
+    """A study at demo size, or with `paper` as its argument at the paper's, evaluated on the six benchmarks.
+
+    Args:
+        arg: "" or "paper".
+        title: heading.
+        demo, paper: arms of the two.
+        baseline: an arm of both.
+
+    Raises:
+        ValueError: for another argument.
+    """
+    if arg not in ("", "paper"):
+        raise ValueError(f"study argument {arg!r}: allowed is paper")
+    if arg == "paper":
+        return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, ("--tasks", SIX_BENCHMARKS))
+    return Study(f"{title} (demo size)", demo, baseline, SEEDS)
+
+
+def arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
+    """One config, and label -> what it changes."""
+    return {label: Arm(config, changes) for label, changes in settings.items()}

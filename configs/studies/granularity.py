@@ -1,0 +1,21 @@
+"""Discrepancy charged by token against by sequence, under Dual-GRPO (section 4, the choice of granularity).
+
+    python -m bin.sweep --study=configs/studies/granularity.py
+    python -m bin.sweep --study=configs/studies/granularity.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+
+The paper argues for tokens and shows no figure.
+"""
+
+from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+
+def get_study(arg: str = "") -> Study:
+    settings = {
+        "grpo": {"algorithm.method": "grpo"},
+        "token": {"algorithm.method": "dual_grpo", "algorithm.level": "token"},
+        "sequence": {"algorithm.method": "dual_grpo", "algorithm.level": "sequence"},
+    }
+    return make_study(
+        arg, "Dual-GRPO by granularity", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="token"
+    )

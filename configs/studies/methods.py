@@ -1,0 +1,15 @@
+"""GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one FP8 engine (figures 4 and 5).
+
+python -m bin.sweep --study=configs/studies/methods.py
+python -m bin.sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+"""
+
+from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+METHODS = ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")
+
+
+def get_study(arg: str = "") -> Study:
+    settings = {method: {"algorithm.method": method} for method in METHODS}
+    return make_study(arg, "Methods", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="grpo")

@@ -1,0 +1,23 @@
+"""Dual-GRPO with three penalties: probability difference, ratio, log-difference (section 4; figure 2, right).
+
+    python -m bin.sweep --study=configs/studies/penalties.py
+    python -m bin.sweep --study=configs/studies/penalties.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+
+GRPO is the baseline: the figure's gain is what a penalty adds.
+"""
+
+from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+
+def get_study(arg: str = "") -> Study:
+    dual = {"algorithm.method": "dual_grpo"}
+    settings = {
+        "grpo": {"algorithm.method": "grpo"},
+        "diff": {**dual, "algorithm.measure": "diff"},
+        "ratio": {**dual, "algorithm.measure": "ratio"},
+        "log": {**dual, "algorithm.measure": "log"},
+    }
+    return make_study(
+        arg, "Dual-GRPO by penalty", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="grpo"
+    )

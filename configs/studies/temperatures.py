@@ -1,0 +1,23 @@
+"""GRPO at sampling temperatures 0.3, 0.7 and 1.0: the paper's case study (section 3; its figure 2, left and middle).
+
+    python -m bin.sweep --study=configs/studies/temperatures.py
+    python -m bin.sweep --study=configs/studies/temperatures.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+
+Every arm is evaluated at one temperature: 1.0 at demo size, the paper's 0.7 on the six benchmarks.
+"""
+
+from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from dcmdp_jax.studies.study import Study
+
+TEMPERATURES = (0.3, 0.7, 1.0)
+
+
+def get_study(arg: str = "") -> Study:
+    settings = {f"t={temperature}": {"rollout.temperature": temperature} for temperature in TEMPERATURES}
+    return make_study(
+        arg,
+        "GRPO by sampling temperature",
+        demo=arms(f"{DEMO}:grpo", settings),
+        paper=arms(f"{R1_DISTILL}:grpo", settings),
+        baseline="t=1.0",
+    )

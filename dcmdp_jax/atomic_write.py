@@ -1,0 +1,27 @@
+"""Write a whole file or nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def atomic_write(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that a kill, a power cut or a full disk leaves the old content or the new.
+
+    The content goes to a hidden sibling, which is synced to disk and renamed.
+
+    Args:
+        path: the file, in an existing directory.
+        content: text is written as UTF-8.
+
+    Raises:
+        OSError: if it can't be written.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.new")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,67 @@
+"""Unbiased pass@k and bootstrap intervals over problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import stdtrit
+
+_RESAMPLES = 2000
+_LEVEL = 0.95
+
+
+def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
+    """Unbiased pass@k of each problem for every k from 1 to n (Chen et al. 2021, Eq. 1).
+
+        pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{j < k} (n - c - j) / (n - j)
+
+    The product has no large intermediate. pass@1 is the mean, pass@n is 1 where c > 0.
+
+    Args:
+        correct: [P] int, c, right answers among the problem's n.
+        samples: n.
+
+    Returns:
+        [P, n] float64, column k - 1 for k.
+
+    Raises:
+        ValueError: if a count is outside 0 to n.
+    """
+    correct = np.asarray(correct)
+    if samples < 1 or np.any((correct < 0) | (correct > samples)):
+        raise ValueError(f"correct: got {correct.tolist()}, each must be from 0 to samples = {samples}")
+    drawn = np.arange(samples)
+    # Once no wrong answer is left to draw the factor is 0, and so is every later product.
+    factors = np.maximum(samples - correct[:, None] - drawn, 0) / (samples - drawn)
+    return 1 - np.cumprod(factors, axis=1)
+
+
+def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
+    """95% percentile interval of the mean over problems, from 2,000 resamples of the problems with replacement.
+
+    The interval says how the mean depends on the choice of problems; a problem's own samples are not resampled.
+
+    Args:
+        values: [P] float64, one for each problem.
+        seed: of the resamples.
+
+    Returns:
+        Lower and upper end; NaN with one problem.
+    """
+    values = np.asarray(values, np.float64)
+    problems = len(values)
+    if problems < 2:
+        return float("nan"), float("nan")
+    random = np.random.default_rng(seed)
+    means = [values[random.integers(problems, size=problems)].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return float(low), float(high)
+
+
+def t_half_width(values: Sequence[float]) -> float:
+    """Half of the 95% t interval of the mean of a few independent values, such as runs; NaN with one."""
+    if len(values) < 2:
+        return float("nan")
+    quantile = stdtrit(len(values) - 1, (1 + _LEVEL) / 2)
+    return float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))

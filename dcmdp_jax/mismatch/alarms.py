@@ -1,0 +1,182 @@
+"""Alarms over the metrics of a run: what kind of mismatch it has, told apart by the reasoning of `causes`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Metric -> (steps [n] int, values [n] float)."""
+
+WINDOW = 10
+"""Steps that an alarm looks at, the last ones of the run."""
+_TREND_WINDOW = 20
+_FLOORS = 3.0
+_OVER_BUDGET = 1.5
+_JUMP, _USUAL_STEPS = 5.0, 5
+_GROWTH, _ENTROPY_CHANGE, _RANK_CORRELATION = 2.0, 0.4, 0.6
+_MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """One problem of a run.
+
+    Attributes:
+        name: "noise", "mismatch", "staleness", "weight_sync", "support" or "collapse".
+        text: what was seen and what to do, for people.
+    """
+
+    name: str
+    text: str
+
+
+def alarms(series: Series) -> list[Alarm]:
+    """The alarms of a run, from its metrics so far; empty for a healthy one.
+
+    c is `dual/tolerance`, delta `discrepancy/mean`. All but the last look at the last 10 steps.
+
+    | alarm | rule |
+    |---|---|
+    | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
+    | staleness | delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
+    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window |
+    | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
+    | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above says why |
+    | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more) |
+
+    The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
+    window raises none.
+    """  # noqa: E501 - a table
+    found = [alarm for rule in (_support, _staleness, _weight_sync, _noise) if (alarm := rule(series))]
+    if not found and (alarm := _mismatch(series)):
+        found.append(alarm)
+    if not any(alarm.name == "weight_sync" for alarm in found) and (alarm := _collapse(series)):
+        found.append(alarm)
+    return found
+
+
+def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray | None:
+    """The last `count` values; None if there are fewer, or one is not finite."""
+    if name not in series or len(series[name][1]) < count:
+        return None
+    values = np.asarray(series[name][1][-count:], np.float64)
+    return values if np.isfinite(values).all() else None
+
+
+def _floor(series: Series) -> float:
+    values = series["mismatch/noise_floor"][1] if "mismatch/noise_floor" in series else np.zeros(0)
+    values = values[np.isfinite(values)]
+    return float(values[-1]) if len(values) else 0.0
+
+
+def _over(series: Series) -> tuple[float, float] | None:
+    """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
+    delta, tolerance = _last(series, "discrepancy/mean"), _last(series, "dual/tolerance")
+    if delta is None or tolerance is None:
+        return None
+    mean, c = float(delta.mean()), float(tolerance[-1])
+    return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
+
+
+def _support(series: Series) -> Alarm | None:
+    k1, k3 = _last(series, "mismatch/k1"), _last(series, "mismatch/k3")
+    size = _last(series, "mismatch/effective_sample_size")
+    if k1 is None or k3 is None or size is None or size.mean() < _LEAST_SAMPLE_SIZE:
+        return None
+    missing = k1 - k3
+    if missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) <= _MISSING_MASS:
+        return None
+    return Alarm(
+        "support",
+        f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is cut "
+        "(top-p, top-k), or completions are tokenised again. Sample with top_p=1 and no top_k, and pass token ids on.",
+    )
+
+
+def _staleness(series: Series) -> Alarm | None:
+    lag, over = _last(series, "rollout/staleness_max"), _over(series)
+    if lag is None or over is None or not lag.max() > 0:
+        return None
+    return Alarm(
+        "staleness",
+        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were sampled by weights up to "
+        f"{lag.max():.0f} steps old. Push weights more often, or correct by importance weights.",
+    )
+
+
+def _weight_sync(series: Series) -> Alarm | None:
+    if "discrepancy/mean" not in series:
+        return None
+    values = np.asarray(series["discrepancy/mean"][1], np.float64)
+    lag = _last(series, "rollout/staleness_max")
+    if len(values) < WINDOW + _USUAL_STEPS or not np.isfinite(values).all() or (lag is not None and lag.max() > 0):
+        return None
+    usual = float(np.median(values[:-WINDOW]))
+    if not values[-3:].min() > max(_JUMP * usual, _FLOORS * _floor(series)) or _entropy_moves(series):
+        return None
+    return Alarm(
+        "weight_sync",
+        f"The discrepancy rose from {usual:.3g} to {values[-3:].mean():.3g} within a few steps: the engine's weights "
+        "are not the trainer's. Check the push, compare checksums, and run bin.probe with --earlier.",
+    )
+
+
+def _noise(series: Series) -> Alarm | None:
+    delta, tolerance = _last(series, "discrepancy/mean"), _last(series, "dual/tolerance")
+    if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
+        return None
+    floor = _floor(series)
+    if not (floor <= tolerance[-1] and delta.mean() <= _FLOORS * floor):
+        return None
+    return Alarm(
+        "noise",
+        f"The discrepancy {delta.mean():.3g} is over the budget c = {tolerance[-1]:.3g} but within the noise of the "
+        f"engine, {floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}.",
+    )
+
+
+def _mismatch(series: Series) -> Alarm | None:
+    if (over := _over(series)) is None:
+        return None
+    return Alarm(
+        "mismatch",
+        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor of {_floor(series):.3g}: the "
+        "engines differ. Run bin.probe on this run for the cause; then raise c, or the engine's precision.",
+    )
+
+
+def _entropy_moves(series: Series, count: int = _TREND_WINDOW) -> bool:
+    """Whether the entropy changes by 40% or more over the window, steadily."""
+    entropy = _last(series, "policy/entropy", count)
+    if entropy is None or not entropy[:5].mean() > 0:
+        return False
+    change = entropy[-5:].mean() / entropy[:5].mean()
+    large = change <= 1 - _ENTROPY_CHANGE or change >= 1 / (1 - _ENTROPY_CHANGE)
+    return large and abs(_rank_correlation(entropy)) >= _RANK_CORRELATION
+
+
+def _collapse(series: Series) -> Alarm | None:
+    delta = _last(series, "discrepancy/mean", _TREND_WINDOW)
+    if delta is None or delta[-5:].mean() <= _FLOORS * _floor(series):
+        return None
+    first, last = delta[:5].mean(), delta[-5:].mean()
+    if last < _GROWTH * first or _rank_correlation(delta) < _RANK_CORRELATION or not _entropy_moves(series):
+        return None
+    entropy = _last(series, "policy/entropy", _TREND_WINDOW)
+    return Alarm(
+        "collapse",
+        f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
+        f"{entropy[:5].mean():.3g} to {entropy[-5:].mean():.3g} nats: a collapse may be ahead. Go back to an earlier "
+        "checkpoint with a lower learning rate, a higher multiplier or a more precise engine.",
+    )
+
+
+def _rank_correlation(values: np.ndarray) -> float:
+    """Spearman's correlation with the step; 0 for a constant."""
+    if values.min() == values.max():
+        return 0.0
+    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable")
+    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])

@@ -1,0 +1,86 @@
+"""Tokens that each correction of the loss would keep, weigh or drop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, Correction
+from dcmdp_jax.mismatch.pairs import TokenPairs
+
+_BLOCK_TOKENS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """Effect of a correction on these tokens.
+
+    Attributes:
+        name: key of `CORRECTIONS`.
+        dropped: share of the tokens left out of the loss.
+        weighted: share of the kept tokens whose weight is not 1.
+        mean_weight: over the kept tokens; NaN if none is kept.
+        smallest, largest: weight of a kept token; NaN if none is kept.
+        discrepancy_dropped: share of sum |p - q| that is on dropped tokens.
+    """
+
+    name: str
+    dropped: float
+    weighted: float
+    mean_weight: float
+    smallest: float
+    largest: float
+    discrepancy_dropped: float
+
+
+def effects(pairs: TokenPairs, corrections: Mapping[str, Correction] = CORRECTIONS) -> list[Effect]:
+    """The effect of every correction, each with its default constants."""
+    return [_effect(name, correction, pairs) for name, correction in corrections.items()]
+
+
+def _effect(name: str, correction: Correction, pairs: TokenPairs) -> Effect:
+    parts = [apply(correction, block) for block in _blocks(pairs)]
+    weights, keep = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    delta, kept = pairs.discrepancy, weights[keep]
+    total = delta.sum()
+    mean, low, high = (kept.mean(), kept.min(), kept.max()) if len(kept) else (np.nan,) * 3
+    return Effect(
+        name,
+        dropped=float(np.mean(~keep)),
+        weighted=float(np.mean(kept != 1)) if len(kept) else 0.0,
+        mean_weight=float(mean),
+        smallest=float(low),
+        largest=float(high),
+        discrepancy_dropped=float(delta[~keep].sum() / total) if total else 0.0,
+    )
+
+
+def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [n] float32 and keep [n] bool of a correction; the one place that calls it as the training step does."""
+    tokens, completions = len(pairs.token_ids), len(pairs.lengths)
+    # Padded to powers of two: each shape is compiled.
+    width = 1 << max(tokens - 1, 1).bit_length()
+    rows = {
+        "train": pairs.train_logprobs, "rollout": pairs.rollout_logprobs, "mask": np.ones(tokens, bool),
+        "index": pairs.completion.astype(np.int32),
+    }  # fmt: skip
+    train, rollout, mask, index = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
+    weights, keep = correction(train, rollout, mask, index, 1 << max(completions - 1, 1).bit_length())
+    weights, keep = np.asarray(weights, np.float32), np.asarray(keep, bool)
+    return weights[0, :tokens], keep[0, :tokens]
+
+
+def _blocks(pairs: TokenPairs) -> Iterator[TokenPairs]:
+    """Whole completions, about 65,536 tokens at a time."""
+    ends = np.cumsum(pairs.lengths)
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first] - pairs.lengths[first])
+        last = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
+        span = slice(begin, int(ends[last - 1]))
+        yield TokenPairs(
+            pairs.token_ids[span], pairs.train_logprobs[span], pairs.rollout_logprobs[span], pairs.lengths[first:last]
+        )
+        first = last

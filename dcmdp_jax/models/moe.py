@@ -1,0 +1,259 @@
+"""Mixture of experts in place of an MLP: a router, the experts of each token, and what a router reports.
+
+No token is dropped: the rows of each expert are computed together, however many they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import Fused, Stack, parameter
+from dcmdp_jax.models.layers import Linear
+from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.ops.reference import permute
+from dcmdp_jax.models.quantize import QuantizedKernel
+
+EXPERT = "expert"
+"""The mesh axis that splits experts; the tokens are split over it too."""
+
+Aux = dict[str, jax.Array]
+"""What a layer reports beside its output, by name; a dense layer reports nothing."""
+
+
+class ExpertLinear(nnx.Module):
+    """The matrices W_e [in, out] of all experts, [E, in, out]; in an engine a `QuantizedKernel`."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        std: float,
+        stacks: tuple[Stack, ...],
+        hf_name: str | None,
+        fused: Fused | None = None,
+    ) -> None:
+        self.kernel = parameter(
+            sizes, axes, init=jax.nn.initializers.normal(std), hf_name=hf_name, stacks=stacks, transposed=True,
+            quantized=True, fused=fused,
+        )  # fmt: skip
+
+
+class Experts(nnx.Module):
+    """The MLPs that tokens are routed to; see `layers.MLP`."""
+
+    def __init__(self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...], fused: bool) -> None:
+        width, embed = config.moe_intermediate_size, config.hidden_size
+        name, inward = f"{hf_name}.{{experts}}", ("embed", "expert_mlp")
+        options = {"std": config.initializer_range, "stacks": (*stacks, Stack("experts", config.num_experts))}
+        if fused:
+            self.gate_up = ExpertLinear((embed, 2 * width), inward, hf_name=None, **options)
+        else:
+            for part, (attribute, tensor) in enumerate((("gate", "gate_proj"), ("up", "up_proj"))):
+                layout = Fused(f"{hf_name}.gate_up_proj", part, 2)
+                linear = ExpertLinear(
+                    (embed, width), inward, hf_name=f"{name}.{tensor}.weight", fused=layout, **options
+                )
+                setattr(self, attribute, linear)
+        self.down = ExpertLinear(
+            (width, embed), inward[::-1], hf_name=f"{name}.down_proj.weight", fused=Fused(f"{hf_name}.down_proj", 0, 1),
+            **options,
+        )  # fmt: skip
+
+
+class MoE(nnx.Module):
+    """y = sum over the k likeliest experts e of p_e MLP_e(x), with p = softmax(W_router x).
+
+    With `norm_topk_prob` the k probabilities are divided by their sum. As `Qwen3MoeSparseMoeBlock` of transformers.
+
+    Attributes:
+        fused: W_gate and W_up of an expert are one matrix `gate_up`; see `decoder.fuse_projections`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
+    ) -> None:
+        self.config, self.fused = config, fused
+        # Engines keep the router in full precision: a token that goes to another expert is a large error.
+        self.router = Linear(
+            (config.hidden_size, config.num_experts), ("embed", "experts"), std=config.initializer_range,
+            hf_name=f"{hf_name}.gate", stacks=stacks, quantized=False,
+        )  # fmt: skip
+        self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
+
+    def __call__(self, x: jax.Array, ops: Ops, mesh: Mesh | None = None) -> tuple[jax.Array, Aux]:
+        """Route [B, T, D] tokens and compute their experts.
+
+        Args:
+            x: [B, T, D].
+            ops: of the platform.
+            mesh: the mesh, if its compiler splits rows or weights; None where each device computes whole rows.
+
+        Returns:
+            [B, T, D], and "routed_experts" [B, T, k] int32 and "router_probabilities" [B, T, E] float32.
+        """
+        config = self.config
+        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(probabilities, config.num_experts_per_tok)
+        if config.norm_topk_prob:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        names = ("gate_up", "down") if self.fused else ("gate", "up", "down")
+        kernels = tuple(getattr(self.experts, name).kernel.get_value() for name in names)
+        kernels = tuple(kernel if isinstance(kernel, QuantizedKernel) else kernel.astype(x.dtype) for kernel in kernels)
+        compute = _compute if mesh is None else functools.partial(_expert_parallel, mesh=mesh)
+        y = compute(x, chosen, weights.astype(x.dtype), kernels, num_experts=config.num_experts, ops=ops)
+        return y.astype(x.dtype), {"routed_experts": chosen, "router_probabilities": probabilities}
+
+
+def router_sums(aux: Aux, real: jax.Array) -> Aux:
+    """Sum what the router of one layer reports over tokens that are not padding.
+
+    Args:
+        aux: from `MoE`.
+        real: [B, T] bool.
+
+    Returns:
+        "router_load" [E] float32, tokens sent to each expert, k for each token; "router_probability" [E] float32, the
+        sum of its probabilities, through which a gradient flows; "router_tokens" [] float32. All are sums: add those of
+        micro-batches and devices.
+    """
+    probabilities = aux["router_probabilities"]
+    sent = jax.nn.one_hot(aux["routed_experts"], probabilities.shape[-1], dtype=jnp.float32).sum(axis=-2)
+    mask = real[..., None].astype(jnp.float32)
+    return {
+        "router_load": jnp.sum(sent * mask, axis=(0, 1)),
+        "router_probability": jnp.sum(probabilities * mask, axis=(0, 1)),
+        "router_tokens": jnp.sum(mask),
+    }
+
+
+def load_balancing_loss(sums: Aux) -> jax.Array:
+    """E sum_e f_e P_e: f_e the share of tokens sent to expert e (k altogether), P_e its mean probability.
+
+    Fedus et al. 2021 (arXiv:2101.03961), Eq. 4-6, with the tokens of all layers together as in transformers'
+    `load_balancing_loss_func`. k if every expert gets as much as any other, at most E. The gradient reaches the router
+    through P; f is a constant.
+
+    Args:
+        sums: `router_sums` of every layer, stacked on the first axis.
+
+    Returns:
+        [] float32; 0 without tokens.
+    """
+    tokens = jnp.maximum(jnp.sum(sums["router_tokens"]), 1.0)
+    load, probability = (jnp.sum(sums[name], axis=0) / tokens for name in ("router_load", "router_probability"))
+    return load.size * jnp.sum(jax.lax.stop_gradient(load) * probability)
+
+
+class _Routes(NamedTuple):
+    """Tokens ordered by expert; a token counts once for each of its k experts.
+
+    Attributes:
+        order, place: [T k] int32, a permutation and its inverse.
+        owner: [T k] int32, the expert of each ordered row; the number of experts for one that is not ours.
+        group_sizes: [experts] int32.
+    """
+
+    order: jax.Array
+    place: jax.Array
+    owner: jax.Array
+    group_sizes: jax.Array
+
+
+def _routes(chosen: jax.Array, num_experts: int) -> _Routes:
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    group_sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return _Routes(order, place, flat[order], group_sizes)
+
+
+def _linear(x: jax.Array, kernel: jax.Array | QuantizedKernel, routes: _Routes, ops: Ops) -> jax.Array:
+    if not isinstance(kernel, QuantizedKernel):
+        return ops.grouped_matmul(x, kernel, routes.group_sizes)
+    product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), routes.group_sizes)
+    return (product * kernel.scale[routes.owner]).astype(x.dtype)
+
+
+def _compute(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    kernels: tuple[jax.Array | QuantizedKernel, ...],
+    *,
+    num_experts: int,
+    ops: Ops,
+    elsewhere: bool = False,
+) -> jax.Array:
+    """The weighted sum of the experts whose kernels are given, [B, T, D] float32.
+
+    With `elsewhere` a token's expert may be on another device: `chosen` is then `num_experts`, and it adds 0.
+    """
+    shape, count = x.shape, chosen.shape[-1]
+    routes = _routes(chosen, num_experts)
+    ours = (routes.owner < num_experts)[:, None]
+    rows = permute(jnp.repeat(x.reshape(-1, shape[-1]), count, axis=0), routes.order, routes.place)
+    # Rows of no group have undefined products, forward and backward; neither leaves this function.
+    rows = jnp.where(ours, rows, 0) if elsewhere else rows
+    if len(kernels) == 2:
+        gate, up = jnp.split(_linear(rows, kernels[0], routes, ops), 2, axis=-1)
+    else:
+        gate, up = (_linear(rows, kernel, routes, ops) for kernel in kernels[:2])
+    y = _linear(ops.swiglu(gate, up), kernels[-1], routes, ops)
+    y = jnp.where(ours, y, 0) if elsewhere else y
+    y = permute(y, routes.place, routes.order).reshape(-1, count, shape[-1])
+    return jnp.einsum("tkd,tk->td", y, weights.reshape(-1, count), preferred_element_type=jnp.float32).reshape(shape)
+
+
+def _expert_parallel(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    *,
+    num_experts: int,
+    ops: Ops,
+    mesh: Mesh,
+) -> jax.Array:
+    """`_compute` on a mesh: rows split over data, fsdp and expert, experts over expert, their width over tensor.
+
+    Devices along the expert axis gather each other's tokens, compute those of their own experts, and send back the
+    sums. Nothing depends on where tokens go, so shapes are static and no token is dropped.
+    """
+    ways, tensor = mesh.shape[EXPERT], mesh.shape["tensor"]
+    if num_experts % ways:
+        raise UserError(f"mesh {EXPERT}: got {ways}, must be a divisor of the {num_experts} experts")
+    own = num_experts // ways
+    width = "tensor" if tensor > 1 and kernels[-1].shape[1] % tensor == 0 else None
+
+    def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...]) -> jax.Array:
+        if ways > 1:
+            gather = functools.partial(jax.lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)
+            x, chosen, weights = gather(x), gather(chosen) - own * jax.lax.axis_index(EXPERT), gather(weights)
+            chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
+        y = _compute(x, chosen, weights, kernels, num_experts=own, ops=ops, elsewhere=ways > 1)
+        y = y if width is None else jax.lax.psum(y, width)
+        return jax.lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True) if ways > 1 else y
+
+    # A shard_map over data may surround this one: then only the other axes are left to map over.
+    around = jax.sharding.get_abstract_mesh()
+    free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
+    rows = P(tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free))
+    inward, outward = P(EXPERT, None, width), P(EXPERT, width, None)
+    return jax.shard_map(
+        local,
+        mesh=around if around.manual_axes else mesh,
+        in_specs=(rows, rows, rows, (*(inward for _ in kernels[:-1]), outward)),
+        out_specs=rows,
+        axis_names=set(free),
+        check_vma=False,
+    )(x, chosen, weights, kernels)

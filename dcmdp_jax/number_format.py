@@ -1,0 +1,28 @@
+"""Numbers as text for reports, tables and the console. NaN, a missing value, is "-"."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float, form: str = "") -> str:
+    """Format by a format specification; by default a whole number without decimals, others with 4 digits."""
+    if math.isnan(value):
+        return "-"
+    if not form:
+        form = ".0f" if math.isfinite(value) and value == round(value) and abs(value) < 1e9 else ".4g"
+    return format(value, form)
+
+
+def percent(fraction: float) -> str:
+    """Format a fraction as 12.5%."""
+    return "-" if math.isnan(fraction) else f"{100 * fraction:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """Format as 1:02:03 or 2:03; "-" if not finite."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

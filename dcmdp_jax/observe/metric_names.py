@@ -1,0 +1,139 @@
+"""Every metric a run records: name, unit, meaning. The one table the report and the documentation read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One recorded quantity.
+
+    Attributes:
+        name: what `metrics.jsonl` calls it.
+        unit: what one unit of the value is.
+        description: one line.
+    """
+
+    name: str
+    unit: str
+    description: str
+
+
+_TABLE = (
+    Metric("reward/mean", "reward", "mean over the step's completions of the weighted sum of all rewards"),
+    Metric("reward/std", "reward", "standard deviation of the reward over the step's completions"),
+    Metric(
+        "reward/all_equal_groups", "fraction", "prompts whose completions all got one reward: no advantage to learn"
+    ),
+    Metric("reward/without_value", "completions", "completions that no reward has a value for; they get reward 0"),
+    Metric("reward/verifier_timeouts", "completions", "answers over the verifier's time limit; they get reward 0"),
+    Metric("reward/verifier_errors", "completions", "answers the verifier raised on; they get reward 0"),
+    Metric(
+        "reward/verifier_over_budget",
+        "completions",
+        "answers undecided when the verifier's budget for the batch ran out; they get reward 0",
+    ),
+    Metric("reward/no_answer_fraction", "fraction", "completions without a box or an Answer line; they get reward 0"),
+    Metric("completion/length_mean", "tokens", "mean sampled tokens of a completion, end-of-sequence included"),
+    Metric("completion/length_min", "tokens", "shortest completion"),
+    Metric("completion/length_max", "tokens", "longest completion"),
+    Metric("completion/truncated_fraction", "fraction", "completions cut by the length limit"),
+    Metric(
+        "discrepancy/mean", "discrepancy", "token-weighted batch mean: what the dual step compares with the tolerance"
+    ),
+    Metric("discrepancy/p50", "discrepancy", "median over sampled tokens"),
+    Metric("discrepancy/p99", "discrepancy", "99th percentile over sampled tokens"),
+    Metric("discrepancy/max", "discrepancy", "largest over sampled tokens"),
+    Metric("discrepancy/completions_over_tolerance", "fraction", "completions whose own mean exceeds the tolerance"),
+    Metric("mismatch/k1", "nats", "mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative"),
+    Metric("mismatch/k3", "nats", "the same KL by the non-negative low-variance estimator"),
+    Metric("mismatch/pearson", "correlation", "Pearson correlation of train and rollout token probabilities"),
+    Metric(
+        "mismatch/effective_sample_size",
+        "fraction",
+        "effective share of tokens under train / rollout weights; 1 is best",
+    ),
+    Metric(
+        "mismatch/noise_floor", "discrepancy", "mean discrepancy of the engine against itself in another batch shape"
+    ),
+    Metric(
+        "mismatch/probe",
+        "nats",
+        "mean |log p_train - log p_engine| on fixed sequences, right after the push",
+    ),
+    Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
+    Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
+    Metric("rollout/staleness_mean", "steps", "mean age of the sampled tokens: the trained policy's step minus theirs"),
+    Metric("rollout/staleness_max", "steps", "the same of the oldest sampled token"),
+    Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),
+    Metric(
+        "dual/multiplier", "advantage / discrepancy", "lambda, the price of a unit of discrepancy, as this step used it"
+    ),
+    Metric("dual/violation", "discrepancy", "mean discrepancy minus the tolerance; lambda rises where it is positive"),
+    Metric("dual/tolerance", "discrepancy", "c, the budget for the mean discrepancy"),
+    Metric("policy/clip_low_fraction", "fraction", "tokens whose gradient the lower clip of the ratio stops"),
+    Metric("policy/clip_high_fraction", "fraction", "tokens whose gradient the upper clip of the ratio stops"),
+    Metric("policy/dual_clip_fraction", "fraction", "tokens whose gradient the dual clip stops"),
+    Metric("policy/ratio_mean", "ratio", "mean importance ratio, train now over train at sampling"),
+    Metric("policy/ratio_max", "ratio", "largest importance ratio"),
+    Metric("policy/ratio_min", "ratio", "smallest importance ratio"),
+    Metric("policy/entropy", "nats", "mean entropy of the policy over sampled tokens"),
+    Metric("policy/loss", "advantage", "the minimised surrogate loss"),
+    Metric("correction/dropped_fraction", "fraction", "tokens that corrections leave out of the loss"),
+    Metric("correction/truncated_fraction", "fraction", "kept tokens whose weight a bound of a correction changed"),
+    Metric("correction/weight_mean", "1", "mean weight by corrections over all tokens, 0 where dropped"),
+    Metric("correction/effective_sample_size", "fraction", "effective share of tokens under those weights; 1 is best"),
+    Metric("optimizer/grad_norm", "norm", "global gradient norm before clipping"),
+    Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
+    Metric("optimizer/skipped_updates", "updates", "updates skipped because the gradient was not finite"),
+    Metric("optimizer/skipped_in_row", "updates", "skipped updates since the last that was made"),
+    Metric("time/push", "seconds", "weights to the inference engine"),
+    Metric("time/generate", "seconds", "sampling the completions"),
+    Metric("time/verify", "seconds", "verifying the answers"),
+    Metric("time/pack", "seconds", "packing tokens into rows"),
+    Metric("time/step", "seconds", "the compiled training step"),
+    Metric("time/total", "seconds", "the whole step, from prompts to record"),
+    Metric("throughput/tokens_per_second", "tokens / s", "prompt and completion tokens over the whole step's time"),
+    Metric("throughput/sampled_tokens_per_second", "tokens / s", "sampled tokens over the time spent generating"),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
+"""Name to `Metric`, in the order to show them. Names with a task, a reward or a data source in them: see `describe`."""
+
+_OF_REWARDS = {
+    "mean": ("reward", "mean of the reward {}, before its weight, over the completions it gave a value"),
+    "std": ("reward", "standard deviation of the reward {}, before its weight, over the completions it gave a value"),
+    "failed": ("completions", "completions that the reward {} failed on: no value of it (rewards.on_error)"),
+}
+_OF_SOURCES = {
+    "mean": ("reward", "mean reward over the completions of data source {}"),
+    "std": ("reward", "standard deviation of the reward over the completions of data source {}"),
+}
+
+PHASES = ("push", "generate", "verify", "pack", "step")
+"""The parts of `time/total`, in the order a step runs them."""
+
+
+def describe(name: str) -> Metric:
+    """The table's row for `name`, made up from the name for `eval/<task>/avg@K` and `eval/<task>/pass@K`,
+    `reward/<name>/mean`, `/std` and `/failed`, `reward/source/<source>/mean` and `/std`.
+
+    Args:
+        name: a metric name. One that is in no table gets an empty unit and description, so that a reader
+            of a newer or older run shows it all the same.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    head, _, rest = name.partition("/")
+    task, _, score = rest.rpartition("/")
+    kind, at, samples = score.partition("@")
+    if head == "eval" and task and at:
+        if kind == "avg":
+            return Metric(name, "fraction", f"held-out {task}: mean reward over {samples} samples a problem")
+        if kind == "pass":
+            return Metric(name, "fraction", f"held-out {task}: problems solved by at least one of {samples} samples")
+    if head == "reward" and task:
+        is_source = task.startswith("source/")
+        if row := (_OF_SOURCES if is_source else _OF_REWARDS).get(score):
+            return Metric(name, row[0], row[1].format(task.removeprefix("source/")))
+    return Metric(name, "", "")

@@ -1,0 +1,276 @@
+"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, Weights & Biases; read back.
+
+A run directory holds
+
+    metrics.jsonl   {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and one more of the same
+                    step for an evaluation; readers merge by step
+    samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ..., "rewards": ..., ...}
+    tensorboard/    the same scalars ("@" of a name becomes "_": TensorBoard allows no such character)
+
+`step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the initial policy.
+`dcmdp_jax.observe.jsonl` defines how numbers that are not finite are written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
+
+_LOG = logging.getLogger(__name__)
+
+_TENSORBOARD_FLUSH_SECONDS = 10
+_TENSORBOARD_QUEUE = 10_000
+
+Scalar = float | int | np.generic | np.ndarray | jax.Array
+Series = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Metric name to (steps [n] int64, ascending and unique; values [n] float64)."""
+
+
+class MetricsWriter:
+    """Writes a run's metrics, each call a line on disk before it returns.
+
+    In a run of several hosts only process 0 makes a writer.
+
+    Resuming: lines of steps after `resume_step` are dropped atomically and a line torn by a kill is repaired, in both
+    files, so a resumed run records each step once. Write a step before its checkpoint is saved; otherwise a kill
+    between the two loses the step's line.
+
+    Args:
+        run_dir: made if absent.
+        wandb_project: Weights & Biases project to mirror the scalars to; None for no W&B.
+        resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
+            lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
+        listener: called with (step, host values) as each line is written, for a live display.
+
+    Raises:
+        ValueError: if `resume_step` is negative.
+        UserError: if the run directory can't be written, or W&B is requested and is not installed or does not start.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        wandb_project: str | None = None,
+        resume_step: int | None = None,
+        listener: Callable[[int, Mapping[str, float]], None] | None = None,
+    ) -> None:
+        if resume_step is not None and resume_step < 0:
+            raise ValueError(f"resume_step is {resume_step}; allowed: 0 or more, or None for a new run")
+        if wandb_project is not None:
+            require_wandb(wandb_project)
+        self._wandb = None
+        self._listener = listener
+        self._step = 0
+        self._closed = False
+        run_dir = Path(run_dir)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for name in (METRICS_FILE, SAMPLES_FILE):
+                _prepare(run_dir / name, resume_step)
+            self._metrics = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+            self._samples = open(run_dir / SAMPLES_FILE, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
+        if wandb_project is not None:
+            self._wandb = _start_wandb(run_dir, wandb_project)
+        # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
+        from tensorboardX import SummaryWriter
+
+        # The suffix keeps a run that resumes within the second from truncating the event file before it (tensorboardX
+        # 2.6 names files by the second and opens them for writing). Events from purge_step on are hidden.
+        self._tensorboard = SummaryWriter(
+            str(run_dir / TENSORBOARD_DIRECTORY),
+            purge_step=0 if resume_step is None else resume_step + 1,
+            max_queue=_TENSORBOARD_QUEUE,
+            flush_secs=_TENSORBOARD_FLUSH_SECONDS,
+            filename_suffix=f".{os.getpid()}.{0 if resume_step is None else resume_step}",
+        )
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Write the metrics of a step.
+
+        Args:
+            step: finished training steps; not below that of the call before.
+            metrics: name to scalar: a number or an array of shape []. Waits for arrays on a device.
+
+        Raises:
+            ValueError: if the step goes backwards, a value is no scalar, a metric is named "step", or the writer
+                is closed.
+        """
+        if self._closed:
+            raise ValueError(f"metrics of step {step} came after close()")
+        for name, value in metrics.items():
+            if name == "step":
+                raise ValueError('a metric is named "step"; that name is the line\'s own')
+            if not _is_scalar(value):
+                shape = getattr(value, "shape", None)
+                shown = repr(value) if shape is None else f"{value.dtype}{list(shape)}"
+                raise ValueError(f"metric {name} is {shown}; allowed: a number or a numeric array of shape []")
+        if step < self._step:
+            raise ValueError(f"metrics of step {step} came after those of step {self._step}")
+        self._step = step
+        # A transfer guard allows an explicit device_get. A list keeps the order of the names; a dict
+        # would come back sorted.
+        host = jax.device_get(list(metrics.values()))
+        values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
+        self._metrics.write(jsonl.encode({"step": step, **values}))
+        self._metrics.flush()
+        if (tensorboard := self._live_tensorboard()) is not None:
+            for name, value in values.items():
+                if np.isfinite(value):
+                    tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **values})
+        if self._listener is not None:
+            self._listener(step, values)
+
+    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append sample completions to samples.jsonl, at once.
+
+        Args:
+            step: finished training steps.
+            records: host data: "prompt", "completion", "answer", "reward", "rewards", "discrepancy_mean".
+
+        Raises:
+            ValueError: if JSON can't represent a value of a record, or the writer is closed.
+        """
+        if self._closed:
+            raise ValueError(f"samples of step {step} came after close()")
+        self._samples.writelines([jsonl.encode({"step": step, **record}) for record in records])
+        self._samples.flush()
+
+    def _live_tensorboard(self) -> Any:
+        """The TensorBoard writer, or None once its thread has died.
+
+        tensorboardX writes in a thread, behind a queue of a fixed length. A full disk ends that thread, and then the
+        queue would block the run, in the next `put` or at the process's exit.
+        """
+        if self._tensorboard is not None:
+            events = self._tensorboard.file_writer.event_writer
+            if not events._worker.is_alive():
+                _LOG.warning("TensorBoard's files can't be written (is the disk full?); going on without them")
+                events._event_queue.cancel_join_thread()
+                self._tensorboard = None
+        return self._tensorboard
+
+    def close(self) -> None:
+        """Close every file. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._metrics.close()
+        self._samples.close()
+        if (tensorboard := self._live_tensorboard()) is not None:
+            tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
+    """Whether a metric of `step` whose name starts with `prefix` is on disk."""
+    records = jsonl.read(Path(run_dir) / METRICS_FILE)
+    return any(record.get("step") == step and any(name.startswith(prefix) for name in record) for record in records)
+
+
+def read_metrics(run_dir: str | Path) -> Series:
+    """Every metric of a run directory, lines of one step merged (the later line wins), torn last line ignored.
+
+    Returns:
+        Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN.
+
+    Raises:
+        ValueError: if there is no such directory, no metric in it, or a line that can't be read.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is no run directory: {'a file' if run_dir.exists() else 'it does not exist'}")
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        raise UserError(f"{run_dir} is no run directory: it holds no {METRICS_FILE}")
+    merged: dict[str, dict[int, float]] = {}
+    for number, record in enumerate(jsonl.read(path), start=1):
+        step = record.pop("step", None)
+        if not isinstance(step, int):
+            raise UserError(f'{path} record {number}: "step" is {step!r}; allowed: a whole number')
+        for name, value in record.items():
+            try:
+                merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
+            except (TypeError, ValueError):
+                raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number") from None
+    if not merged:
+        raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
+    return {name: _series(points) for name, points in merged.items()}
+
+
+def _series(points: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    steps = sorted(points)
+    return np.array(steps, np.int64), np.array([points[step] for step in steps], np.float64)
+
+
+def _is_scalar(value: object) -> bool:
+    if not isinstance(value, np.generic | np.ndarray | jax.Array):
+        return isinstance(value, int | float)
+    # jax decides: to numpy, bfloat16 is not a number.
+    return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+
+
+def _prepare(path: Path, resume_step: int | None) -> None:
+    if resume_step is not None:
+        jsonl.truncate(path, resume_step)
+    elif path.exists() and path.stat().st_size:
+        aside = path.with_name(path.name + ".previous")
+        os.replace(path, aside)
+        _LOG.warning("a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
+
+
+def require_wandb(project: str) -> None:
+    """Raise UserError if Weights & Biases is not installed."""
+    try:
+        import wandb  # noqa: F401 - only whether it can be imported
+    except ImportError:
+        raise UserError(
+            f"wandb_project is {project!r} but Weights & Biases is not installed: pip install 'dcmdp-jax[wandb]'"
+        ) from None
+
+
+def _start_wandb(run_dir: Path, project: str) -> Any:
+    import wandb
+
+    identity = run_dir / "wandb_run_id"
+    if not identity.exists():
+        identity.write_text(uuid.uuid4().hex)
+    config = run_dir / CONFIG_FILE
+    try:
+        run = wandb.init(
+            project=project,
+            name=run_dir.resolve().name,
+            id=identity.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=json.loads(config.read_text()) if config.exists() else None,
+        )
+    except wandb.errors.Error as error:
+        raise UserError(f"Weights & Biases did not start ({error}); log in, or set WANDB_MODE=offline") from error
+    # W&B refuses steps that go backwards, as they do after a resume: its own step counts lines, ours is the axis.
+    run.define_metric("*", step_metric="step")
+    return run

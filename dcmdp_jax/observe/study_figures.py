@@ -1,0 +1,77 @@
+"""Figures of a study: each arm's mean curve with its interval, and differences to the baseline by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# As in `plots`: Okabe and Ito's colours.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", ":", "-.")
+_INK, _MUTED, _GRID = "#222222", "#666666", "#e3e3e3"
+
+
+def draw_curves(
+    title: str, unit: str, arms: Mapping[str, np.ndarray], level: Mapping[str, float] | None = None
+) -> Figure:
+    """Plot mean and 95% interval over seeds by training step.
+
+    Args:
+        title: heading.
+        unit: of the values.
+        arms: label -> [n, 3]: step, mean, half width of the interval; no band where that is NaN.
+        level: label -> value of a horizontal dashed line in the arm's colour, such as its budget.
+    """
+    figure = Figure(figsize=(8.6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for index, (label, curve) in enumerate(arms.items()):
+        colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index // len(_COLOURS) % len(_STYLES)]
+        steps, mean, half = curve.T
+        marker = "o" if len(steps) <= 12 else None
+        axes.plot(steps, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label)
+        if np.isfinite(half).any():
+            axes.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)
+        if level and label in level:
+            axes.axhline(level[label], color=colour, linestyle=(0, (5, 2)), linewidth=1)
+    axes.set_title(title, fontsize=12, fontweight="bold", color=_INK, loc="left")
+    axes.set_xlabel("training step", color=_MUTED, fontsize=9)
+    axes.set_ylabel(unit, color=_MUTED, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    _style(axes)
+    axes.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    return figure
+
+
+def draw_differences(title: str, unit: str, arms: Mapping[str, tuple[float, float, Mapping[int, float]]]) -> Figure:
+    """Plot each arm's paired difference: a point for each seed, the mean with its 95% interval.
+
+    Args:
+        title: heading.
+        unit: of the difference.
+        arms: label -> (mean, half width, seed -> difference).
+    """
+    figure = Figure(figsize=(8.6, 0.6 * len(arms) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color=_INK, linewidth=1)
+    for place, (mean, half, values) in enumerate(arms.values()):
+        colour = _COLOURS[place % len(_COLOURS)]
+        axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=colour, alpha=0.45, markersize=5)
+        axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=colour, capsize=4)
+    axes.set_yticks(range(len(arms)), list(arms))
+    axes.set_ylim(len(arms) - 0.4, -0.6)
+    axes.set_title(title, fontsize=12, fontweight="bold", color=_INK, loc="left")
+    axes.set_xlabel(unit, color=_MUTED, fontsize=9)
+    _style(axes)
+    return figure
+
+
+def _style(axes) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.tick_params(colors=_MUTED, labelsize=9, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#bbbbbb")

@@ -1,0 +1,87 @@
+"""The training stack as something that scores: log-probs and entropies as the training step computes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.types import Params, Rows
+
+_MOST_ROWS = 32
+_SHORTEST = 16
+
+
+class TrainingStack:
+    """Scores completions with the forward pass of the training step, on one device."""
+
+    def __init__(self, config: ModelConfig, params: Params, *, compute: Compute) -> None:
+        """Keep the parameters; nothing is compiled yet.
+
+        Args:
+            config: the model.
+            params: the trainer's parameters.
+            compute: dtype and kernel of the forward pass.
+        """
+        self._config, self._params, self._compute = config, params, compute
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs, float32 nats, one array for each completion."""
+        return self.score_with_entropies(prompts, completions, temperature=temperature)[0]
+
+    def score_with_entropies(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Log-probs and entropies, float32 nats, one array each for each completion.
+
+        Rows are padded to powers of two, so few shapes compile.
+        """
+        program = self._program(temperature)
+        totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+        buckets = [max(_SHORTEST, 1 << (total - 1).bit_length()) for total in totals]
+        found: list[Any] = [None] * len(totals)
+        for length in sorted(set(buckets)):
+            members = [index for index, bucket in enumerate(buckets) if bucket == length]
+            for start in range(0, len(members), _MOST_ROWS):
+                part = members[start : start + _MOST_ROWS]
+                rows = _rows([prompts[i] for i in part], [completions[i] for i in part], length)
+                columns = jax.device_get(program(self._params, rows))
+                for place, index in enumerate(part):
+                    begin = len(prompts[index])
+                    found[index] = [column[place, begin : totals[index]].copy() for column in columns]
+        return tuple(list(column) for column in zip(*found, strict=True))
+
+    def _program(self, temperature: float) -> Callable[[Params, Rows], tuple[jax.Array, jax.Array]]:
+        return _program(self._config, self._compute, temperature)
+
+    def close(self) -> None:
+        """Nothing to free: the parameters are the caller's."""
+
+
+@functools.lru_cache(maxsize=16)
+def _program(
+    config: ModelConfig, compute: Compute, temperature: float
+) -> Callable[[Params, Rows], tuple[jax.Array, jax.Array]]:
+    return jax.jit(make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh()))
+
+
+def _rows(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int) -> Rows:
+    """One completion a row, padded to `length`, and to a power of two of rows."""
+    shape = (1 << (len(prompts) - 1).bit_length(), length)
+    ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        ids[row, :end] = np.concatenate([prompt, completion])
+        segments[row, :end] = 1
+        mask[row, len(prompt) : end] = True
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), np.zeros(shape, np.float32))

@@ -1,0 +1,204 @@
+r"""Answers as text: extract one from a completion, and compare two as far as that needs no algebra.
+
+Only strings and exact rationals: nothing here imports an algebra system, and all of it takes time linear in the text's
+length, so the trainer's process can run it. `equivalence` decides, in a worker, where `compare_literals` returns None.
+
+The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that ends in
+`\tolerance{d}` is matched by every number at most d away from it.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from fractions import Fraction
+
+from dcmdp_jax.rewards.math.notation import (
+    last_boxed,
+    normalize_answer,
+    split_elements,
+    unwrap_text,
+    without_spaces,
+    without_special_tokens,
+)
+from dcmdp_jax.rewards.math.numbers import parse_number, same_number
+from dcmdp_jax.rewards.math.units import factors, measures
+
+__all__ = ["answer_defect", "compare_literals", "extract_answer", "last_boxed", "split_elements", "split_tolerance"]
+
+MAX_ANSWER_CHARACTERS = 2000
+"""A longer answer is not graded."""
+
+_ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+:[\s*]{0,8}+([^\n]*+)", re.IGNORECASE)
+_TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
+_BASE_WORDS = {
+    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"
+}  # fmt: skip
+_CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_CHOICE_AND_VALUE = re.compile(
+    r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
+)
+_WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
+_CAPITALS = re.compile(r"[A-Z]{2,}+")
+
+
+def extract_answer(completion: str) -> str | None:
+    r"""The answer a completion commits to: its last `\boxed{...}`, else its last "Answer:" line.
+
+    The line may be written in any case and in bold, as in `**Answer:** 42`, and may put the answer on the line after.
+    Bare statements ("the answer is 42", a last number, an \fbox) are not answers.
+
+    Args:
+        completion: decoded text of one completion, of any length.
+
+    Returns:
+        The answer as written, stripped; None when there is none, when it is empty, has an unclosed box (a truncated
+        completion) or is longer than `MAX_ANSWER_CHARACTERS`.
+    """
+    answer = last_boxed(completion)
+    if answer is None:
+        lines = collections.deque(_ANSWER_LINE.finditer(completion), maxlen=1)
+        if not lines or "\\boxed" in lines[0][1]:
+            return None
+        answer = without_special_tokens(lines[0][1]).strip().strip("*").strip()
+    return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
+
+
+def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
+    r"""Split `4.2\tolerance{1e-1}` into the answer and its tolerance, absolute; None when it states none.
+
+    Raises:
+        ValueError: if the tolerance is not a positive number.
+    """
+    match = _TOLERANCE.search(answer)
+    if match is None:
+        return answer, None
+    tolerance = parse_number(match.group(1))
+    if tolerance is None or tolerance <= 0:
+        raise ValueError(f"tolerance of answer {answer!r}: {match.group(1)!r} is not a positive number")
+    return answer[: match.start()], tolerance
+
+
+def compare_literals(prediction: str, gold: str) -> bool | None:
+    r"""Compare two answers without algebra; None when only algebra can tell.
+
+    Decides equal strings, two literal numbers (integers as integers, whatever their size) with their units (a unit that
+    one answer alone has is dropped; two units must measure the same), percentages (25\% is matched by 25 and by 0.25),
+    words (`\text{east}`, `East`), choices (`(B)`, `B`), numerals in a stated base, which a prediction may leave out but
+    not change, and a numeric gold with a tolerance.
+
+    Args:
+        prediction: an answer as `extract_answer` returns it.
+        gold: the reference answer, see the module's note.
+
+    Returns:
+        True or False when decided, else None.
+
+    Raises:
+        ValueError: if the reference answer states an ill-written tolerance.
+    """
+    gold, tolerance = split_tolerance(gold)
+    if len(prediction) > MAX_ANSWER_CHARACTERS:
+        return False
+    if _INTEGER.fullmatch(prediction) and _INTEGER.fullmatch(gold):
+        equal = _canonical_integer(prediction) == _canonical_integer(gold)
+        if equal or tolerance is None:
+            return equal
+    left, right = normalize_answer(prediction), normalize_answer(gold)
+    if not left or not right:
+        return False
+    if without_spaces(left) == without_spaces(right):
+        return True
+    left_measure, right_measure = measures(left, right)
+    left_text, right_text = left_measure.text, right_measure.text
+    scales = factors(left_measure, right_measure)
+    left_value, right_value = parse_number(left_text), parse_number(right_text)
+    if left_value is not None and right_value is not None:
+        if tolerance is not None:
+            return any(abs(left_value * a - right_value * b) <= tolerance for a, b in scales)
+        return any(same_number(left_value * a, right_value * b) for a, b in scales)
+    if _INTEGER.fullmatch(left_text) and _INTEGER.fullmatch(right_text):
+        equal = _canonical_integer(left_text) == _canonical_integer(right_text)
+        return equal and any(a == b for a, b in scales)
+    based = _compare_based(left, right)
+    return _compare_words(left, right) if based is None else based
+
+
+def answer_defect(answer: str) -> str | None:
+    r"""Describe in a few words why nothing could match a reference answer; None when nothing is wrong.
+
+    Structural: empty, nothing but punctuation, braces or environments that do not balance, an ill-written tolerance,
+    over `MAX_ANSWER_CHARACTERS`. Fast enough for a whole dataset at start-up.
+    """
+    if not answer.strip():
+        return "is empty"
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return f"has {len(answer)} characters, more than {MAX_ANSWER_CHARACTERS}"
+    try:
+        answer, _ = split_tolerance(answer)
+    except ValueError as error:
+        return str(error)
+    if not any(character.isalnum() for character in answer):
+        return "has no letter, digit or symbol to compare"
+    unescaped = re.sub(r"\\[{}]", "", answer)
+    depth = 0
+    for character in unescaped:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            break
+    if depth != 0:
+        return "has braces that do not balance"
+    begins, ends = re.findall(r"\\begin\{(\w+)\}", answer), re.findall(r"\\end\{(\w+)\}", answer)
+    if sorted(begins) != sorted(ends):
+        return r"has \begin and \end that do not match"
+    ending = answer.rstrip(" \t\n$")
+    if re.search(r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)", ending):
+        return "breaks off in the middle of an expression"
+    return None
+
+
+def _canonical_integer(text: str) -> str:
+    digits = text.lstrip("+-").lstrip("0") or "0"
+    return f"-{digits}" if text.startswith("-") and digits != "0" else digits
+
+
+def _compare_based(left: str, right: str) -> bool | None:
+    """Numerals with a base: the same digits in the same base; a prediction may leave out the reference's base."""
+    left_based, right_based = _BASED.fullmatch(left), _BASED.fullmatch(right)
+    bases = [match and (match[2] or _BASE_WORDS.get(match[3], match[3])) for match in (left_based, right_based)]
+    if right_based:
+        if left_based:
+            return left_based[1] == right_based[1] and bases[0] == bases[1]
+        return left == right_based[1] if re.fullmatch(r"[+-]?[0-9A-Z]++", left) else None
+    if left_based and parse_number(right) is not None:
+        return bases[0] == "10" and _canonical_integer(left_based[1]) == right
+    return None
+
+
+def _compare_words(left: str, right: str) -> bool | None:
+    left_words, right_words = unwrap_text(left).strip(), unwrap_text(right).strip()
+    wrapped = (left_words, right_words) != (left, right)
+    choice = _CHOICE.fullmatch(right_words)
+    if choice:
+        picked = _CHOICE.fullmatch(left_words)
+        if picked is None:
+            picked = _CHOICE_AND_VALUE.fullmatch(left_words)
+            return None if picked is None else (picked[1] or picked[2]) == choice[1]
+        in_any_case = wrapped or "(" in left_words + right_words
+        return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())
+    if _CAPITALS.fullmatch(left_words) and _CAPITALS.fullmatch(right_words):
+        return left_words == right_words
+    if not (_WORDS.fullmatch(left_words) and _WORDS.fullmatch(right_words)):
+        return None
+    if "'" in left_words + right_words:
+        return left_words.lower() == right_words.lower() if wrapped else None
+    left_split, right_split = left_words.replace("-", " ").split(), right_words.replace("-", " ").split()
+    shortest, longest = (f(map(len, left_split + right_split)) for f in (min, max))
+    if [word.lower() for word in left_split] == [word.lower() for word in right_split]:
+        if left_words.count("-") != right_words.count("-"):  # `x-y` is not `x y`
+            return True if shortest > 2 else None
+        same_case = [word[1:] for word in left_split] == [word[1:] for word in right_split]
+        return True if wrapped or (longest > 2 and same_case) else None
+    return False if wrapped or longest > 2 else None

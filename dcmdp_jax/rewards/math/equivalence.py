@@ -1,0 +1,303 @@
+r"""Equivalence of two answers: literal comparison first, then structure, then `algebra`.
+
+Nothing here limits time or memory, and a hostile answer (`9^{9^{9^9}}`) never ends: training grades through
+`verifier.Verifier`, which runs this in processes that it can kill.
+
+A false reward is worse than a missed one, because the policy learns it. Answers that neither a rule nor algebra proves
+equal get no reward.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from dcmdp_jax.rewards.math import algebra
+from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer, split_tolerance
+from dcmdp_jax.rewards.math.labels import equation_parts, is_name, named_elements, split_label
+from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, without_spaces
+from dcmdp_jax.rewards.math.numbers import parse_number
+from dcmdp_jax.rewards.math.units import factors, measures
+
+_OPEN, _CLOSE = "([{", ")]}"
+_INTERVAL_ENDS = re.compile(r"([\[(]).*([\])])", re.DOTALL)
+_MATRIX = re.compile(r"\\begin ?\{([bpB]?matrix)\}((?:(?!\\begin|\\end).)*+)\\end ?\{\1\}", re.DOTALL)
+_RELATION = re.compile(r"[<>]|\\(?:leq|geq|neq)(?![a-zA-Z])")
+_UNION = re.compile(r"\\cup(?![a-zA-Z])")
+_INTEGER_LIST = re.compile(r"(?:0|[1-9][0-9]*+)(?:,(?:0|[1-9][0-9]*+))*+")
+_OPERATION = re.compile(
+    r"\\(?:operatorname ?\{ ?)?(i*+nt|lim|sum|prod|gcd|lcm|det|max|min|bmod)(?![a-zA-Z])|\\begin ?\{(vmatrix)\}"
+    r"|\\frac ?\{ ?(d|\\partial) ?(?:\^ ?[0-9] ?)?+\} ?\{ ?(?:d|\\partial) ?[a-zA-Z]"
+)
+_APPROXIMATES = 0.05
+
+
+def judge(completion: str, answer: str) -> bool:
+    r"""Whether a completion's answer equals the reference answer.
+
+    Pure, without time or memory limit (see the module's note); may raise what sympy raises.
+
+    Args:
+        completion: decoded text; the answer is taken from it by `extract_answer`.
+        answer: reference answer in the verifier's notation, `$...$` or a box around it allowed.
+
+    Returns:
+        False when the completion has no answer.
+    """
+    prediction = extract_answer(completion)
+    return prediction is not None and equivalent(prediction, answer)
+
+
+def equivalent(prediction: str, gold: str) -> bool:
+    """Whether two answers mean the same; `gold` may carry a tolerance, which only literal or numeric answers can meet.
+
+    Lists compare as multisets, tuples, matrices and intervals in order with their brackets, everything else as numbers
+    (exact, to 1e-6 relative where one side is a decimal) or as functions. A name that only one answer has
+    (`y = 2x`, `V_1 : V_2 = 11 : 21`) and a unit that only one has are dropped. An integral, sum or limit left to
+    evaluate is no answer unless the reference leaves it too.
+    """
+    decided = compare_literals(prediction, gold)
+    if decided is not None:
+        return decided
+    gold, tolerance = split_tolerance(gold)
+    left = _without_approximation(normalize_answer(prediction))
+    right = _without_approximation(normalize_answer(gold), trusted=True)
+    if left is None or right is None or _leaves_work(left, right):
+        return False
+    if tolerance is not None:
+        left_measure, right_measure = measures(left, right)
+        if (Fraction(1), Fraction(1)) not in factors(left_measure, right_measure):
+            return False
+        return algebra.within(split_label(left_measure.text)[1], right_measure.text, float(tolerance))
+    return _same(left, right)
+
+
+def _leaves_work(left: str, right: str) -> bool:
+    r"""Whether a prediction ends in an operation (`\int`, `\lim`) that the reference lacks: it may be the problem."""
+    ends = [equation_parts(item)[-1] for item in _elements(left)]
+    left_work, right_work = (
+        {match[match.lastindex or 0] for match in _OPERATION.finditer(text)} for text in (" ".join(ends), right)
+    )
+    return not left_work <= right_work
+
+
+def _same(left: str, right: str) -> bool:
+    if without_spaces(left) == without_spaces(right):
+        return True
+    left_items, right_items = named_elements(_elements(left)), named_elements(_elements(right))
+    if len(left_items) > 1 or len(right_items) > 1:
+        if len(left_items) == 1 and _INTEGER_LIST.fullmatch(left):
+            left_items = left.split(",")  # `5,113` may be the list 5, 113
+        return _same_lists(left_items, right_items)
+    # a set of one is its element; a list in brackets is what it was
+    left, right = (items[0] if len(items) == 1 else text for items, text in ((left_items, left), (right_items, right)))
+    for comparison in (compare_literals, _measured, _ordered, _matrices, _equations, _ratios, _unions):
+        decided = comparison(left, right)
+        if decided is not None:
+            return decided
+    if bool(_RELATION.search(left)) != bool(_RELATION.search(right)) and not _is_set(left) and not _is_set(right):
+        return False
+    return algebra.same_value(left, right)
+
+
+def _measured(left: str, right: str) -> bool | None:
+    """Compare the values of answers with units; None when neither has any."""
+    left_measure, right_measure = measures(left, right)
+    if left_measure.is_plain and right_measure.is_plain:
+        return None
+    scales = factors(left_measure, right_measure)
+    if any(a == b for a, b in scales) and _same(left_measure.text, right_measure.text):
+        return True
+    values = left_measure.text, right_measure.text
+    return any(a != b and algebra.same_value(*values, factor=_rational(a / b)) for a, b in scales)
+
+
+def _rational(value: Fraction) -> object:
+    from sympy import Rational
+
+    return Rational(value.numerator, value.denominator)
+
+
+def _without_approximation(text: str, *, trusted: bool = False) -> str | None:
+    r"""`\sqrt{2} \approx 1.41` gives `\sqrt{2}`, `x \approx 11` gives `11`; None if the two are far from equal."""
+    parts = [part.strip() for part in re.split(r"\\approx(?![a-zA-Z])", text)]
+    if len(parts) > 1 and (not parts[0] or is_name(parts[0])):
+        parts = parts[1:]
+    if len(parts) == 1:
+        return parts[0] or text
+    label, value = split_label(parts[0])
+    if len(parts) > 2 and not trusted:
+        return None
+    if trusted:
+        return parts[0]
+    exact, rounded = (measures(part, part)[0].text for part in (value, parts[1]))
+    number = parse_number(rounded)
+    if number is None or not algebra.within(exact, rounded, abs(float(number)) * _APPROXIMATES):
+        return None
+    return parts[0] if label is None else f"{label}={value}"
+
+
+def _same_lists(left: list[str], right: list[str]) -> bool:
+    """Compare as multisets; in order where only one side gives its elements different names."""
+    left_labels, right_labels = _labels(left), _labels(right)
+    if len(left) == 1 and None not in right_labels:
+        left = _tuple_elements(left[0])
+    elif len(right) == 1 and None not in left_labels:
+        right = _tuple_elements(right[0])
+    left, right = _without_repeats(left), _without_repeats(right)
+    if len(left) != len(right):
+        return False
+    left_labels, right_labels = _labels(left), _labels(right)
+    if None not in left_labels and set(right_labels) == {None} and _out_of_order(left_labels):
+        return False  # `y = 1, x = 2` for (1, 2)
+    in_order = None not in left_labels + right_labels and left_labels == right_labels
+    for labels, others in ((left_labels, right_labels), (right_labels, left_labels)):
+        in_order |= len(set(labels)) == len(labels) and None not in labels and set(others) == {None}
+    if in_order:
+        return all(_same(a, b) for a, b in zip(left, right, strict=True))
+    return _match_all(left, right)
+
+
+def _out_of_order(names: list[str | None]) -> bool:
+    """Whether the names are neighbours in the alphabet, each once, but not in its order."""
+    codes = [ord(name) if name and len(name) == 1 else 0 for name in names]
+    return codes != sorted(codes) and sorted(codes) == list(range(min(codes), min(codes) + len(codes)))
+
+
+def _labels(items: list[str]) -> list[str | None]:
+    return [label for label, _ in map(split_label, items)]
+
+
+def _without_repeats(items: list[str]) -> list[str]:
+    """A tuple stated twice is one solution; a number stated twice may be two roots."""
+    seen: dict[str, str] = {}
+    for index, item in enumerate(items):
+        seen.setdefault(without_spaces(item) if _bracketed(item) is not None else str(index), item)
+    return list(seen.values())
+
+
+def _tuple_elements(item: str) -> list[str]:
+    body = _bracketed(item)
+    return [item] if body is None or item[0] != "(" or item[-1] != ")" else split_elements(body, ",")
+
+
+def _match_all(left: list[str], right: list[str]) -> bool:
+    """Whether a one-to-one matching of equal elements exists, in any order."""
+    remaining = list(left)
+    for item in right:
+        match = next((index for index, other in enumerate(remaining) if _same(other, item)), None)
+        if match is None:
+            return False
+        remaining.pop(match)
+    return True
+
+
+def _ordered(left: str, right: str) -> bool | None:
+    """Compare two tuples or intervals element by element; None unless both are."""
+    left_body, right_body = _bracketed(left), _bracketed(right)
+    if left_body is None or right_body is None:
+        return None
+    left_items, right_items = (
+        split_elements(body, ",", digit_groups=not _INTEGER_LIST.fullmatch(body)) for body in (left_body, right_body)
+    )
+    if max(len(left_items), len(right_items)) < 2:
+        return None
+    if (left[0], left[-1], len(left_items)) != (right[0], right[-1], len(right_items)):
+        return False
+    return all(_same(a, b) for a, b in zip(left_items, right_items, strict=True))
+
+
+def _matrices(left: str, right: str) -> bool | None:
+    """Compare two matrices cell by cell; None unless both are."""
+    found = [_MATRIX.fullmatch(text) for text in (left, right)]
+    if found[0] is None or found[1] is None:
+        return None
+    cells = [
+        [[cell.strip() for cell in row.split("&")] for row in match[2].strip().removesuffix(r"\\").split(r"\\")]
+        for match in found
+    ]
+    if [len(row) for row in cells[0]] != [len(row) for row in cells[1]]:
+        return False
+    pairs = ((a, b) for rows in zip(*cells, strict=True) for a, b in zip(*rows, strict=True))
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _equations(left: str, right: str) -> bool | None:
+    """Compare equations; None where only algebra can decide, and when neither answer is an equation."""
+    left_parts, right_parts = equation_parts(left), equation_parts(right)
+    if len(left_parts) == 1 and len(right_parts) == 1:
+        return None
+    if not all(left_parts + right_parts):
+        return False
+    left_named = len(left_parts) > 1 and is_name(left_parts[0])
+    right_named = len(right_parts) > 1 and is_name(right_parts[0], trusted=True)
+    if len(right_parts) == 1:
+        # Every member of a chain must be the answer: `2+3 = 5`, not `4 = 5`.
+        return all(_same(part, right) for part in left_parts[1 if left_named else 0 :])
+    if len(left_parts) == 1:
+        return right_named and _same(left, right_parts[-1])
+    if left_named and right_named and without_spaces(left_parts[0]) == without_spaces(right_parts[0]):
+        return all(_same(part, right_parts[-1]) for part in left_parts[1:])
+    if len(left_parts) != 2 or len(right_parts) != 2:
+        return False
+    return None
+
+
+def _ratios(left: str, right: str) -> bool | None:
+    """Compare `11:21` and `12:00` part by part; ratios in other terms do not match."""
+    left_parts, right_parts = left.split(":"), right.split(":")
+    if len(left_parts) == 1 and len(right_parts) == 1:
+        return None
+    return len(left_parts) == len(right_parts) and all(
+        _same(a.strip(), b.strip()) for a, b in zip(left_parts, right_parts, strict=True) if (a or b)
+    )
+
+
+def _unions(left: str, right: str) -> bool | None:
+    """Compare unions of equally many sets, in any order; None when only algebra can decide."""
+    left_parts, right_parts = ([part.strip() for part in _UNION.split(text)] for text in (left, right))
+    if len(left_parts) == 1 or len(left_parts) != len(right_parts):
+        return None
+    return _match_all(left_parts, right_parts) or None
+
+
+def _is_set(text: str) -> bool:
+    return _bracketed(text) is not None or r"\{" in text or _UNION.search(text) is not None
+
+
+def _bracketed(text: str) -> str | None:
+    """The inside of `(...)`, `[...)` and the like when the first bracket closes at the very end, else None."""
+    if _INTERVAL_ENDS.fullmatch(text) is None:
+        return None
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if depth == 0:
+            return text[1:-1] if position == len(text) - 1 else None
+    return None
+
+
+def _elements(text: str) -> list[str]:
+    r"""The elements of a list or set, `a \pm b` counted as two; a single answer gives a list of one."""
+    text = text.strip()
+    for start, end in ((r"\{", r"\}"), ("{", "}")):
+        inside = text[len(start) : -len(end)]
+        if text.startswith(start) and text.endswith(end) and _balanced(inside):
+            text = inside.strip()
+    items = [item for part in split_elements(text, ";") for item in split_elements(part, ",")]
+    expanded: list[str] = []
+    for item in items:
+        if item.count(r"\pm") == 1 and r"\mp" not in item:
+            expanded += [item.replace(r"\pm", "+").strip().removeprefix("+"), item.replace(r"\pm", "-")]
+        else:
+            expanded.append(item)
+    return expanded
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if depth < 0:
+            return False
+    return depth == 0

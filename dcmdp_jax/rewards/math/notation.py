@@ -1,0 +1,264 @@
+r"""One notation for the many ways an answer is written in LaTeX, and its parts.
+
+The trainer's process runs this on arbitrary model output, so every function takes linear time: runs of spaces are
+reduced to one first, quantifiers are not nested, and those that could backtrack are possessive.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, unit_words, vocabulary
+
+_BOXED = re.compile(r"\\boxed\s*+\{")
+# What brackets nothing or balances at once, then braces that matter. It matches wherever it is tried.
+_BRACES = re.compile(
+    r"(?:[^{}\\]++|\\(?!boxed\s*+\{).|\{[^{}\\]*+\})*+"
+    r"(?:(?P<open>\{(?:\{(?![^{}\\]*+\}))*+)|(?P<close>\}++)|(?P<box>\\boxed\s*+\{)|\\?\Z)",
+    re.DOTALL,
+)
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*+\|>")
+_SPACE = re.compile(r"\s+")
+_DELIMITER = re.compile(r"\\\\|\\\$|\$\$?|\\[\[\]()]")
+_CLOSES = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
+_JOINERS = re.compile(r"(?:[\s,;]|and(?![a-zA-Z])|or(?![a-zA-Z]))*+")
+_AFTER_A_VALUE = vocabulary("is are the our final answer answers solution solutions result")
+_STATES_A_VALUE = vocabulary(
+    "is are was be equal equals gives yields get obtain have find becomes exactly answer solution result value total "
+    "so thus hence therefore that"
+)
+_TURNS_A_VALUE = vocabulary(
+    "not no never neither nor none isn't isnt aren't arent or either less more greater fewer least most than below "
+    "above under over between except excluding without wrong incorrect false minus plus times twice thrice half double "
+    "triple negative square squared root cube cubed reciprocal inverse percent mod modulo base factorial divided if "
+    "unless but versus to exceeds exceed any other from"
+)
+_WRAPPER = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
+_WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
+_WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
+_LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
+_CONJUNCTION = re.compile(
+    r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
+)
+_INDEX = re.compile(rf"_ ?(?:\{{ ?{TEXT_COMMANDS} ?([^{{}}]*+)\}} ?\}}|{TEXT_COMMANDS} ?([^{{}}]*+)\}})")
+_BRACED_INDEX = re.compile(r"_ ?\{ ?([a-zA-Z0-9]) ?\}")
+_PRIMES = re.compile(r"\^ ?(?:\{ ?((?:\\prime ?)++)\}|(\\prime(?![a-zA-Z])))")
+_DIGIT_GROUPS = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))++")
+
+_REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"[−–]", "-"),
+        (r"×", r"\\times "),
+        (r"(?<!\\)\\n(?![a-zA-Z])", " "),
+        (r"(?<=[0-9]) ?(?:,\\!|\{,\}) ?(?=[0-9]{3})", ","),
+        (r"(?<!\\)\\(?:\!|,)", ""),
+        (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}"),
+        (r"\\sqrt ?([0-9])", r"\\sqrt{\1}"),
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?= ?[\[\](){}|.\\])(?!\\[a-zA-Z]) ?(?:\.(?![0-9]))?", ""),
+        (r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{))(?![a-zA-Z])", ""),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\(?:leqslant|le)(?![a-zA-Z])|<=|≤", r"\\leq "),
+        (r"\\(?:geqslant|ge)(?![a-zA-Z])|>=|≥", r"\\geq "),
+        (r"\\ne(?![a-zA-Z])|!=|≠", r"\\neq "),
+        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°", r"\\degree "),
+        (r"\\pounds(?![a-zA-Z])|\\£", "£"),
+        (r"\\euro(?![a-zA-Z])|\\€", "€"),
+        (r"(?<=[0-9])\.(?= ?[/*])", ""),
+        (r"\b(?:np|math)\.(?=[a-z])", r"\\"),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
+        (r"\\%", "%"),
+    )
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{...}` whose braces balance, without surrounding space; None when there is none.
+
+    A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take part in the balance.
+    """
+    first = _BOXED.search(text)
+    if first is None:
+        return None
+    # One pass: a looping completion may open ten thousand boxes and close none.
+    depth = 0
+    boxes: list[tuple[int, int]] = []  # of those open now: depth inside and where the content starts
+    start, end = -1, -1
+    for token in _BRACES.finditer(text, first.start()):
+        if token.lastgroup == "box":
+            depth += 1
+            boxes.append((depth, token.end()))
+        elif token.lastgroup == "open":
+            depth += token.end() - token.start("open")
+        elif token.lastgroup == "close":
+            after = max(0, depth - (token.end() - token.start("close")))
+            while boxes and boxes[-1][0] > after:
+                inside, begin = boxes.pop()
+                if begin > start:
+                    start, end = begin, token.start("close") + depth - inside
+            depth = after
+    return text[start:end].strip() if start >= 0 else None
+
+
+def without_special_tokens(text: str) -> str:
+    """The text without tokens of the form `<|im_end|>`."""
+    return _SPECIAL_TOKEN.sub("", text)
+
+
+def normalize_answer(answer: str) -> str:
+    r"""One notation for the many ways an answer is written; idempotent for what models commonly write.
+
+    Takes the content of a box and of math delimiters ("the distance is $5$" gives `5`, "$1$ and $2$" gives `1, 2`),
+    drops spacing and sizing commands and digit-group commands, rewrites `\dfrac` and its like, `\lt`, degree signs,
+    typographic minus, and "and"/"or" between values as commas. Units, degrees and currency signs stay: see `units`.
+    """
+    text = _SPACE.sub(" ", without_special_tokens(answer))
+    boxed = last_boxed(text)
+    if boxed is not None:
+        text = boxed
+    text = _outside_delimiters(text)
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    text = _SPACE.sub(" ", text)
+    text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
+    text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
+    text = _BRACED_INDEX.sub(r"_\1", text)
+    text = _unwrapped_value(text.strip())
+    plain = unwrap_text(text)
+    if not _WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
+        text = _CONJUNCTION.sub(", ", text)
+    return _SPACE.sub(" ", text).strip().rstrip(" ,;.\\")
+
+
+def without_spaces(text: str) -> str:
+    """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and after commands."""
+    kept = []
+    words = text.split()
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        kept.append(word)
+        if word[-1].isdigit() and following[:1].isdigit():
+            kept.append(" ")
+        elif following[:1].isalpha() and word[-1].isalpha() and "\\" in word:
+            tail = word[word.rindex("\\") + 1 :]
+            if tail.isalpha():  # `\pi r` is not the command `\pir`
+                kept.append(" ")
+    return "".join(kept)
+
+
+def unwrap_text(text: str) -> str:
+    r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
+    text = _WRAPPER.sub(r"\1", text)
+    closes = _closing_braces(text)
+    start, end = 0, len(text)
+    while start < end:
+        if text[start].isspace():
+            start += 1
+        elif text[end - 1].isspace():
+            end -= 1
+        elif closes.get(start) == end - 1:
+            start, end = start + 1, end - 1
+        else:
+            break
+    return text[start:end]
+
+
+def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> list[str]:
+    """Split at the separators outside every bracket, dropping empty parts.
+
+    Args:
+        text: a list of answers.
+        separator: one character.
+        digit_groups: whether `1,000` is one number (else two answers).
+    """
+    grouped: set[int] = set()
+    if digit_groups and separator == ",":
+        for match in _DIGIT_GROUPS.finditer(text):
+            grouped.update(range(match.start(), match.end()))
+    parts, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth <= 0 and position not in grouped:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Position of each opening brace -> position of its closing brace, in one pass; escaped braces are skipped."""
+    closes: dict[int, int] = {}
+    opened: list[int] = []
+    position = 0
+    while position < len(text):
+        if text[position] == "\\":
+            position += 1
+        elif text[position] == "{":
+            opened.append(position)
+        elif text[position] == "}" and opened:
+            closes[opened.pop()] = position
+        position += 1
+    return closes
+
+
+def _unwrapped_value(text: str) -> str:
+    r"""`\textbf{42}` and `\text{A, C}` without the command around the whole; words keep theirs."""
+    wrapper = _WHOLE_WRAPPER.match(text)
+    if wrapper is None or _closing_braces(text).get(wrapper.end() - 1) != len(text) - 1:
+        return text
+    inside = text[wrapper.end() : -1].strip()
+    return inside if any(character.isdigit() or character in ",;" for character in inside) else text
+
+
+def _outside_delimiters(text: str) -> str:
+    """The content of math delimiters; the whole text where the words around them may change its meaning."""
+    segments, around, start, opened = [], [], 0, ""
+    bare = []
+    for token in _DELIMITER.finditer(text):
+        if token[0] in ("\\\\", r"\$"):
+            continue
+        bare.append(token.span())
+        if not opened:
+            if token[0] in _CLOSES:
+                around.append(text[start : token.start()])
+                opened, start = token[0], token.end()
+            continue
+        closing = _CLOSES[opened]
+        if token[0] == closing or (opened == "$" and token[0] == "$$"):
+            segments.append(text[start : token.start()].strip())
+            start = token.end()
+            if token[0] == closing:
+                opened = ""
+            else:  # `$1$$2$`: one closes, one opens
+                around.append("")
+    around.append(text[start:])
+    if not bare:
+        return text
+    dollars = sum(end - begin for begin, end in bare if text[begin] == "$")
+    segments = [segment for segment in segments if segment]
+    if opened or dollars % 2 or not segments:
+        return _blanked(text, bare)
+    between = [part.strip(" .") for part in around]
+    outside = [part for part in between if part]
+    if all(_JOINERS.fullmatch(part) for part in outside):
+        return ", ".join(segments)
+    if len(segments) == 1:
+        before, after = between[0], between[-1]
+        words = [word.strip(".,:;'\"()") for word in before.lower().split()]
+        states = not before or before[-1] in "=:" or words[-1] in _STATES_A_VALUE
+        if states and not _TURNS_A_VALUE & set(words):
+            if not after or _AFTER_A_VALUE.issuperset(after.lower().split()):
+                return segments[0]
+            if unit_words(after):
+                return rf"{segments[0]} \text{{{after}}}" if "%" not in after else segments[0] + after
+    return _blanked(text, bare)
+
+
+def _blanked(text: str, spans: list[tuple[int, int]]) -> str:
+    parts, start = [], 0
+    for begin, end in spans:
+        parts += [text[start:begin], " "]
+        start = end
+    return "".join([*parts, text[start:]])

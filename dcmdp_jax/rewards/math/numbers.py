@@ -1,0 +1,103 @@
+"""Literal numbers, read exactly: nothing here goes through a float."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_MAX_LITERAL_DIGITS = 400
+_RELATIVE_TOLERANCE = Fraction(1, 10**6)
+
+_GROUPED = re.compile(r"([+-]?)([0-9]{1,3}(?:(?:,[0-9]{3})++|(?: [0-9]{3})++))((?:\.[0-9]++)?)")
+_DECIMAL = re.compile(r"([+-]?)([0-9]*+)(?:\.([0-9]*+))?(?:[eE]([+-]?[0-9]++))?")
+_REPEATING = re.compile(r"([+-]?)([0-9]*+)\.([0-9]*+)\\(?:overline|bar) ?\{([0-9]++)\}")
+_SCIENTIFIC = re.compile(
+    r"(?P<sign>[+-]?)(?:(?P<mantissa>[0-9]++(?:\.[0-9]*+)?|\.[0-9]++) ?(?:\\times|\\cdot|\*|×) ?)?"
+    r"10 ?(?:\^|\*\*) ?(?:\{ ?(?P<braced>[+-]? ?[0-9]++) ?\}|\( ?(?P<round>[+-]?[0-9]++) ?\)|(?P<bare>[+-]?[0-9]++))"
+)
+_FRACTION = re.compile(
+    r"([+-]?) ?([0-9]++ ?)?\\frac ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9])) ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9]))"
+)
+_SLASH = re.compile(r"([+-]?)(?:([0-9]++) )?([0-9]++) ?/ ?([0-9]++)")
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""Read a literal number exactly; None for anything that is not one.
+
+    Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
+    `\frac{a}{b}`, mixed numbers and repeating decimals. Never goes through a float:
+    `105263157894736842` is itself. Literals of more than 400 digits or exponents beyond 400 are not read.
+    """
+    if len(text) > 2 * _MAX_LITERAL_DIGITS:
+        return None
+    text = re.sub(r"\s+", " ", text).strip()
+    if not text or len(text) > _MAX_LITERAL_DIGITS:
+        return None
+    grouped = _GROUPED.fullmatch(text)
+    if grouped:
+        text = grouped[1] + re.sub("[, ]", "", grouped[2]) + grouped[3]
+    for reader in (_read_decimal, _read_scientific, _read_fraction, _read_repeating):
+        value = reader(text)
+        if value is not None:
+            return value
+    return None
+
+
+def same_number(prediction: Fraction, gold: Fraction) -> bool:
+    """Whether two literal numbers agree: exactly for an integer gold, to 1e-6 of the gold's size otherwise.
+
+    The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written digit do not agree
+    unless they agree to a millionth.
+    """
+    if prediction == gold:
+        return True
+    return gold.denominator != 1 and abs(prediction - gold) <= _RELATIVE_TOLERANCE * abs(gold)
+
+
+def _sign(text: str) -> int:
+    return -1 if text == "-" else 1
+
+
+def _read_decimal(text: str) -> Fraction | None:
+    match = _DECIMAL.fullmatch(text)
+    if match is None or not (match[2] or match[3]):
+        return None
+    exponent = int(match[4] or 0)
+    if abs(exponent) > _MAX_LITERAL_DIGITS:
+        return None
+    digits = (match[2] or "") + (match[3] or "")
+    return _sign(match[1]) * Fraction(int(digits)) * Fraction(10) ** (exponent - len(match[3] or ""))
+
+
+def _read_scientific(text: str) -> Fraction | None:
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None:
+        return None
+    exponent = int((match["braced"] or match["round"] or match["bare"]).replace(" ", ""))
+    if abs(exponent) > _MAX_LITERAL_DIGITS:
+        return None
+    mantissa = _read_decimal(match["mantissa"]) if match["mantissa"] else Fraction(1)
+    return _sign(match["sign"]) * mantissa * Fraction(10) ** exponent
+
+
+def _read_fraction(text: str) -> Fraction | None:
+    match = _FRACTION.fullmatch(text)
+    if match is not None:
+        above, below = match[3] or match[4], match[5] or match[6]
+    else:
+        match = _SLASH.fullmatch(text)
+        if match is None:
+            return None
+        above, below = match[3], match[4]
+    if int(below) == 0:
+        return None
+    return _sign(match[1]) * (Fraction(int(match[2] or 0)) + Fraction(int(above), int(below)))
+
+
+def _read_repeating(text: str) -> Fraction | None:
+    match = _REPEATING.fullmatch(text)
+    if match is None:
+        return None
+    whole, fixed, period = int(match[2] or 0), match[3], match[4]
+    repeating = Fraction(int(period), 10 ** len(period) - 1)
+    return _sign(match[1]) * (whole + (int(fixed or 0) + repeating) / 10 ** len(fixed))

@@ -1,0 +1,337 @@
+r"""Units of measurement, counted things and words for numbers (`million`) that stand after a value.
+
+A prediction may state only what is listed here: an unknown word may change the value (`42 squared`), so it stays and
+the answer does not match. A reference answer may count anything (`16 daps`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from fractions import Fraction
+
+from dcmdp_jax.rewards.math.numbers import parse_number
+
+
+def vocabulary(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_LENGTH, _MASS, _TIME, _VOLUME, _MONEY = "length", "mass", "time", "volume", "money"
+# dimension, names separated by spaces, size in the dimension's unit
+_MEASURES: tuple[tuple[str, str, str], ...] = (
+    (_LENGTH, "m meter metre", "1"),
+    (_LENGTH, "mm millimeter millimetre", "1/1000"),
+    (_LENGTH, "cm centimeter centimetre", "1/100"),
+    (_LENGTH, "dm decimeter decimetre", "1/10"),
+    (_LENGTH, "km kilometer kilometre", "1000"),
+    (_LENGTH, "nm nanometer nanometre", "1/1000000000"),
+    (_LENGTH, "in inch", "0.0254"),
+    (_LENGTH, "ft foot feet", "0.3048"),
+    (_LENGTH, "yd yard", "0.9144"),
+    (_LENGTH, "mi mile", "1609.344"),
+    (_MASS, "g gram", "1"),
+    (_MASS, "mg milligram", "1/1000"),
+    (_MASS, "kg kilogram", "1000"),
+    (_MASS, "lb pound", "453.59237"),
+    (_MASS, "oz ounce", "28.349523125"),
+    (_TIME, "s sec second", "1"),
+    (_TIME, "ms millisecond", "1/1000"),
+    (_TIME, "min minute", "60"),
+    (_TIME, "h hr hour", "3600"),
+    (_TIME, "day", "86400"),
+    (_TIME, "week", "604800"),
+    ("months", "month", "1"),
+    ("months", "year yr", "12"),
+    (_VOLUME, "L l liter litre", "1"),
+    (_VOLUME, "mL ml milliliter millilitre", "1/1000"),
+    ("gallons", "gallon gal", "1"),
+    ("gallons", "quart", "1/4"),
+    ("gallons", "pint", "1/8"),
+    ("gallons", "cup", "1/16"),
+    (_MONEY, "dollar USD", "1"),
+    (_MONEY, "cent", "1/100"),
+    ("euro", "euro EUR", "1"),
+    ("sterling", "GBP", "1"),
+    ("yuan", "yuan RMB", "1"),
+    ("yen", "yen JPY", "1"),
+    ("rupee", "rupee Rs", "1"),
+    ("angle", "degree deg", "1"),
+    ("radian", "radian rad", "1"),
+    ("celsius", "celsius", "1"),
+    ("fahrenheit", "fahrenheit", "1"),
+    ("K", "K kelvin", "1"),
+    ("force", "N newton", "1"),
+    ("energy", "J joule", "1"),
+    ("erg", "erg", "1"),
+    ("eV", "eV", "1"),
+    ("power", "W watt", "1"),
+    ("power", "kW kilowatt", "1000"),
+    ("charge", "C coulomb", "1"),
+    ("voltage", "V volt", "1"),
+    ("current", "A ampere", "1"),
+    ("frequency", "Hz hertz", "1"),
+    ("pressure", "Pa pascal", "1"),
+    ("amount", "mol mole", "1"),
+    ("acre", "acre", "1"),
+    ("hectare", "hectare", "1"),
+    ("before noon", "am a.m a.m.", "1"),
+    ("after noon", "pm p.m p.m.", "1"),
+)
+_COUNTED = vocabulary(
+    "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat chair child children "
+    "choice class coin color combination cookie cow cube customer dog door egg employee face fish flower friend game "
+    "girl goal group guest handshake horse house integer item jar kid letter man marble match member men method mark "
+    "number orange orchid page pair parent passenger path pen pencil penny people permutation person piece pizza plant "
+    "player point possibility problem puppy question road room row salmon seat sheep shell shirt slice solution "
+    "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
+    "white woman women word worker dime nickel"
+)
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7,
+    "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
+_CHANGES_A_VALUE = vocabulary(
+    "about above and approximately at base below between binary but choose cubed decimal divided double either equals "
+    "except factorial fewer fifth fourth from greater half halves hex if inf infinite infinity least less log many "
+    "maybe minus mod modulo more most neither never no nor not of off or out over percent percentage plus power "
+    "quarter raised root score sixth some square squared sqrt tenth than third times to triple twice under up when "
+    "where with without wrong"
+)
+_BY_NAME: dict[str, tuple[str, Fraction]] = {
+    name: (dimension, Fraction(size)) for dimension, names, size in _MEASURES for name in names.split()
+}
+_AMBIGUOUS = frozenset(name for name in _BY_NAME if len(name) == 1)
+"""Without a text command around it, a lone letter is a variable."""
+
+TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline) ?\{"
+"""Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
+_EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
+_PIECE = re.compile(
+    rf"(?P<text>{TEXT_COMMANDS}[^{{}}]*+\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
+    rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Z]++(?:\.[a-zA-Z])?+\.?+)|(?P<join>/|\\cdot(?![a-zA-Z])|·)"
+    rf"|(?P<percent>%)|(?P<space> )|(?P<other>\\[a-zA-Z]++|.)",
+    re.DOTALL,
+)
+_TEXT_CONTENT = re.compile(r"\{([^{}]*+)\}$")
+_UNIT_TOKEN = re.compile(r"[a-zA-Z]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
+_CURRENCY = re.compile(r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)) ?")
+_CURRENCIES = ("money", "euro", "sterling", "yen")
+_SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
+_PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_MAX_PIECES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A value and its unit.
+
+    Attributes:
+        text: the value alone.
+        scale: factor of a number word such as `million`.
+        dimension: dimensions of the unit with their exponents, sorted; empty without a unit.
+        size: size of the unit in the dimension's base unit.
+        percent: whether it is given in percent.
+    """
+
+    text: str
+    scale: Fraction = Fraction(1)
+    dimension: tuple[tuple[str, int], ...] = ()
+    size: Fraction = Fraction(1)
+    percent: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.dimension and not self.percent and self.scale == 1
+
+
+def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
+    """Split both answers into value and unit.
+
+    A lone letter (`5 m`) is a unit where the other answer states a unit, else a variable.
+    """
+    left, right = _measure(prediction, any_noun=False), _measure(gold, any_noun=True)
+    if left.dimension and not right.dimension:
+        right = _measure(gold, any_noun=True, letters=True)
+    elif right.dimension and not left.dimension:
+        left = _measure(prediction, any_noun=False, letters=True)
+    return left, right
+
+
+def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
+    """Factors for the two values, any pair of which makes them comparable; empty if their units disagree.
+
+    A unit that only one answer has is dropped. A percentage is matched by its number and by its hundredth; a reference
+    below 1 without a percent sign is not a number of percent (0.5% is not 1/2).
+    """
+    if left.dimension and right.dimension:
+        if left.dimension != right.dimension or left.percent != right.percent:
+            return []
+        return [(left.scale * left.size, right.scale * right.size)]
+    pairs = [(left.scale, right.scale)]
+    if left.percent != right.percent:
+        if left.dimension or right.dimension:
+            return []
+        hundredth = Fraction(1, 100)
+        if not left.percent:
+            return [*pairs, (left.scale, right.scale * hundredth)]
+        value = parse_number(right.text)
+        plain = pairs if value is not None and abs(value * right.scale) >= 1 else []
+        return [*plain, (left.scale * hundredth, right.scale)]
+    return pairs
+
+
+def unit_words(text: str) -> bool:
+    """Whether the text is nothing but a unit, a counted thing or a percent sign."""
+    return _read(text, any_noun=False, letters=True) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
+    found = Quantity(text)
+    currency = _CURRENCY.match(text)
+    if currency is not None:
+        kind = next(name for name, group in zip(_CURRENCIES, currency.groups()[1:], strict=True) if group)
+        text = currency[1] + text[currency.end() :]
+        found = Quantity(text, dimension=((kind, 1),))
+    start = _tail_start(text, letters)
+    for begin in start:
+        unit = _read(text[begin:], any_noun=any_noun, letters=letters)
+        value = text[:begin].rstrip()
+        if unit is None or not value or (unit.percent and value.endswith("%")):
+            continue
+        if unit.dimension == (("angle", 1),) and _PERIODIC.search(value):
+            continue
+        if found.dimension:
+            joined = dict(found.dimension)
+            for name, power in unit.dimension:
+                joined[name] = power if name in ("money", *_CURRENCIES) else joined.get(name, 0) + power
+            return dataclasses.replace(unit, text=value, dimension=tuple(sorted(joined.items())))
+        return dataclasses.replace(unit, text=value)
+    return found
+
+
+def _tail_start(text: str, letters: bool) -> list[int]:
+    """Positions where the unit may start, the longest unit first. One pass; at most `_MAX_PIECES` positions."""
+    starts: list[tuple[int, str]] = []
+    previous = ""
+    for piece in _PIECE.finditer(text):
+        kind = piece.lastgroup if piece.lastgroup != "scale" else "degree"
+        if kind == "other":
+            starts = []
+        elif kind == "space":
+            pass
+        elif kind in ("exponent", "join"):
+            if not starts:
+                previous = piece[0][-1]
+                continue
+        elif kind == "word":
+            # `2x cm`: what follows a variable is a variable.
+            if not starts and not (previous.isdigit() or previous in ")}]"):
+                previous = piece[0][-1]
+                continue
+            starts.append((piece.start(), kind))
+        else:
+            starts.append((piece.start(), kind or ""))
+        if kind != "space":
+            previous = piece[0][-1]
+    return [begin for begin, _ in starts[:1] + starts[1:][-_MAX_PIECES:]]
+
+
+def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
+    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is no unit."""
+    plain, in_text = [], False
+    for piece in _PIECE.finditer(tail):
+        if piece.lastgroup == "text":
+            in_text = True
+            content = _TEXT_CONTENT.search(piece[0])
+            plain.append(f" {content[1]} " if content else "")
+        elif piece.lastgroup == "scale":
+            plain.append({"C": " celsius ", "F": " fahrenheit "}[piece["scale"]])
+        elif piece.lastgroup == "other":
+            return None
+        else:
+            plain.append(piece[0])
+    return _read_words("".join(plain), any_noun=any_noun and in_text, letters=letters or in_text)
+
+
+def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
+    text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text)
+    scale, size, percent = Fraction(1), Fraction(1), False
+    powers: dict[str, int] = {}
+    sign, next_power, last = 1, 1, None
+    nouns, lone_letters, joined, position = [], 0, False, 0
+    for token in _UNIT_TOKEN.finditer(text):
+        if text[position : token.start()].strip(" }·"):
+            return None
+        position = token.end()
+        word = token[0]
+        if word == "%" or word.lower().rstrip(".") in ("percent", "percentage", "pct"):
+            if percent or powers:
+                return None
+            percent = True
+        elif word.startswith("^"):
+            if last is None or percent:
+                return None
+            name, power, one = last
+            exponent = int(token[1])
+            if abs(exponent) > 9 or exponent == 0:
+                return None
+            powers[name] += power * exponent - power
+            size *= one ** (power * exponent - power)
+            last = None
+        elif word == "/" or word == "per":
+            sign, joined = -1, True
+        elif word.lower().rstrip(".") in ("square", "sq", "cubic", "cu") and next_power == 1:
+            next_power = 2 if word.lower().startswith("sq") else 3
+        elif word in _SCALES or (word.endswith("s") and word[:-1] in _SCALES):
+            if powers or nouns or percent:
+                return None
+            scale *= _SCALES.get(word) or _SCALES[word[:-1]]
+        else:
+            known = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
+            if known is None and any_noun and word.lower().rstrip(".") not in _CHANGES_A_VALUE:
+                nouns.append(_singular(word.lower().rstrip(".")))
+                continue
+            if known is None:
+                return None
+            lone_letters += word in _AMBIGUOUS
+            name, one = known
+            power = sign * next_power
+            powers[name] = powers.get(name, 0) + power
+            size *= one**power
+            sign, next_power, last = 1, 1, (name, power, one)
+    if text[position:].strip(" .,}") or next_power != 1 and not powers:
+        return None
+    if lone_letters and not letters and not joined:
+        return None
+    if nouns:
+        powers[" ".join(nouns)] = 1
+    if "angle" in powers and len(powers) == 2 and {"celsius", "fahrenheit"} & powers.keys():
+        del powers["angle"]
+    if not powers and not percent and scale == 1:
+        return None
+    return Quantity("", scale, tuple(sorted(item for item in powers.items() if item[1])), size, percent)
+
+
+def _look_up(word: str) -> tuple[str, Fraction] | None:
+    if word in _BY_NAME:
+        return _BY_NAME[word]
+    word = word.rstrip(".")
+    lower = word.lower()
+    for name in (word, lower, lower.removesuffix("s"), lower.removesuffix("es")):
+        if name in _BY_NAME and (name == word or len(name) > 1):
+            return _BY_NAME[name]
+    singular = _singular(lower)
+    return (singular, Fraction(1)) if singular in _COUNTED else None
+
+
+def _singular(word: str) -> str:
+    if word in _COUNTED:
+        return word
+    for ending, replacement in (("ies", "y"), ("es", ""), ("s", ""), ("ices", "ex")):
+        if word.endswith(ending) and word.removesuffix(ending) + replacement in _COUNTED:
+            return word.removesuffix(ending) + replacement
+    return word.removesuffix("s")

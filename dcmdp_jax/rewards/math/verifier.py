@@ -1,0 +1,190 @@
+"""Rewards: completions graded against reference answers.
+
+Most of a batch is decided in the trainer's process by `answers`: completions without an answer, and pairs of literals
+(integers, decimals, fractions, words). The rest goes to worker processes that run math-verify (`worker_pool`).
+
+A reward is a function of the completion and its reference answer, with two exceptions that are counted:
+- The time limit of a comparison counts its own processor time. An answer that needs almost exactly the limit can get
+  either reward; so can a slow answer on a machine so busy that ten times the limit passes first.
+- The budget of a batch is wall-clock time. When it is used up, undecided answers get reward 0, so rewards depend on the
+  machine and a resumed run need not repeat them. The default is far above the need of ordinary batches. Only slow
+  answers wait long: each gets its whole limit after all others had a first try.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer
+from dcmdp_jax.rewards.worker_pool import Outcome, Task, WorkerPool
+
+_LOG = logging.getLogger(__name__)
+_PROGRAM = ("-m", "dcmdp_jax.rewards.math.verifier_worker")
+_OVER_BUDGET = "over budget"
+_Pair = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grades:
+    """Rewards of a batch of completions, and counts of failures.
+
+    Attributes:
+        rewards: [N] float32, 1 where the completion's answer equals the reference, else 0.
+        errors: completions whose comparison raised or killed its worker twice; reward 0.
+        timeouts: completions whose comparison was over the time limit; reward 0.
+        over_budget: completions that were undecided when the batch's budget ran out; reward 0.
+        unparsed: completions without an answer (no box, no "Answer:" line); reward 0.
+    """
+
+    rewards: np.ndarray
+    errors: int
+    timeouts: int
+    over_budget: int
+    unparsed: int
+
+
+class Verifier:
+    """Grades completions with a pool of worker processes, started when first needed.
+
+    Not thread-safe. Close it, or use it as a context manager.
+
+    Args:
+        num_workers: worker processes, at least 1.
+        timeout_s: seconds of processor time one comparison may take in a worker, above 0. On a busy machine it may take
+            ten times as long in wall-clock time, and 10 seconds more.
+        budget_s: longest time `grade` waits for the comparisons of one batch, in seconds; 0 for no budget.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(self, num_workers: int = 2, timeout_s: float = 5.0, budget_s: float = 120.0) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers = {num_workers}: at least 1 verifier process is needed")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s = {timeout_s}: the time limit of an answer must be above 0 seconds")
+        if not budget_s >= 0:
+            raise ValueError(f"budget_s = {budget_s}: the budget of a batch must be at least 0 seconds (0: none)")
+        self._pool = WorkerPool(_PROGRAM, num_workers)
+        self._timeout_s = timeout_s
+        self._budget_s = budget_s
+        self._warned = False
+        self._closed = False
+        # Every started pair that is not yet graded is in one of the two.
+        self._decided: dict[_Pair, bool | str] = {}
+        self._tasks: dict[_Pair, Task] = {}
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def begin(self, completions: Sequence[str], answers: Sequence[str]) -> None:
+        """Start to compare completions that `grade` will get. Does not wait.
+
+        Args:
+            completions, answers: as for `grade`.
+
+        Raises:
+            ValueError, RuntimeError: as `grade`.
+        """
+        self._ask(completions, answers)
+
+    def grade(self, completions: Sequence[str], answers: Sequence[str]) -> Grades:
+        r"""Rewards of completions, in their order.
+
+        A comparison that raises or runs over its time limit is reward 0 and counted, never an exception here. A worker
+        that dies under a comparison (killed for memory, say) is replaced and the comparison tried once more.
+
+        Args:
+            completions: decoded text of N completions.
+            answers: the N reference answers, in the notation of `answers` (`\tolerance{...}` understood).
+
+        Raises:
+            ValueError: if the lengths differ or a reference answer states an ill-written tolerance.
+            RuntimeError: if the verifier is closed, or its workers can't start.
+        """
+        pairs = self._ask(completions, answers)
+        self._wait_for({pair for pair in pairs if pair in self._tasks})
+        results = [None if pair is None else self._decided[pair] for pair in pairs]
+        self._decided.clear()
+        over_budget = results.count(_OVER_BUDGET)
+        if over_budget and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "%d of %d answers were undecided after %g s, the verifier's budget for a batch, and get reward 0. "
+                "Later batches are counted by the metric reward/verifier_over_budget alone",
+                over_budget,
+                len(results),
+                self._budget_s,
+            )
+        return Grades(
+            rewards=np.array([result is True for result in results], dtype=np.float32),
+            errors=results.count("error"),
+            timeouts=results.count("timeout"),
+            over_budget=over_budget,
+            unparsed=pairs.count(None),
+        )
+
+    def close(self) -> None:
+        """Kill the workers. Harmless when called again."""
+        self._closed = True
+        self._pool.close()
+
+    def _ask(self, completions: Sequence[str], answers: Sequence[str]) -> list[_Pair | None]:
+        """The pair to compare for each completion, None without an answer. Pairs that need algebra go to the pool."""
+        if len(completions) != len(answers):
+            raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
+        if self._closed:
+            raise RuntimeError("the verifier is closed: make a new one")
+        pairs: list[_Pair | None] = []
+        for completion, answer in zip(completions, answers, strict=True):
+            prediction = extract_answer(completion)
+            pair = None if prediction is None else (prediction, answer)
+            pairs.append(pair)
+            if pair is None or pair in self._decided or pair in self._tasks:
+                continue
+            equal = compare_literals(*pair)
+            if equal is None:
+                self._tasks[pair] = Task(key=pair, args=pair, cpu_s=self._timeout_s, wall_s=10 * self._timeout_s + 10)
+                self._pool.submit(self._tasks[pair])
+            else:
+                self._decided[pair] = equal
+        return pairs
+
+    def _wait_for(self, undecided: set[_Pair]) -> None:
+        """Wait until every pair is decided or the budget is used up."""
+        end = time.monotonic() + self._budget_s
+        while undecided:
+            wait_s = max(0.0, end - time.monotonic()) if self._budget_s else None
+            try:
+                result = self._pool.next_result(wait_s)
+            except Exception:
+                self.close()
+                raise
+            if result is None:
+                break
+            task, outcome = result
+            if self._tasks.get(task.key) is task:  # not one that an earlier batch gave up
+                del self._tasks[task.key]
+                self._decided[task.key] = _result(task, outcome)
+                undecided.discard(task.key)
+        for pair in undecided:
+            self._tasks.pop(pair).cancelled = True
+            self._decided[pair] = _OVER_BUDGET
+
+
+def _result(task: Task, outcome: Outcome) -> bool | str:
+    if outcome.status == "value":
+        return outcome.value
+    _LOG.debug("verifier %s %s: prediction %r, answer %r", outcome.status, outcome.message, *task.args)
+    return outcome.status

@@ -1,0 +1,66 @@
+"""The program of the process that calls a reward function.
+
+    python -m dcmdp_jax.rewards.reward_worker SOCKET_FD
+
+The function is imported by the process that calls it, not by its parent: a user's import may start threads, after
+which a process can't be forked.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcmdp_jax.errors import one_line
+from dcmdp_jax.rewards.protocol import (
+    BUILT_IN,
+    BadValue,
+    RewardError,
+    RewardFunction,
+    call_reward,
+    describe_error,
+    load_reward,
+)
+from dcmdp_jax.rewards.worker_process import serve
+
+
+@functools.cache
+def _load(function: str, columns: tuple[str, ...]) -> RewardFunction:
+    return load_reward(function, columns)
+
+
+def load(function: str, columns: Sequence[str]) -> dict[str, Any]:
+    """Import the function. {}, or {"problem": "..."} with one line that names it."""
+    try:
+        _load(function, tuple(columns))
+    except RewardError as error:
+        return {"problem": one_line(error)}
+    return {}
+
+
+def call(
+    function: str,
+    columns: Mapping[str, Sequence[Any]],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """{"rewards": [...]}, or {"problem": "...", "row": place or None} with one line that names the function."""
+    row, place = None, BUILT_IN.get(function, function).rpartition(":")[0]
+    try:
+        loaded = _load(function, tuple(columns))
+        return {"rewards": call_reward(loaded, prompts, completions, completion_ids, columns)}
+    except RewardError as error:
+        problem = str(error).removeprefix(f"reward {function}: ")
+    except BadValue as error:
+        problem, row = str(error), error.row
+    except Exception as error:
+        problem = f"raised {describe_error(error, place)}"
+    return {"problem": f"reward {function}: {one_line(problem)}", "row": row}
+
+
+if __name__ == "__main__":
+    requests = {"load": load, "call": call}
+    serve(int(sys.argv[-1]), lambda: lambda name, *args: requests[name](*args), memory_limit_bytes=None)

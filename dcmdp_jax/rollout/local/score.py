@@ -1,0 +1,47 @@
+"""The compiled program of the embedded engine that scores given completions."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.models.quantize import dequantize
+from dcmdp_jax.rollout.local.decode import Program, forward_rows, logits
+from dcmdp_jax.types import Params
+
+_SCORE_CHUNK = 1024
+
+
+@functools.partial(jax.jit, static_argnames=("program",))
+def score(
+    weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
+) -> jax.Array:
+    """Compute teacher-forced log-probs of rows under the engine's weights, including cache rounding.
+
+    Args:
+        weights: the engine's tree.
+        tokens: [R, L] int32, right-padded.
+        lengths: [R] int32.
+        inverse_temperature: [] float32.
+        program: static arguments.
+
+    Returns:
+        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
+    """
+    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
+    hidden, _ = forward_rows(weights, tokens, lengths, program)
+    targets = tokens[:, 1:].reshape(-1)
+    previous = hidden[:, :-1].reshape(targets.size, -1)
+    chunks = -(-targets.size // _SCORE_CHUNK)
+    padding = chunks * -(-targets.size // chunks) - targets.size
+
+    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        scaled = logits(weights, part[0]) * inverse_temperature
+        chosen = jnp.take_along_axis(scaled, part[1][:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+    parts = jnp.pad(previous, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
+    logprobs = jax.lax.map(chunk, jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), parts))
+    return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape[0], -1)

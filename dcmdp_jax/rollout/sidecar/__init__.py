@@ -1,0 +1,15 @@
+"""An inference engine in a process of its own, whichever engine it is.
+
+The trainer starts the process, hands it weights through shared memory and restarts it when it breaks. The program that
+the process runs answers these requests; `wire.PROTOCOL` counts every change of them:
+
+    start     engine arguments, manifest, segments        -> ready
+    push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
+    generate  prompts, seeds, sampling                    -> progress ..., generated, each with what has ended since
+    score     rows                                        -> progress ..., scored
+    cancel                                                -> cancelled, instead of the answer to a request in flight
+    health                                                -> healthy
+    close                                                 -> closed, and the process ends
+
+`refused` answers a request that was not started and leaves everything as it was; `failed` says why the process ends.
+"""

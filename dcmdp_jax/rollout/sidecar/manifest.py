@@ -1,0 +1,100 @@
+"""Layout of the weight segments, and their checksums: the part of the weight bridge that both sides share."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+ALIGNMENT = 64
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_BLOCK = 1 << 16
+_STRIDE = 16
+_WHOLE = 1 << 16
+
+
+class Tensor(NamedTuple):
+    """A tensor in a weight segment, under its Hugging Face name.
+
+    Attributes:
+        name: "model.layers.0.self_attn.q_proj.weight".
+        dtype: one of `ITEM_SIZES`.
+        shape: Hugging Face's, [out, in] for a linear layer.
+        offset: of its first byte in the segment, a multiple of its item size.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
+    """A manifest that came over the wire.
+
+    Args:
+        listed: [name, dtype, shape, offset] each.
+        size: bytes of a segment.
+
+    Raises:
+        ValueError: for an entry that is none, a name twice, tensors that overlap or leave the segment.
+    """
+    tensors = []
+    for entry in listed:
+        match entry:
+            case [str() as name, str() as dtype, [*shape], int() as offset] if (
+                dtype in ITEM_SIZES
+                and all(isinstance(n, int) and n > 0 for n in shape)
+                and offset >= 0
+                and not any(isinstance(n, bool) for n in (*shape, offset))
+            ):
+                tensors.append(Tensor(name, dtype, tuple(shape), offset))
+            case _:
+                raise ValueError(f"manifest: {reprlib.repr(entry)} is no [name, dtype, shape, offset]")
+    end, before = 0, "the segment's start"
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end or tensor.offset % ITEM_SIZES[tensor.dtype]:
+            raise ValueError(f"manifest: {tensor.name} at byte {tensor.offset} overlaps {before} or is not aligned")
+        end, before = tensor.offset + tensor.num_bytes, tensor.name
+    if end > size:
+        raise ValueError(f"manifest: {before} ends at byte {end}, the segment has {size}")
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise ValueError("manifest: a name is listed twice")
+    return tensors
+
+
+def checksum(data: np.ndarray, policy_version: int) -> int:
+    """CRC-32 of a tensor's bytes; of a sixteenth of a large one.
+
+    Blocks of 64 KiB are counted off; of a tensor over 64 KiB the first, the last and every 16th block go in, beginning
+    with block `policy_version` mod 16. So whatever is misplaced, transposed, stale or cut shows at once, and every byte
+    is looked at once in 16 pushes; reading all of it would cost more than the copy.
+
+    Args:
+        data: [bytes] uint8.
+        policy_version: says which blocks are looked at.
+    """
+    if data.size <= _WHOLE:
+        return zlib.crc32(data)
+    crc = zlib.crc32(data[:_BLOCK])
+    for start in _blocks(data.size, policy_version):
+        crc = zlib.crc32(data[start : start + _BLOCK], crc)
+    return zlib.crc32(data[-_BLOCK:], crc)
+
+
+def _blocks(size: int, policy_version: int) -> Iterator[int]:
+    return iter(range(policy_version % _STRIDE * _BLOCK, size, _STRIDE * _BLOCK))
+
+
+def differing(tensors: Sequence[Tensor], sent: np.ndarray, consumed: np.ndarray) -> list[str]:
+    """Names of the tensors whose checksums differ."""
+    return [tensor.name for tensor, a, b in zip(tensors, sent, consumed, strict=True) if a != b]

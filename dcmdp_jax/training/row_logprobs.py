@@ -1,0 +1,86 @@
+"""Log-probs of packed rows by the training stack's forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.models import decoder, logprobs, quantize
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.ops import choose_ops
+from dcmdp_jax.models.params import quantized_leaves
+from dcmdp_jax.parallel.sharding import PARAM_AXES, constrain, data_parallel_only, shard_map_over_model_axes
+from dcmdp_jax.types import Params, Rows
+
+RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
+"""(params, rows [R, L]) -> log-probs and entropy of the completion tokens, [R, L]."""
+
+
+def make_row_logprobs(
+    model: ModelConfig,
+    compute: Compute,
+    *,
+    temperature: float,
+    mesh: Mesh | None,
+    forward_precision: str = "full",
+    head_dtype: str = "compute",
+) -> RowLogprobs:
+    """The training stack's forward pass on rows. Every log-prob of training comes from here.
+
+    Args:
+        model: the model.
+        compute: dtype, rematerialisation, kernel and chunk.
+        temperature: the one that completions are sampled at.
+        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
+        forward_precision: "full", or "int8" or "fp8": matrices, the output's too, have the values that the embedded
+            engine in this precision multiplies by; gradients pass straight through.
+        head_dtype: "compute", or "float32" for the product of the output layer.
+    """
+    pin = {} if data_parallel_only(mesh) else {"constrain": constrain(mesh), "mesh": mesh}
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    token_logprobs = functools.partial(
+        logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, ops=choose_ops(platform)
+    )
+    if not data_parallel_only(mesh):
+        token_logprobs = _over_model_axes(token_logprobs, model, mesh)
+
+    def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        output = decoder.output_kernel(params)
+        if forward_precision != "full":
+            output = quantize.straight_through(output, True, forward_precision)
+            layers = quantize.straight_through(params["layers"], quantized_leaves(model)["layers"], forward_precision)
+            params = {**params, "layers": layers}
+        hidden = decoder.hidden_states(
+            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts, **pin
+        )
+        if head_dtype != "compute":
+            hidden = hidden.astype(head_dtype)
+        return token_logprobs(hidden, output, rows.input_ids, rows.completion_mask)
+
+    return row_logprobs
+
+
+def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
+    """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
+
+    One gather of the output matrix a pass, and one reduction of its gradient. Left to the compiler, both would happen
+    in each chunk of tokens.
+    """
+    sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
+    split = {
+        name: PARAM_AXES[name]
+        for name, size in sizes.items()
+        if mesh.shape[PARAM_AXES[name]] > 1 and size % mesh.shape[PARAM_AXES[name]] == 0
+    }
+    axes = logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+    rows = P(("fsdp", "expert"))
+    return shard_map_over_model_axes(
+        functools.partial(token_logprobs, kernel_axes=axes), mesh,
+        in_specs=(rows, P(*axes), rows, rows), out_specs=(rows, rows),
+    )  # fmt: skip

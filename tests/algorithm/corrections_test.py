@@ -1,0 +1,263 @@
+"""Every correction against its formula in float64 NumPy; NaN, empty masks, chains, gradients."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm import corrections, losses, signals, stats
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, SampledTokens, chain, make_correction, parameters
+
+# Parameters for which the random input below has tokens or completions on both sides of every bound.
+_GIVEN = {
+    "tis": {"low": 0.7, "high": 1.3},
+    "sequence_tis": {"low": 0.3, "high": 2.0},
+    "icepop": {"low": 0.7, "high": 1.3},
+    "sequence_mis": {"low": 0.3, "high": 3.0},
+    "sequence_rejection": {"low": 0.3, "high": 3.0},
+    "geometric_rejection": {"low": 0.9, "high": 1.1},
+    "veto": {"floor": 0.5},
+    "off_policy_mask": {"high": 0.02},
+    "token_k1": {"high": 0.3},
+    "token_k2": {"high": 0.05},
+    "token_k3": {"high": 0.05},
+    "mean_k1": {"high": 0.1},
+    "mean_k2": {"high": 0.06},
+    "mean_k3": {"high": 0.06},
+    "sum_k1": {"high": 0.7},
+    "sum_k2": {"high": 0.4},
+    "sum_k3": {"high": 0.4},
+    "max_k1": {"high": 0.6},
+    "max_k2": {"high": 0.2},
+    "max_k3": {"high": 0.2},
+}
+
+
+def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=None):
+    """Weights and keep of one completion's tokens, from the formulas, float64."""
+    d, one = old - rollout, np.ones(len(old))
+    whole = lambda kept: np.full(len(old), kept)  # noqa: E731
+    r, product = np.exp(np.clip(d, -20, 20)), np.exp(np.clip(d.sum(), -20, 20))
+    if name == "tis":
+        return np.minimum(np.maximum(r, low), high), whole(True)
+    if name == "sequence_tis":
+        return np.minimum(np.maximum(product, low), high) * one, whole(True)
+    if name == "icepop":
+        return r, (low <= r) & (r <= high)
+    if name == "sequence_mis":
+        return product * one, whole(low <= product <= high)
+    if name == "sequence_rejection":
+        return one, whole(low <= product <= high)
+    if name == "geometric_rejection":
+        return one, whole(low <= np.exp(np.clip(d.mean(), -20, 20)) <= high)
+    if name == "veto":
+        return one, whole(r.min() >= floor)
+    if name == "off_policy_mask":
+        return one, whole(advantage >= 0 or (rollout - now).mean() <= high)
+    level, estimator = name.split("_")
+    c = np.clip(d, -20, 20)
+    value = {"k1": -c, "k2": c * c / 2, "k3": np.exp(c) - 1 - c}[estimator]
+    if level == "token":
+        return one, np.abs(value) <= high
+    whole_value = {"mean": value.mean(), "sum": value.sum(), "max": np.abs(value).max()}[level]
+    return one, whole(abs(whole_value) <= high)
+
+
+_LENGTHS = [7, 1, 12, 3, 30, 9, 2, 5, 16, 4, 8, 11]
+
+
+def _rows(spread, seed=0):
+    """Twelve completions of different lengths packed two a row, with padding of NaN between."""
+    rng = np.random.default_rng(seed)
+    width = 50
+    shape = (len(_LENGTHS) // 2, width)
+    now, old, rollout = (np.full(shape, np.nan, np.float32) for _ in range(3))
+    mask, index = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    for i, length in enumerate(_LENGTHS):
+        row, start = i // 2, 2 if i % 2 == 0 else 48 - length
+        place = (row, slice(start, start + length))
+        rollout[place] = -rng.exponential(1.0, length)
+        old[place] = rollout[place] + spread * rng.normal(size=length) * rng.exponential(1.0)
+        now[place] = old[place] + spread * rng.normal(size=length)
+        mask[place], index[place] = True, i
+    advantages = rng.choice([-1.0, 1.0], len(_LENGTHS)).astype(np.float32)
+    tokens = SampledTokens(now, old, rollout, np.where(mask, advantages[index], np.nan), mask, index, len(_LENGTHS))
+    return tokens, advantages
+
+
+def _reference(name, tokens, advantages, given):
+    weights, keep = np.zeros(tokens.completion_mask.shape), np.ones(tokens.completion_mask.shape, bool)
+    for i in range(tokens.num_completions):
+        where = tokens.completion_mask & (tokens.completion_index == i)
+        lp = [np.asarray(x, np.float64)[where] for x in tokens[:3]]
+        weights[where], keep[where] = _completion(name, *lp, advantages[i], **given)
+    return np.where(keep, weights, 0.0), keep
+
+
+def test_every_correction_is_tested():
+    assert set(_GIVEN) == set(CORRECTIONS)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_correction_equals_its_formula(name):
+    given = _GIVEN[name]
+    # Moderate, equal to the last bit, and far apart: differences of +-50 nats and more at spread 50.
+    for spread, seed in ((0.3, 0), (0.0, 1), (50.0, 2)):
+        tokens, advantages = _rows(spread, seed)
+        found = make_correction(name, given)(tokens)
+        weights, keep = _reference(name, tokens, advantages, given)
+        np.testing.assert_array_equal(found.keep, keep)
+        np.testing.assert_allclose(found.weights, weights, rtol=3e-5, atol=1e-12)
+        assert np.isfinite(found.weights).all()
+        if spread == 0.3:  # the input tells the two sides apart
+            changed = ~keep if name not in ("tis", "sequence_tis") else np.asarray(found.truncated)
+            assert 0.05 < changed[tokens.completion_mask].mean() < 0.95
+        if spread == 0.0:
+            assert keep.all() and not found.truncated.any()
+            np.testing.assert_array_equal(found.weights, tokens.completion_mask.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_value_and_gradient_of_the_corrected_loss(name):
+    """The loss over kept tokens, divided by their weight, against NumPy; d/d log pi = -w gamma A / total."""
+    tokens, advantages = _rows(0.3)
+    mask, index = tokens.completion_mask, tokens.completion_index
+    per_completion = (1 / np.array(_LENGTHS)).astype(np.float32)
+    correction = make_correction(name, _GIVEN[name])
+
+    @jax.jit
+    def loss(now):
+        found = signals.row_signals(
+            tokens.old_logprobs, tokens.rollout_logprobs, mask, index, advantages, per_completion, 0.0,
+            method="grpo", measure="diff", sided="two", level="token", tolerance=0.0,
+            correction=correction, train_logprobs=now,
+        )  # fmt: skip
+        summed, _ = losses.policy_surrogate(
+            now, found.old_logprobs, found.advantages, mask, found.weights, clip_low=0.9, clip_high=100.0
+        )
+        lengths, everyone = np.array(_LENGTHS), np.ones(len(_LENGTHS), bool)
+        _, total = losses.aggregation_weights(
+            lengths, everyone, mode="seq_mean_token_mean", dropped_tokens=found.dropped_tokens
+        )
+        return summed.total / total
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(tokens.train_logprobs))
+    weights, keep = _reference(name, tokens, advantages, _GIVEN[name])
+    gamma = np.exp(np.where(mask, tokens.train_logprobs.astype(np.float64) - tokens.old_logprobs, 0.0))
+    scale = np.where(mask, weights * per_completion[index].astype(np.float64), 0.0)
+    total = np.where(mask & keep, per_completion[index], 0.0).sum(dtype=np.float64)
+    expected = -scale * gamma * np.where(mask, tokens.advantages, 0.0) / total
+    assert float(value) == pytest.approx(expected.sum(), rel=2e-5, abs=1e-7)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_nan_infinity_and_empty_masks(name):
+    correction = make_correction(name, _GIVEN[name])
+    nothing = correction(_rows(0.3)[0]._replace(completion_mask=np.zeros((6, 50), bool)))
+    assert not np.asarray(nothing.weights).any() and nothing.keep.all() and not nothing.truncated.any()
+
+    tokens, _ = _rows(0.0)
+    mask = tokens.completion_mask
+    first = tuple(np.argwhere(mask & (tokens.completion_index == 2))[0])
+    for broken in (
+        tokens.rollout_logprobs,
+        tokens.train_logprobs if name == "off_policy_mask" else tokens.old_logprobs,
+    ):
+        kept = broken[first]
+        broken[first] = np.nan
+        found = correction(tokens)
+        # Seen, not dropped: on the token, or on its whole completion; nowhere else.
+        per_token = name in ("tis", "icepop") or name.startswith("token")
+        hit = np.zeros(mask.shape, bool)
+        hit[first] = True
+        hit = hit if per_token else mask & (tokens.completion_index == 2)
+        np.testing.assert_array_equal(np.isnan(found.weights), hit)
+        assert found.keep.all()
+        broken[first] = -np.inf
+        assert np.isfinite(correction(tokens).weights).all()
+        broken[first] = kept
+    # -inf from both engines is agreement.
+    tokens.train_logprobs[first] = tokens.old_logprobs[first] = tokens.rollout_logprobs[first] = -np.inf
+    np.testing.assert_array_equal(correction(tokens).weights, mask.astype(np.float32))
+
+
+def test_bounds_are_inclusive():
+    # r = 2 exactly: log 2 - 0 in float32 and back.
+    ratio = np.float32(np.exp(np.float32(np.log(2))))
+    old, rollout, mask = np.log([[2.0, 1.0]]).astype(np.float32), np.zeros((1, 2), np.float32), np.ones((1, 2), bool)
+    tokens = SampledTokens(old, old, rollout, np.ones((1, 2)), mask, np.zeros((1, 2), np.int32), 1)
+    high = float(ratio)
+    assert np.asarray(make_correction("icepop", {"low": 1.0, "high": high})(tokens).keep).tolist() == [[True, True]]
+    below = float(np.nextafter(ratio, np.float32(0)))
+    assert np.asarray(make_correction("icepop", {"low": 1.0, "high": below})(tokens).keep).tolist() == [[False, True]]
+
+
+def test_chain_multiplies_weights_joins_masks_and_has_no_order():
+    tokens, _ = _rows(0.3)
+    names = ("tis", "token_k1", "veto")
+    parts = {name: make_correction(name, _GIVEN[name])(tokens) for name in names}
+    for order in itertools.permutations(names):
+        joined = chain([make_correction(name, _GIVEN[name]) for name in order])(tokens)
+        np.testing.assert_array_equal(joined.keep, parts["veto"].keep & parts["token_k1"].keep)
+        expected = np.where(parts["token_k1"].keep & parts["veto"].keep, parts["tis"].weights, 0.0)
+        np.testing.assert_array_equal(joined.weights, expected)
+        np.testing.assert_array_equal(joined.truncated, parts["tis"].truncated)
+    assert chain([]) is None
+
+
+def test_statistics_merge_over_rows():
+    tokens, advantages = _rows(0.3)
+    mask, correction = tokens.completion_mask, make_correction("tis", _GIVEN["tis"])
+    weights, _ = _reference("tis", tokens, advantages, _GIVEN["tis"])
+    found = correction(tokens)
+    whole = corrections.statistics(found, mask)
+    parts = [
+        corrections.statistics(jax.tree.map(lambda x, rows=rows: x[rows], found), mask[rows])
+        for rows in (slice(0, 1), slice(1, 6))
+    ]
+    merged = stats.values(stats.merge(*parts))
+    for name, value in stats.values(whole).items():
+        assert float(merged[name]) == pytest.approx(float(value), rel=1e-6)
+    inside = weights[mask]
+    assert float(merged["weight_mean"]) == pytest.approx(inside.mean(), rel=1e-5)
+    assert float(merged["weight_square_mean"]) == pytest.approx((inside**2).mean(), rel=1e-5)
+    assert float(merged["truncated_fraction"]) == pytest.approx(np.isin(inside, [0.7, 1.3]).mean(), rel=1e-6)
+    assert float(merged["dropped_fraction"]) == 0.0
+
+
+def test_dropped_tokens_count_in_the_denominator_if_asked():
+    tokens, advantages = _rows(0.3)
+    options = {"method": "grpo", "measure": "diff", "sided": "two", "level": "token", "tolerance": 0.0}
+    arguments = (tokens.old_logprobs, tokens.rollout_logprobs, *tokens[4:6], advantages, np.ones(12, np.float32), 0.0)
+    correction = make_correction("icepop", _GIVEN["icepop"])
+    left_out = signals.row_signals(*arguments, **options, correction=correction)
+    counted = signals.row_signals(*arguments, **options, correction=correction, count_dropped=True)
+    np.testing.assert_array_equal(left_out.weights, counted.weights)
+    dropped = int((~np.asarray(correction(tokens).keep)).sum())
+    assert dropped > 0 and int(left_out.dropped_tokens.sum()) == dropped and int(counted.dropped_tokens.sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("tis", {"cap": 2.0}, "tis has no parameter 'cap'; it has low, high"),
+        ("tis", {"high": -1.0}, r"tis\(high=-1\): must be a finite number above 0"),
+        ("tis", {"high": float("nan")}, r"tis\(high=nan\)"),
+        ("icepop", {"low": 2.0, "high": 2.0}, "icepop: the band from low=2 to high=2 is empty"),
+        ("icepop", {"low": 6.0}, "icepop: the band from low=6 to high=5 is empty"),
+        ("veto", {"floor": 0.0}, r"veto\(floor=0\)"),
+        ("mean_k3", {}, r"mean_k3 needs high, such as mean_k3\(high=0.1\)"),
+        ("mean_k3", {"estimator": 1.0}, "mean_k3 has no parameter 'estimator'; it has high"),
+    ],
+)
+def test_bad_parameters_are_refused(name, given, message):
+    with pytest.raises(ValueError, match=message):
+        make_correction(name, given)
+
+
+def test_parameters_and_their_defaults():
+    assert parameters("icepop") == {"low": 0.5, "high": 5.0}
+    assert parameters("max_k2") == {"high": None}

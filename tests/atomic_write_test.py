@@ -1,0 +1,30 @@
+"""A file is written whole or not at all."""
+
+import os
+
+import pytest
+
+from dcmdp_jax.atomic_write import atomic_write
+
+
+def test_text_and_bytes_replace_the_old_content(tmp_path):
+    path = tmp_path / "file"
+    atomic_write(path, "é\n")
+    assert path.read_bytes() == b"\xc3\xa9\n"
+    atomic_write(str(path), b"\xff")
+    assert path.read_bytes() == b"\xff"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_failure_leaves_the_old_content(tmp_path, monkeypatch, broken):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, broken, fail)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(path, "new")
+    assert path.read_text() == "old"

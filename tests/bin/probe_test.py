@@ -1,0 +1,137 @@
+"""The probe's command on recordings: table, JSON, PNGs, one page; bad input in one line."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from bin import probe
+from bin.cli import run_main
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.probe import engines
+from dcmdp_jax.tasks.prompts import save_tokenizer
+from tests.mismatch.sampled_columns import columns
+from tests.probe.tiny_model import CONFIG, TOKENIZER, params
+
+
+def _write(path, pairs):
+    bounds = np.cumsum(pairs.lengths)[:-1]
+    cells = [np.split(x, bounds) for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)]
+    with path.open("w") as file:
+        for ids, train, rollout in zip(*cells, strict=True):
+            file.write(json.dumps({"token_ids": ids.tolist(), "old": train.tolist(), "<b>": rollout.tolist()}) + "\n")
+
+
+def _run(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        run_main(probe.main, ["probe", *map(str, arguments)])
+    said = capsys.readouterr()
+    return left.value.code, said.out, said.err
+
+
+def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
+    recording, out = tmp_path / "step <1>.jsonl", tmp_path / "out"
+    _write(recording, columns(top_p=0.9))
+    code, said, error = _run(
+        capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
+    )
+    assert (code, error) == (0, "") and "truncated support" in said and "Mean p / q" in said
+    (pair,) = json.loads((out / "probe.json").read_text())["pairs"]
+    assert pair["findings"][0]["cause"] == "support" and pair["statistics"]["tokens"] == 1600
+    # A mean over what was recorded, by hand.
+    p, q = (np.exp(x.astype(float)) for x in (columns(top_p=0.9).train_logprobs, columns(top_p=0.9).rollout_logprobs))
+    assert pair["statistics"]["mean"] == pytest.approx(np.abs(p - q).mean(), rel=1e-9)
+    assert pair["recommendation"]["tolerance"] is None  # a defect is repaired, not bounded
+    page = (out / "probe.html").read_text()
+    assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
+    assert not re.search(r"<script|https?://|src=\"(?!data:)", page)
+    assert page.count("<figure>") == len(list((out / "plots").glob("*.png"))) == 3
+
+
+def test_text_is_coloured_by_which_side_finds_it_likelier(tmp_path, capsys):
+    recording, out = tmp_path / "r.jsonl", tmp_path / "out"
+    row = {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))}
+    recording.write_text(json.dumps(row))
+    code, _, _ = _run(
+        capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
+    )
+    page = (out / "probe.html").read_text()
+    # 0.1 of 0.2 is half of the full colour; 0.4 is beyond it.
+    assert code == 0 and 'background: rgba(213,94,0,0.50)" title="p 0.5, q 0.4">11 <' in page
+    assert 'background: rgba(0,114,178,1.00)" title="p 0.5, q 0.9">12 <' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "give one of --recording FILE, --model DIR and --config FILE"),
+        (("--model", "none", "--recording", "R"), "give one of"),
+        (("--model", "none"), "--a is missing"),
+        (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
+        (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
+        (("--model", "none", "--a", "local"), "model none: no such directory"),
+        (("--recording", "R"), "--train-column is missing"),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "new"),
+            "no column 'new' (--rollout-column); ",
+        ),
+        (("--recording", "none.jsonl", "--train-column", "a", "--rollout-column", "b"), "No such file or directory"),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--tolerance", "0"),
+            "must be in (0, 1]",
+        ),
+        (("--recordng", "R"), "did you mean --recording?"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, text, tmp_path, capsys):
+    _write(tmp_path / "r.jsonl", columns())
+    code, said, error = _run(capsys, *(tmp_path / "r.jsonl" if word == "R" else word for word in arguments))
+    assert code == 2 and said == "" and text in error and error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random model with the built-in task's tokenizer, as a Hugging Face directory; and one of other tokens."""
+    root = tmp_path_factory.mktemp("models")
+    save_tokenizer(TOKENIZER, root / "tokenizer", (TOKENIZER.eos_token_id,))
+    save_params(params(), CONFIG, root / "model", dtype="float32", tokenizer_dir=root / "tokenizer")
+    shutil.copytree(root / "model", root / "other")
+    vocabulary = (root / "other" / "tokenizer.json").read_text()
+    (root / "other" / "tokenizer.json").write_text(vocabulary.replace('"7":', '"~~":').replace('"8":', '"7":'))
+    return root
+
+
+_ASK = ("--task", "arithmetic:difficulty=1,count=8,seed=0", "--prompts", "2", "--completions", "2")
+
+
+def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):
+    code, said, shown = _run(
+        capsys, "--model", model / "model", *_ASK, "--max-completion-tokens", "8", "--a", "local:exact", "--b", "hf",
+        "--no-rescoring", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, shown
+    (pair,) = json.loads((tmp_path / "probe.json").read_text())["pairs"]
+    assert pair["findings"][0]["cause"] == "clean" and 0 < pair["statistics"]["mean"] < 1e-5
+    assert set(pair["floors"]) == {"local:exact", "hf:float32"} and "no mismatch above the noise floor" in said
+    assert {group["label"] for group in pair["groups"]["token class"]} & {"letters", "digits", "punctuation"}
+
+
+def test_engines_of_other_vocabularies_are_refused_in_one_line(model, tmp_path, capsys):
+    code, said, error = _run(
+        capsys, "--model", model / "model", *_ASK, "--a", f"local:exact,model={model / 'other'}", "--out", tmp_path
+    )
+    assert code == 2 and said == "" and "vocabularies differ in" in error and error.count("\n") == 1
+    assert not (tmp_path / "probe.html").exists()
+
+
+def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, monkeypatch):
+    def refused(*_, **__):
+        raise UserError("this processor has none")
+
+    monkeypatch.setattr(engines, "build", refused)
+    few = ("--max-completion-tokens", "8")
+    code, _, error = _run(capsys, "--model", model / "model", *_ASK, *few, "--a", "local:fp8", "--out", tmp_path)
+    assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error

@@ -1,0 +1,201 @@
+"""`python -m bin.sweep`: a small study stopped and continued, every study file, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bin.sweep
+from bin.cli import run_main
+from bin.sweep import main
+from dcmdp_jax.config import to_dict
+from dcmdp_jax.observe.metrics_io import read_metrics
+from tests.waiting import HANGS_S
+
+_ROOT = Path(__file__).resolve().parents[2]
+_STUDIES = sorted(path.stem for path in (_ROOT / "configs" / "studies").glob("[!_]*.py") if path.stem != "base")
+_HEAD = "from dcmdp_jax.studies.study import Arm, Study\n\n\ndef get_study(arg=''):\n"
+_TINY = """    small = {
+        "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
+        "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,
+        "evaluation.every_steps": 0,
+    }
+    arms = {"grpo": Arm("configs/demo.py:grpo,debug", small), "dc": Arm("configs/demo.py:debug", small)}
+    return Study("Tiny", arms, "grpo", (3,))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch):
+    """Config files are named from there. XLA's eight devices are for this process, not for the runs."""
+    monkeypatch.chdir(_ROOT)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+def _fails(capsys, *argv):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, ["sweep", *map(str, argv)])
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+def test_a_stopped_study_continues_and_compares(tmp_path):
+    study, out = tmp_path / "tiny.py", tmp_path / "out"
+    study.write_text(_HEAD + _TINY)
+    words = [f"--study={study}", f"--out={out}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bin.sweep", *words], cwd=_ROOT, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    # The second run begins once the first is finished.
+    assert "grpo, seed 3: finished" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped; the same command continues" in rest and "Not finished: 1 of 2 runs." in rest
+    before = (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns
+    assert main(["sweep", *words]) == 0
+    assert (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns == before
+    for arm in ("grpo", "dc"):
+        assert read_metrics(out / arm / "seed3")["reward/mean"][0].tolist() == [1, 2]
+    record = json.loads((out / "results.json").read_text())
+    for name, metric in (("discrepancy", "discrepancy/mean"), ("multiplier", "dual/multiplier")):
+        values = {arm: read_metrics(out / arm / "seed3")[metric][1][-1] for arm in ("grpo", "dc")}
+        found = record["measures"][name]
+        assert {arm: found["arms"][arm]["values"]["3"] for arm in values} == pytest.approx(values)
+        assert found["difference"]["dc"]["mean"] == pytest.approx(values["dc"] - values["grpo"])
+    assert {path.stem for path in (out / "figures").glob("*.png")} == {
+        "reward", "discrepancy", "multiplier", "entropy", "difference_discrepancy",
+    }  # fmt: skip
+    # The seed is the run's.
+    assert json.loads((out / "dc" / "seed3" / "config.json").read_text())["training"]["seed"] == 3
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys, monkeypatch):
+    called = []
+
+    def call(_, run, words, label):
+        called.append((run.label, words[0]))
+        if run.arm == "a":
+            return 1
+        if words[0] == "bin.train":
+            run.directory.mkdir(parents=True)
+            (run.directory / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+            return 0
+        out = run.directory / "evaluation.json"
+        assert words[1:] == [str(run.directory), "--tasks", "x.jsonl", "--method", "b", "--out", str(out)]
+        score = {0: 0.25, 1: 0.75}[run.seed]
+        out.write_text(json.dumps({"method": "b", "tasks": {"x": {"average": score, "samples": 8}}}))
+        return 0
+
+    monkeypatch.setattr(bin.sweep._Commands, "call", call)
+    study = tmp_path / "s.py"
+    study.write_text(
+        _HEAD + "    arms = {'a': Arm('configs/demo.py'), 'b': Arm('configs/demo.py', {'algorithm.tolerance': 0.5})}\n"
+        "    return Study('S', arms, 'a', (0, 1), ('--tasks', 'x.jsonl'))\n"
+    )
+    assert main(["sweep", f"--study={study}", f"--out={tmp_path}/out"]) == 1
+    text = capsys.readouterr().out
+    assert "Failed: a, seed 0, a, seed 1." in text and "| b | 2 | 0.5 ± 0 |" in text
+    assert "b (2 runs) | 50.0 ±317.7 | 50.0 ±317.7" in text  # sd 35.36, t(1) = 12.706, over sqrt(2)
+    assert called == [
+        ("a, seed 0", "bin.train"), ("b, seed 0", "bin.train"), ("b, seed 0", "bin.evaluate"),
+        ("a, seed 1", "bin.train"), ("b, seed 1", "bin.train"), ("b, seed 1", "bin.evaluate"),
+    ]  # fmt: skip
+    # Nothing that is done is done again; what failed is tried again.
+    called.clear()
+    main(["sweep", f"--study={study}", f"--out={tmp_path}/out"])
+    assert called == [("a, seed 0", "bin.train"), ("a, seed 1", "bin.train")]
+
+
+@pytest.mark.parametrize("argument", ["", ":paper"])
+@pytest.mark.parametrize("name", _STUDIES)
+def test_every_study_file_has_runs_that_can_be_made(name, argument, tmp_path, capsys):
+    main(["sweep", f"--study=configs/studies/{name}.py{argument}", f"--out={tmp_path}", "--dry_run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= (3 if argument else 15) or name == "main_results"
+    assert not any(tmp_path.iterdir())
+
+
+def _varied(study, name):
+    """Values of one setting over a study file's arms."""
+    found = bin.sweep._load(study)
+    configs = bin.sweep._resolve(found, Path("runs/none"), [])[1]
+    section, _, field = name.partition(".")
+    return sorted({to_dict(config)[section][field] for config in configs})
+
+
+@pytest.mark.parametrize(
+    ("study", "setting", "values"),
+    [  # section 6.3 of the paper, and its section 3
+        ("ablation_multiplier", "algorithm.multiplier", [0.05, 0.1, 0.2]),
+        ("ablation_dual_learning_rate", "algorithm.dual_learning_rate", [0.5, 1.0, 1.5]),
+        ("ablation_tolerance", "algorithm.tolerance", [0.0030, 0.0035, 0.0037, 0.0040]),
+        ("temperatures", "rollout.temperature", [0.3, 0.7, 1.0]),
+        ("penalties", "algorithm.measure", ["diff", "log", "ratio"]),
+        ("granularity", "algorithm.level", ["sequence", "token"]),
+        ("main_results", "algorithm.method", ["dc_grpo", "grpo"]),
+    ],
+)
+def test_the_papers_grids(study, setting, values):
+    assert _varied(f"configs/studies/{study}.py:paper", setting) == values
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "    c = 'configs/demo.py'\n    return Study('S', {'a': Arm(c), 'b': Arm(c)}, 'a', (0,))\n",
+            "study: 'a, seed 0' and 'b, seed 0' are one config",
+        ),
+        (
+            "    return Study('S', {'a': Arm('configs/demo.py', {'algorithm.eta': 3})}, 'a', (0,))\n",
+            "study: a, seed 0: config.algorithm.eta: no such setting",
+        ),
+        ("    return Study('S', {'a': Arm('configs/none.py')}, 'a', (0,))\n", "study: a, seed 0: --config: no file"),
+        ("    return 3\n", "--study: {file}: get_study returned int, must be a Study"),
+        ("    return 1 / 0\n", "--study: {file}: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(body, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bin.sweep._Commands, "call", lambda *_: pytest.fail("a run was started"))
+    file = tmp_path / "s.py"
+    file.write_text(_HEAD + body)
+    got = _fails(capsys, f"--study={file}", f"--out={tmp_path}/out")
+    assert got.startswith(message.format(file=file))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--study is missing"),
+        (("--study=configs/studies/none.py",), "--study: no file configs/studies/none.py; there are configs/studies/"),
+        (("--study=configs/demo.py",), "--study: configs/demo.py: it has no function get_study"),
+        (("--study=configs/studies/methods.py:big",), "--study: configs/studies/methods.py: study argument 'big'"),
+        (("--study=configs/studies/methods.py", "--seeds=1,1"), "argument --seeds: got '1,1', every seed must be"),
+        (
+            ("--study=configs/studies/methods.py", "--config.training.seed=1"),
+            "--config.training.seed=1: the study sets",
+        ),
+        (("--study=configs/studies/methods.py", "--config.training.steps"), "--config.training.steps: its value is"),
+        (("--study=configs/studies/methods.py", "--config.algorithm.method=grpo"), "study: 'grpo, seed 0' and"),
+    ],
+)
+def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
+    assert _fails(capsys, *argv, f"--out={tmp_path}").startswith(message)
+
+
+def test_a_directory_that_holds_another_run_is_refused(tmp_path, capsys):
+    file, out = tmp_path / "s.py", tmp_path / "out"
+    file.write_text(_HEAD + "    return Study('S', {'a': Arm('configs/demo.py')}, 'a', (0,))\n")
+    config = bin.sweep._resolve(bin.sweep._load(str(file)), out, ["--config.algorithm.tolerance=0.5"])[1][0]
+    (out / "a" / "seed0").mkdir(parents=True)
+    (out / "a" / "seed0" / "config.json").write_text(json.dumps(to_dict(config)))
+    got = _fails(capsys, f"--study={file}", f"--out={out}")
+    assert "holds a run with algorithm.tolerance=0.5, this config has 0.0012" in got

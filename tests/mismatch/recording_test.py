@@ -1,0 +1,116 @@
+"""Recordings: both formats, bounded memory, and one line for everything that can be wrong with them."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.mismatch.recording import Columns, read_recording
+
+_COLUMNS = Columns("ids", "train", "rollout")
+_ROW = {"ids": [5, 6, 7], "train": [-0.5, -1.0, -2.0], "rollout": [-0.4, -1.0, -2.5]}
+
+
+def _jsonl(path, rows):
+    path = path / "recording.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _read(path, rows, columns=_COLUMNS, max_tokens=10**6):
+    return read_recording(_jsonl(path, rows), columns, max_tokens=max_tokens)
+
+
+def test_both_formats_give_the_same_tokens(tmp_path):
+    rows = [_ROW, {"ids": [8], "train": [-0.25], "rollout": [0.0]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "recording.parquet")
+    for found in (_read(tmp_path, rows), read_recording(tmp_path / "recording.parquet", _COLUMNS, max_tokens=100)):
+        assert found.pairs.token_ids.tolist() == [5, 6, 7, 8] and found.pairs.lengths.tolist() == [3, 1]
+        assert found.pairs.train_logprobs.tolist() == [-0.5, -1.0, -2.0, -0.25]
+        assert found.pairs.rollout_logprobs.tolist() == [-0.4000000059604645, -1.0, -2.5, 0.0]
+        assert (found.rows, found.kept_every) == (2, 1)
+
+
+def test_mask_entropy_and_lag_columns(tmp_path):
+    row = {"ids": [1, 2, 3, 0], "train": [0.0, -1.0, -2.0, math.nan], "rollout": [0.0, -1.0, -2.0, 7.0]}
+    row |= {"mask": [0, 1, 1, 0], "entropy": [0.0, 0.5, 0.25, 0.0], "lag": 3}
+    found = _read(
+        tmp_path, [row, row | {"mask": [0] * 4}], Columns("ids", "train", "rollout", "mask", "entropy", "lag")
+    )
+    # What the mask leaves out may hold anything; a row without a sampled token is none.
+    assert found.pairs.token_ids.tolist() == [2, 3] and found.pairs.entropies.tolist() == [0.5, 0.25]
+    assert found.pairs.lags.tolist() == [3, 3] and found.rows == 2
+
+
+def test_memory_is_bounded_and_rows_are_kept_evenly(tmp_path):
+    rows = [{"ids": [n] * 10, "train": [-1.0] * 10, "rollout": [-1.0] * 10} for n in range(100)]
+    found = _read(tmp_path, rows, max_tokens=300)
+    # 100 rows of 10 tokens at most 300: every 2nd is 500, every 4th 250.
+    assert (found.rows, found.kept_every, len(found.pairs.lengths)) == (100, 4, 25)
+    assert found.pairs.token_ids[::10].tolist() == list(range(0, 100, 4))
+    assert len(_read(tmp_path, rows, max_tokens=1).pairs.lengths) == 1
+
+
+_BAD = {
+    "a missing column, naming those there are": (
+        [{"ids": [1], "train": [-1.0], "logp": [-1.0]}], "no column 'rollout' .*found are ids, train, logp",
+    ),
+    "another length": ([_ROW | {"rollout": [-1.0, -2.0]}], "row 0: rollout has 2 entries, ids has 3"),
+    "NaN": ([_ROW, _ROW | {"train": [-1.0, math.nan, -1.0]}], "row 1: train has nan at token 1; every value"),
+    "null": ([_ROW | {"train": [-1.0, None, -1.0]}], "train has nan at token 1"),
+    "minus infinity": ([_ROW | {"train": [-1.0, -math.inf, -1.0]}], "train has -inf at token 1"),
+    "above 0": ([_ROW | {"rollout": [-1.0, 0.5, -1.0]}], "rollout is 0.5 at token 1; a log-prob is at most 0"),
+    "probabilities": ([_ROW | {"rollout": [0.9, 0.5, 0.1]}], "they look like probabilities: take the logarithm"),
+    "negated": ([_ROW | {"rollout": [0.9, 5.0, 0.1]}], "they look negated"),
+    "no list": ([_ROW | {"rollout": "text"}], "rollout is 'text', must be a list of numbers"),
+    "nested": ([_ROW | {"rollout": [[-1.0], [-1.0], [-1.0]]}], "must be a list of numbers"),
+    "no token id": ([_ROW | {"ids": [1, 2.5, 3]}], "ids holds 2.5, no token id"),
+    "never filled": ([_ROW | {"rollout": [0.0, 0.0, 0.0]}], "rollout is 0 on every token; it looks like it was never"),
+    "no object": ([[1, 2]], r"line 1: \[1, 2\], must be a JSON object"),
+    "nothing": ([], "no sampled token in 0 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _BAD)
+def test_bad_input_is_refused_in_one_line(case, tmp_path):
+    rows, text = _BAD[case]
+    with pytest.raises(UserError, match=text) as raised:
+        _read(tmp_path, rows)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("column", "base"), [("rollout", 2), ("rollout", 10), ("train", 2), ("train", 10)])
+def test_logarithms_in_another_base_are_recognised(column, base, tmp_path):
+    rng = np.random.default_rng(0)
+    logs = -rng.exponential(1.5, 200)
+    row = {"ids": [1] * 200, "train": logs.tolist(), "rollout": (logs + rng.normal(0, 0.01, 200)).clip(max=0).tolist()}
+    row[column] = (np.array(row[column]) / math.log(base)).tolist()
+    with pytest.raises(
+        UserError, match=f"{column} looks like logarithms in base {base}: .* multiply them by ln {base}"
+    ):
+        _read(tmp_path, [row])
+
+
+def test_another_temperature_is_not_taken_for_another_base(tmp_path):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (2000, 50))
+    token = [rng.choice(50, p=np.exp(z) / np.exp(z).sum()) for z in logits]
+    columns = [z - np.log(np.exp(z).sum(1, keepdims=True)) for z in (logits, logits * 1.4427)]
+    train, rollout = (x[np.arange(2000), token].tolist() for x in columns)
+    assert _read(tmp_path, [{"ids": [1] * 2000, "train": train, "rollout": rollout}]).rows == 1
+
+
+def test_files_that_are_no_recording(tmp_path):
+    for name in ("a.csv", "b.parquet"):
+        (tmp_path / name).write_text("no")
+        with pytest.raises(UserError, match="is .parquet or .jsonl|not readable as parquet"):
+            read_recording(tmp_path / name, _COLUMNS, max_tokens=9)
+    (tmp_path / "c.jsonl").write_text("{")
+    with pytest.raises(UserError, match="line 1: not valid JSON"):
+        read_recording(tmp_path / "c.jsonl", _COLUMNS, max_tokens=9)
+    with pytest.raises(FileNotFoundError):
+        read_recording(tmp_path / "d.jsonl", _COLUMNS, max_tokens=9)

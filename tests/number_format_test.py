@@ -1,0 +1,29 @@
+"""Numbers as text."""
+
+import math
+
+import pytest
+
+from dcmdp_jax.number_format import duration, number, percent
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (3.0, "", "3"), (-0.00037, "", "-0.00037"), (12345.678, "", "1.235e+04"), (1e9, "", "1e+09"),
+        (math.nan, "", "-"), (-math.inf, "", "-inf"), (math.nan, ".3f", "-"), (1234.5, ",.0f", "1,234"),
+    ],
+)  # fmt: skip
+def test_number(value, form, text):
+    assert number(value, form) == text
+
+
+def test_percent():
+    assert (percent(0.125), percent(math.nan)) == ("12.5%", "-")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (math.nan, "-"), (math.inf, "-")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text

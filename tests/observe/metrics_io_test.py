@@ -1,0 +1,277 @@
+"""The writer: exact values, each line on disk when the call returns, one line a step through kills and resumes."""
+
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
+from tests.waiting import HANGS_S
+
+
+def _lines(run_dir, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def _events(run_dir):
+    """Every TensorBoard event, by the record framing: length, its checksum, data, its checksum."""
+    events = []
+    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data, place = path.read_bytes(), 0
+        while place < len(data):
+            (length,) = struct.unpack_from("<Q", data, place)
+            events.append(event_pb2.Event.FromString(data[place + 12 : place + 12 + length]))
+            place += 16 + length
+    return events
+
+
+def test_a_line_is_on_disk_when_write_returns(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"reward/mean": jnp.float32(0.25)})
+        assert _lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
+        writer.write(1, {"eval/arithmetic/avg@8": 0.5})
+        assert _lines(tmp_path)[1:] == [{"step": 1, "eval/arithmetic/avg@8": 0.5}]
+        writer.write(2, {"reward/mean": 0.75})
+        assert _lines(tmp_path)[2:] == [{"step": 2, "reward/mean": 0.75}]
+    assert len(_lines(tmp_path)) == 3
+    writer.close()
+
+
+def test_values_of_every_kind_are_exact_and_keep_their_order(tmp_path):
+    third = np.float32(1) / np.float32(3)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(
+            7,
+            {
+                "z/float32": jnp.float32(third),
+                "y/bfloat16": jnp.bfloat16(0.15625),
+                "x/int": jnp.int32(3),
+                "w/numpy": np.float64(0.1),
+                "v/array": np.array(2.5, np.float32),
+                "u/python": 4,
+                "t/nan": jnp.float32(math.nan),
+                "s/inf": -math.inf,
+            },
+        )
+    text = (tmp_path / "metrics.jsonl").read_text()
+    # float32 1/3 is 11184811 / 2^25.
+    assert text == (
+        f'{{"step": 7, "z/float32": {11184811 / 2**25!r}, "y/bfloat16": 0.15625, "x/int": 3, "w/numpy": 0.1, '
+        '"v/array": 2.5, "u/python": 4, "t/nan": "NaN", "s/inf": "-Infinity"}\n'
+    )
+    series = read_metrics(tmp_path)
+    assert np.float32(series["z/float32"][1][0]) == third
+    assert math.isnan(series["t/nan"][1][0]) and series["s/inf"][1][0] == -math.inf
+
+
+def test_listener_gets_host_values_when_the_line_is_written(tmp_path):
+    seen = []
+    with MetricsWriter(tmp_path, listener=lambda step, values: seen.append((step, dict(values)))) as writer:
+        writer.write(1, {"a": jnp.float32(0.5)})
+        assert seen == [(1, {"a": 0.5})]
+        assert type(seen[0][1]["a"]) is float
+        writer.write(2, {"a": jnp.float32(0.75)})
+    assert seen == [(1, {"a": 0.5}), (2, {"a": 0.75})]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (np.zeros(1), "float64[1]"),
+        (jnp.zeros((2, 3)), "float32[2, 3]"),
+        ("0.5", "'0.5'"),
+        (None, "None"),
+        ([0.5], "[0.5]"),
+        (np.array("x"), "<U1[]"),
+        (1j, "1j"),
+    ],
+)
+def test_a_value_that_is_no_scalar_is_named(tmp_path, value, shown):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError) as error:
+        writer.write(1, {"reward/mean": value})
+    assert str(error.value) == f"metric reward/mean is {shown}; allowed: a number or a numeric array of shape []"
+
+
+def test_misuse_is_refused(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(3, {"a": 1.0})
+    with pytest.raises(ValueError, match="metrics of step 2 came after those of step 3"):
+        writer.write(2, {"a": 1.0})
+    with pytest.raises(ValueError, match='named "step"'):
+        writer.write(4, {"step": 1.0})
+    writer.close()
+    with pytest.raises(ValueError, match=r"metrics of step 5 came after close"):
+        writer.write(5, {"a": 1.0})
+    with pytest.raises(ValueError, match=r"samples of step 5 came after close"):
+        writer.write_samples(5, [])
+    with pytest.raises(ValueError, match="resume_step is -1"):
+        MetricsWriter(tmp_path, resume_step=-1)
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"reward/mean": step / 8})
+            writer.write_samples(step, [{"prompt": "p", "reward": 0.0}])
+    with MetricsWriter(tmp_path, resume_step=3) as writer:
+        for step in (4, 5, 6):
+            writer.write(step, {"reward/mean": step / 8 + 100})
+            writer.write_samples(step, [{"prompt": "q", "reward": 1.0}])
+    steps, values = read_metrics(tmp_path)["reward/mean"]
+    assert [line["step"] for line in _lines(tmp_path)] == steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert values.tolist() == [0.125, 0.25, 0.375, 100.5, 100.625, 100.75]
+    samples = _lines(tmp_path, "samples.jsonl")
+    assert [(record["step"], record["prompt"]) for record in samples] == [
+        *((1, "p"), (2, "p"), (3, "p")),
+        *((4, "q"), (5, "q"), (6, "q")),
+    ]
+
+
+def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"reward/mean": 0.25, "policy/ratio_max": math.inf})
+        writer.write(2, {"reward/mean": 0.5})
+    with MetricsWriter(tmp_path, resume_step=1) as writer:
+        writer.write(2, {"reward/mean": 0.75})
+    events = _events(tmp_path)
+    scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    assert scalars == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5), (2, "reward/mean", 0.75)]
+    # A session start at step s makes TensorBoard forget earlier files' events from step s on.
+    starts = [event.step for event in events if event.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [0, 2]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def test_a_new_run_moves_old_files(tmp_path, caplog):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"a": 1.0})
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"a": 2.0})
+    assert _lines(tmp_path) == [{"step": 1, "a": 2.0}]
+    assert _lines(tmp_path, "metrics.jsonl.previous") == [{"step": 1, "a": 1.0}]
+    assert "metrics.jsonl is now metrics.jsonl.previous" in caplog.text
+
+
+def test_kill_in_the_middle_of_a_line_then_resume(tmp_path):
+    program = f"""
+import os, signal
+from dcmdp_jax.observe.metrics_io import MetricsWriter
+writer = MetricsWriter({str(tmp_path)!r})
+for step in (1, 2, 3):
+    writer.write(step, {{"reward/mean": step / 4}})
+    writer.write_samples(step, [{{"prompt": "p"}}])
+for name in ("metrics.jsonl", "samples.jsonl"):
+    file = open(os.path.join({str(tmp_path)!r}, name), "a")
+    file.write('{{"step": 4, "reward/mean": 0.')
+    file.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert read_metrics(tmp_path)["reward/mean"][0].tolist() == [1, 2, 3]
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write(3, {"reward/mean": 0.75})
+        writer.write(4, {"reward/mean": 1.0})
+    assert [(line["step"], line["reward/mean"]) for line in _lines(tmp_path)] == [
+        *((1, 0.25), (2, 0.5)),
+        *((3, 0.75), (4, 1.0)),
+    ]
+    assert [record["step"] for record in _lines(tmp_path, "samples.jsonl")] == [1, 2]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"run directory .*file/run can't be written \(Not a directory\); choose another"
+    ):
+        MetricsWriter(tmp_path / "file" / "run")
+
+
+def test_wandb_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"wandb_project is 'p' .* pip install 'dcmdp-jax\[wandb\]'$"):
+        MetricsWriter(tmp_path / "run", wandb_project="p")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_offline_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the wandb extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with MetricsWriter(tmp_path, wandb_project="p") as writer:
+        writer.write(1, {"a": 0.5})
+        identity = writer._wandb.id
+    with MetricsWriter(tmp_path, wandb_project="p", resume_step=1) as writer:
+        writer.write(2, {"a": 0.75})
+        assert writer._wandb.id == identity
+        assert (writer._wandb.summary["a"], writer._wandb.summary["step"]) == (0.75, 2)
+
+
+def test_read_merges_lines_of_a_step_and_sorts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 2, "a": 2.0}\n{"step": 0, "b": 7}\n{"step": 1, "a": 1.0, "c": null}\n'
+        '{"step": 2, "a": 5, "b": 8}\n{"st'
+    )
+    series = read_metrics(tmp_path)
+    assert {name: (steps.tolist(), values.tolist()) for name, (steps, values) in series.items() if name != "c"} == {
+        "a": ([1, 2], [1.0, 5.0]),
+        "b": ([0, 2], [7.0, 8.0]),
+    }
+    assert series["c"][0].tolist() == [1] and math.isnan(series["c"][1][0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no run directory: it holds no metrics.jsonl"),
+        ("", "holds no metrics yet"),
+        ('{"step": 1', "holds no metrics yet"),
+        ('{"reward/mean": 1.0}\n', 'record 1: "step" is None; allowed: a whole number'),
+        ('{"step": 1, "a": "high"}\n', "record 1: a is 'high'; allowed: a number"),
+        ('{"step": 1, "a": [1]}\n', r"record 1: a is \[1\]; allowed: a number"),
+    ],
+)
+def test_read_names_the_bad_record(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_metrics(tmp_path)
+
+
+def test_read_says_when_the_directory_is_missing_or_a_file(tmp_path):
+    with pytest.raises(ValueError, match="absent is no run directory: it does not exist"):
+        read_metrics(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is no run directory: a file"):
+        read_metrics(tmp_path / "file")
+
+
+def test_a_full_disk_under_tensorboard_does_not_hold_up_the_run(tmp_path, monkeypatch, caplog):
+    writer = MetricsWriter(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    events = writer._tensorboard.file_writer.event_writer
+    monkeypatch.setattr(events._ev_writer, "write_event", full)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    writer.write(1, {"reward/mean": 0.5})
+    events._worker.join(timeout=HANGS_S)
+    assert not events._worker.is_alive()
+    for step in (2, 3):
+        writer.write(step, {"reward/mean": 0.25 * step})
+    writer.close()
+    assert [record["reward/mean"] for record in _lines(tmp_path)] == [0.5, 0.5, 0.75]
+    assert caplog.messages == ["TensorBoard's files can't be written (is the disk full?); going on without them"]

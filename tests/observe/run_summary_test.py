@@ -1,0 +1,101 @@
+"""Headline numbers and warnings by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.observe.run_summary import ScoreHistory, summarize, warnings
+
+
+def _series(values, first=1):
+    values = np.array(values, np.float64)
+    return np.arange(first, first + len(values)), values
+
+
+def test_headline_by_hand():
+    summary = summarize(
+        {
+            "reward/mean": _series([0.25, 0.75, *[0.5] * 16, 0.5, 1.0]),
+            "eval/math/pass@4": _series([0.5], 0),
+            "eval/math/avg@4": (np.array([0, 10, 20]), np.array([0.25, 0.75, 0.5])),
+            "discrepancy/mean": _series([0.005, 0.003, 0.0037, 0.004]),
+            "dual/tolerance": _series([0.0037] * 4),
+            "dual/multiplier": _series([0.1, 0.3, 0.2, 0.2, 0.4]),
+            "throughput/tokens_per_second": _series([10.0, 100.0, 120.0]),
+            "time/total": _series([60.0, 2.0, 1.0]),
+        }
+    )
+    assert (summary.steps, summary.window) == (20, 2)
+    # Two of twenty steps at either end, not the single noisy first and last.
+    assert (summary.first_reward, summary.last_reward) == (0.5, 0.75)
+    assert summary.scores == (
+        ScoreHistory("math/avg@4", 0, 0.25, 20, 0.5, 10, 0.75),
+        ScoreHistory("math/pass@4", 0, 0.5, 0, 0.5, 0, 0.5),
+    )
+    # Points are percentage points of last over first: neither the ratio (100 %) nor best over first (50).
+    assert summary.scores[0].points_gained == 25.0
+    assert summary.mean_discrepancy == pytest.approx((0.005 + 0.003 + 0.0037 + 0.004) / 4, rel=1e-12)
+    # A mean that equals c is within the budget: two of four, not three.
+    assert (summary.tolerance, summary.share_over_tolerance) == (0.0037, 0.5)
+    assert (summary.multiplier_low, summary.multiplier_high) == (0.1, 0.4)
+    assert (summary.multiplier_rises, summary.multiplier_falls) == (2, 1)
+    assert (summary.tokens_per_second, summary.seconds) == (100.0, 63.0)
+
+
+def test_share_over_tolerance_compares_the_same_steps():
+    summary = summarize(
+        {
+            "discrepancy/mean": (np.array([1, 2, 3]), np.array([9.0, 1.0, math.nan])),
+            "dual/tolerance": (np.array([2, 3]), np.array([2.0, 2.0])),
+        }
+    )
+    assert summary.share_over_tolerance == 0.0
+
+
+def test_nothing_recorded_is_nan_not_an_error():
+    summary = summarize({"eval/a/avg@8": _series([0.5], 0)})
+    assert summary.steps == 0 and summary.multiplier_rises == 0 and len(summary.scores) == 1
+    for value in (summary.first_reward, summary.mean_discrepancy, summary.multiplier_low, summary.seconds):
+        assert math.isnan(value)
+
+
+_HEALTHY = {
+    "reward/mean": _series([0.5] * 10),
+    "completion/truncated_fraction": _series([0.9] * 9 + [0.5]),
+    "reward/verifier_timeouts": _series([0.0] * 10),
+    "optimizer/skipped_updates": _series([0.0] * 10),
+    "discrepancy/mean": _series([0.004] * 10),
+    "dual/tolerance": _series([0.0037] * 10),
+    "mismatch/noise_floor": _series([0.001]),
+    "dual/multiplier": _series([0.1 * step for step in range(1, 11)]),
+}
+
+
+def test_a_healthy_run_has_no_warnings():
+    assert warnings(_HEALTHY) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("completion/truncated_fraction", [0.0] * 9 + [0.75], "75% of the last completions were cut"),
+        ("reward/verifier_timeouts", [0, 2, 1], "ran out of time on 3 answers"),
+        ("reward/verifier_errors", [0, 2], "failed on 2 answers"),
+        ("reward/verifier_over_budget", [0, 4, 1], "budget for a batch ran out on 5 answers"),
+        ("optimizer/skipped_updates", [1, 0, 1], "2 optimizer updates were skipped"),
+        ("reward/all_equal_groups", [0.2] * 9 + [0.95], "In 95% of the last prompts all completions got one reward"),
+        ("mismatch/noise_floor", [0.005], "c = 0.0037 is below the noise floor 0.005"),
+        ("dual/multiplier", [0.5] * 4 + [1.0] * 6, "Lambda stayed at 1 over the last 6 steps"),
+        ("policy/loss", [0.1, math.nan], "not finite were recorded for policy/loss"),
+    ],
+)
+def test_each_warning(name, values, text):
+    (warning,) = warnings({**_HEALTHY, name: _series(values)})
+    assert text in warning
+
+
+def test_a_fixed_multiplier_or_a_met_budget_is_not_a_cap():
+    assert warnings({**_HEALTHY, "dual/multiplier": _series([0.0] * 10)}) == []
+    met = {**_HEALTHY, "discrepancy/mean": _series([0.003] * 10), "dual/multiplier": _series([0.5] * 4 + [1.0] * 6)}
+    assert warnings(met) == []

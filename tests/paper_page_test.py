@@ -1,0 +1,88 @@
+"""docs/paper.md names every equation, table and figure of the paper, and functions and commands that exist."""
+
+import importlib
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import bin.evaluate_flags
+import bin.sweep
+import bin.toy
+from bin.flags import parse
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PAGE = (_ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+_THEORY = (_ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+_TEX = _ROOT.parent / "shared" / "paper" / "dcmdp.tex"
+_COMMANDS = re.findall(r"^    (python -m bin\..*)$", f"{_PAGE}\n{_THEORY}", re.M) + re.findall(
+    r"`(python -m bin\.[^`]*)`", f"{_PAGE}\n{_THEORY}"
+)
+
+
+def _first_cells(page):
+    return [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+
+
+def _numbers(kind):
+    """The numbers that the page's first columns have for `Eq.`, `Table` or `Figure`, in order."""
+    tables = _PAGE[: _PAGE.index("## Numbers the paper reports")]
+    return [int(n) for cell in _first_cells(tables) for n in re.findall(rf"^{kind} (\d+)", cell)]
+
+
+def test_every_equation_table_and_figure_has_its_row():
+    assert _numbers(r"Eq\.") == list(range(1, 21))
+    assert sorted(set(_numbers("Table"))) == list(range(1, 7))
+    assert sorted(set(_numbers("Figure"))) == list(range(1, 8))
+    assert _PAGE.count("| Algorithm 1 |") == 1
+
+
+@pytest.mark.skipif(not _TEX.is_file(), reason="the paper's source is not beside this checkout")
+def test_the_counts_are_those_of_the_papers_source():
+    tex = re.sub(r"(?<!\\)%.*", "", _TEX.read_text(encoding="utf-8"))
+    bodies = re.findall(r"\\begin\{(equation|align)\}(.*?)\\end\{\1\}", tex, re.S)
+    # An equation has one number; an align one for each line.
+    numbers = [1 if kind == "equation" else len(re.findall(r"\\\\(?:\s|\[)", f"{body.strip()}\n")) + 1
+               for kind, body in bodies]  # fmt: skip
+    assert sum(numbers) == max(_numbers(r"Eq\."))
+    assert len(re.findall(r"\\begin\{table\*?\}", tex)) == max(_numbers("Table"))
+    assert len(re.findall(r"\\begin\{(?:wrap)?figure\}", tex)) == max(_numbers("Figure"))
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(dcmdp_jax\.[\w.]+\.\w+)`", f"{_PAGE}\n{_THEORY}"))))
+def test_named_functions_exist(name):
+    module, _, function = name.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("command", sorted(set(_COMMANDS)))
+def test_named_commands_are_understood(command, monkeypatch):
+    monkeypatch.chdir(_ROOT)
+    # What follows two spaces describes the command.
+    _, _, module, *words = shlex.split(re.split(r"\s{2,}", command)[0])
+    if module == "bin.sweep":
+        overrides = [word for word in words if word.startswith("--config.")]
+        given = bin.sweep._parser().parse_args([word for word in words if word not in overrides])
+        runs, _ = bin.sweep._resolve(bin.sweep._load(given.study), Path("runs/none"), overrides)
+        assert runs
+    elif module == "bin.evaluate":
+        bin.evaluate_flags.parse(words)
+    elif module == "bin.train":
+        parse(["train", *words])
+    else:
+        assert (module, words) == ("bin.toy", [])
+
+
+def test_the_reported_rows_average_to_the_papers_avg():
+    rows = [
+        [cell.strip() for cell in line.split("|")[3:10]]
+        for line in _PAGE.splitlines()
+        if re.match(r"\| Table \d.* \| \d", line)
+    ]
+    assert len(rows) == 15
+    for row in rows:
+        *scores, average = map(float, row)
+        # Both are rounded to one decimal.
+        assert math.isclose(sum(scores) / 6, average, abs_tol=0.06), row

@@ -1,0 +1,186 @@
+"""Page faults of a process that keeps its memory, and of one that does not; what a command loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcmdp_jax import process_memory
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from tests.waiting import HANGS_S
+
+_ROOT = Path(__file__).parents[1]
+_PREPARE = "from dcmdp_jax.process_memory import keep_freed_memory\nkeep_freed_memory({!r})\n"
+_ADD = """
+import json, os, resource, sys
+import jax, jax.numpy as jnp
+add, ones = jax.jit(lambda x: x + 1), jnp.ones(80 * 2**18)
+for call in range(64):
+    if call == 60:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    add(ones).block_until_ready()
+after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(json.dumps({
+    "faults": after - before, "arguments": sys.argv[1:], "tunables": os.environ.get("GLIBC_TUNABLES"),
+}))
+"""
+_FREE = """
+import json
+from pathlib import Path
+import jax
+from dcmdp_jax.process_memory import release_freed_memory
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+add = jax.jit(lambda x: x + 1)
+held = [add(jax.numpy.ones(2**24)).block_until_ready() for _ in range(8)]
+full = resident()
+# Something small after it, so that the end of the heap is in use.
+last = add(jax.numpy.ones(2**10)).block_until_ready()
+del held
+freed = resident()
+release_freed_memory()
+print(json.dumps({"full": full, "freed": freed, "after_release": resident()}))
+"""
+_TOKENIZE = """
+import json, sys
+from dcmdp_jax.tasks.prompts import load_tokenizer
+ids = load_tokenizer(sys.argv[1])("1+2=3")["input_ids"]
+print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in sys.modules)}))
+"""
+
+
+def _report(
+    directory: Path, first_lines: str, *, run: str = _ADD, argument: str = "an argument", command: bool = True,
+    **environment: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Run a command and return its output: by default the page faults of four of its additions to 80 MiB."""
+    package = directory / "probe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(first_lines)
+    (package / "run.py").write_text(run)
+    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, *(["-m", "probe.run"] if command else ["-c", "import probe.run"]), argument],
+        env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{directory}:{_ROOT}", **environment},
+        capture_output=True, text=True, check=True, timeout=HANGS_S,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_commands_keep_freed_memory(tmp_path: Path) -> None:
+    # 80 MiB, more than a thread's heap may hold by default, are 20,480 pages of 4 KiB: each of four calls faults
+    # them in again, unless they were kept (or 40 of 2 MiB).
+    left = _report(tmp_path / "a", "")
+    kept = _report(tmp_path / "b", _PREPARE.format("probe"))
+    assert left["faults"] > 4 * 16_000 and kept["faults"] < 1000
+    # The process started twice, with the same arguments, and others that it starts hear nothing of it.
+    assert kept["arguments"] == ["an argument"] and kept["tunables"] is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> None:
+    # 48 MiB are 12,288 pages. glibc by itself may keep blocks up to 32 MiB; with the settings but without a restart it
+    # keeps blocks up to 64 MiB.
+    run = _ADD.replace("80 * 2**18", "48 * 2**18")
+    imported = _report(
+        tmp_path, _PREPARE.format("probe"), run=run, command=False, GLIBC_TUNABLES="glibc.malloc.perturb=0"
+    )
+    assert imported["faults"] > 4 * 10_000
+    assert imported["tunables"] == "glibc.malloc.perturb=0"
+    done = subprocess.run(
+        [sys.executable, "-c", "import bin.flags, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
+        cwd=_ROOT,
+        env={**os.environ, "GLIBC_TUNABLES": process_memory._tunables()},
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert (done.stdout, done.stderr) == (process_memory._tunables(), "")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_a_command_with_an_accelerator_is_unchanged(tmp_path: Path) -> None:
+    # An empty plugin package: JAX finds no device behind it and computes on the CPU, but it might have.
+    (tmp_path / "jax_plugins").mkdir()
+    report = _report(tmp_path, _PREPARE.format("probe"), JAX_PLATFORMS="")
+    assert report["faults"] > 4 * 16_000 and report["tunables"] is None
+
+
+@pytest.mark.parametrize(
+    ("platforms", "installed", "takes_cpu"),
+    [
+        ("cpu", "libtpu", True),
+        ("cpu,cuda", "jax_plugins", True),
+        ("cuda,cpu", "nothing", False),
+        ("tpu", "nothing", False),
+        ("", "nothing", True),
+        (None, "nothing", True),
+        (None, "libtpu", False),
+        ("", "jax_plugins", False),
+    ],
+)
+def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(
+        process_memory.importlib.util, "find_spec", lambda name: object() if name == installed else None
+    )
+    assert process_memory._jax_takes_cpu() is takes_cpu
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_tunables_of_the_user_are_kept(tmp_path: Path) -> None:
+    # 16 MiB fit into a thread's heap by default too: what needs no tunables is set all the same.
+    run = _ADD.replace("80 * 2**18", "16 * 2**18")
+    report = _report(tmp_path, _PREPARE.format("probe"), run=run, GLIBC_TUNABLES="glibc.malloc.perturb=0")
+    assert report["tunables"] == "glibc.malloc.perturb=0" and report["faults"] < 1000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_freed_memory_can_be_released(tmp_path: Path) -> None:
+    # Eight arrays of 64 MiB, and what they were made of; in MiB.
+    report = _report(tmp_path, _PREPARE.format("probe"), run=_FREE)
+    assert report["full"] - report["freed"] < 64
+    assert report["full"] - report["after_release"] > 7 * 64
+
+
+def test_commands_tokenize_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="nothing to leave out")
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    leave_out = "from dcmdp_jax.process_memory import hide_torch\nhide_torch({!r})\n"
+    without, other = (
+        _report(tmp_path / name, leave_out.format(name), run=_TOKENIZE, argument=str(tmp_path / "tokenizer"))
+        for name in ("probe", "another")
+    )
+    assert (without["torch"], other["torch"]) == (False, True)
+    assert without["ids"] == other["ids"] == build_tokenizer()("1+2=3")["input_ids"]
+
+
+@pytest.mark.parametrize(("reserved", "size"), [("0\n", 2**30), ("2\n", 1), (None, 1)])
+def test_large_pages_that_someone_reserved_are_left(tmp_path: Path, monkeypatch, reserved, size) -> None:
+    count = tmp_path / "nr_hugepages"
+    if reserved is not None:
+        count.write_text(reserved)
+    monkeypatch.setattr(process_memory, "_PAGES_OF_1_GIB", count)
+    assert process_memory._tunables() == f"glibc.malloc.hugetlb={size}"
+
+
+def test_only_the_package_s_own_commands_start_again() -> None:
+    assert process_memory._is_command("bin", ["python", "-X", "dev", "-m", "bin.train", "--config=x", "-m"])
+    for arguments in (
+        ["python", "-m", "pytest", "-m", "bin.train"],
+        ["python", "-m", "cProfile", "-m", "bin.train"],
+        ["python", "-m", "binary.x"],
+        ["python", "-c", "import bin"],
+        ["python"],
+    ):
+        assert not process_memory._is_command("bin", arguments)

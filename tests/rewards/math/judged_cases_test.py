@@ -1,0 +1,24 @@
+"""Judgements written by hand in the answer formats of the benchmarks: intervals, units, bases, matrices, ..."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.rewards.math.equivalence import judge
+
+_CASES = [json.loads(line) for line in Path(__file__).with_name("judged_cases.jsonl").read_text().splitlines()]
+
+
+def test_there_are_enough_cases_of_either_kind() -> None:
+    assert sum(len(case["right"]) for case in _CASES) >= 100
+    assert sum(len(case["wrong"]) for case in _CASES) >= 100
+
+
+@pytest.mark.parametrize("case", _CASES, ids=[case["gold"] for case in _CASES])
+def test_judgement(case: dict[str, object]) -> None:
+    gold = case["gold"]
+    assert [answer for answer in case["right"] if not judge(rf"so \boxed{{{answer}}}.", gold)] == []
+    assert [answer for answer in case["wrong"] if judge(rf"so \boxed{{{answer}}}.", gold)] == []

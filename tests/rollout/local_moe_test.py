@@ -1,0 +1,97 @@
+"""The embedded engine with a mixture of experts: its log-probs are the training stack's, in every precision."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.params import init_params, quantized_leaves
+from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from tests.rollout.sampling import Rollout, sample
+
+CONFIG = ModelConfig(
+    "qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+)  # fmt: skip
+SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
+PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16))
+
+
+@functools.cache
+def _params() -> Any:
+    """Experts of very different sizes: a scale shared by experts would be far too coarse for the small ones."""
+    params = init_params(CONFIG, jax.random.key(0))
+    sizes = jnp.asarray([1.0, 0.3, 0.1, 1.0])[None, :, None, None]
+    params["layers"]["mlp"]["experts"] = jax.tree.map(lambda x: x * sizes, params["layers"]["mlp"]["experts"])
+    return params
+
+
+def _rollout(precision: str, **settings: str) -> tuple[LocalEngine, Rollout]:
+    made = LocalEngine(CONFIG, precision=precision, max_total_tokens=32, **settings)
+    made.push_weights(_params(), 0)
+    return made, sample(made, list(PROMPTS), SAMPLING, seed=1, step=2)
+
+
+def _differences(rollout: Rollout, params: Any, compute: str = "float32") -> np.ndarray:
+    """Log-probs of the engine less those of the training stack, at the sampling temperature."""
+    rows = [np.concatenate(pair) for pair in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
+    ids = np.stack([np.pad(row, (0, 32 - row.size)) for row in rows])
+    positions = np.broadcast_to(np.arange(32), ids.shape)
+    segments = (positions < np.asarray([row.size for row in rows])[:, None]).astype(np.int32)
+    hidden = jax.jit(hidden_states, static_argnums=(1, 5))(params, CONFIG, ids, positions, segments, Compute(compute))
+    logits = (hidden @ output_kernel(params).astype(hidden.dtype)).astype(jnp.float32)
+    logprobs = np.asarray(jax.nn.log_softmax(logits / 0.8))
+    found = []
+    for row, prompt in enumerate(rollout.prompt_ids):
+        for step, token in enumerate(rollout.completion_ids[row]):
+            found.append(rollout.rollout_logprobs[row][step] - logprobs[row, prompt.size - 1 + step, token])
+    return np.asarray(found)
+
+
+def test_logprobs_are_the_training_stacks() -> None:
+    made, rollout = _rollout("float32")
+    np.testing.assert_allclose(_differences(rollout, _params()), 0, atol=1e-4)
+    assert np.std(np.concatenate(rollout.rollout_logprobs)) > 0.5
+    scored = made.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
+    np.testing.assert_allclose(np.concatenate(scored), np.concatenate(rollout.rollout_logprobs), atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_quantised_experts_have_scales_of_their_own(precision: str) -> None:
+    """The engine equals the training stack on weights that this test rounds by itself, each expert's columns apart."""
+    limit = 127.0 if precision == "int8" else 448.0
+
+    def rounded(kernel: jax.Array) -> jax.Array:
+        scale = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True) / limit
+        values = kernel / scale
+        values = jnp.round(values) if precision == "int8" else values.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        return values * scale
+
+    params, chosen = _params(), quantized_leaves(CONFIG)
+    assert not chosen["layers"]["mlp"]["router"]["kernel"]
+    coarse = jax.tree.map(lambda leaf, yes: rounded(leaf) if yes else leaf, params, chosen)
+    coarse["output"] = rounded(params["output"])
+    made, rollout = _rollout(precision)
+    kernels = jax.tree.leaves(made._weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    # Fused q, k, v; o; fused gate and up; down; of two layers, and the output matrix.
+    assert sum(isinstance(kernel, QuantizedKernel) for kernel in kernels) == 2 * 4 + 1
+    assert {k.scale.shape for k in kernels if isinstance(k, QuantizedKernel)} == {(64,), (32,), (4, 48), (4, 32), (40,)}
+    np.testing.assert_allclose(_differences(rollout, coarse), 0, atol=1e-3)
+    assert np.abs(_differences(rollout, params)).max() > 1e-3
+
+
+def test_bfloat16_is_near_and_not_exact() -> None:
+    """Weights in bfloat16 and products in float32; a router that differs in a last bit may send a token elsewhere."""
+    _, rollout = _rollout("bfloat16", compute_dtype="float32")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), _params())
+    np.testing.assert_allclose(_differences(rollout, rounded), 0, atol=1e-4)
+    assert np.abs(_differences(rollout, _params())).max() > 1e-3
