@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, Correction
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, Correction, SampledTokens, parameters
 from dcmdp_jax.mismatch.pairs import TokenPairs
 
 _BLOCK_TOKENS = 1 << 16
@@ -35,8 +35,11 @@ class Effect:
     discrepancy_dropped: float
 
 
-def effects(pairs: TokenPairs, corrections: Mapping[str, Correction] = CORRECTIONS) -> list[Effect]:
-    """The effect of every correction, each with its default constants."""
+_WITH_DEFAULTS = {name: each for name, each in CORRECTIONS.items() if None not in parameters(name).values()}
+
+
+def effects(pairs: TokenPairs, corrections: Mapping[str, Correction] = _WITH_DEFAULTS) -> list[Effect]:
+    """The effect of every correction that has default constants, with these."""
     return [_effect(name, correction, pairs) for name, correction in corrections.items()]
 
 
@@ -67,8 +70,18 @@ def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.nda
         "index": pairs.completion.astype(np.int32),
     }  # fmt: skip
     train, rollout, mask, index = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
-    weights, keep = correction(train, rollout, mask, index, 1 << max(completions - 1, 1).bit_length())
-    weights, keep = np.asarray(weights, np.float32), np.asarray(keep, bool)
+    corrected = correction(
+        SampledTokens(
+            train_logprobs=train,
+            old_logprobs=train,
+            rollout_logprobs=rollout,
+            advantages=np.zeros_like(train),  # a recording has none
+            completion_mask=mask,
+            completion_index=index,
+            num_completions=1 << max(completions - 1, 1).bit_length(),
+        )
+    )
+    weights, keep = np.asarray(corrected.weights, np.float32), np.asarray(corrected.keep, bool)
     return weights[0, :tokens], keep[0, :tokens]
 
 
