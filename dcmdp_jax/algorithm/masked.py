@@ -317,16 +317,6 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
     return GroupStatistics(average, std, size, all_equal)
 
 
-def group_mean(rewards: Array, group_ids: Array, valid: Array) -> jax.Array:
-    """Mean reward of each group, indexed by group id, 0 for an unused id; see `group_statistics`."""
-    return group_statistics(rewards, group_ids, valid, ddof=0).mean
-
-
-def group_std(rewards: Array, group_ids: Array, valid: Array, *, ddof: int) -> jax.Array:
-    """Standard deviation of each group's rewards, indexed by group id; see `group_statistics`."""
-    return group_statistics(rewards, group_ids, valid, ddof=ddof).std
-
-
 def all_equal_groups(statistics: GroupStatistics) -> Mean:
     """Number of groups whose rewards are all equal, over the number of groups: no signal but the penalty there."""
     return masked_sum(statistics.all_equal, statistics.size > 0)

@@ -152,8 +152,7 @@ def test_group_statistics_by_hand():
     np.testing.assert_array_equal(table.std, np.array([np.sqrt(0.5), 0, 0, 0, 0, 0, 0], np.float32))
     np.testing.assert_array_equal(table.size, [2, 0, 3, 0, 1, 0, 0])
     np.testing.assert_array_equal(table.all_equal, [False, False, True, False, True, False, False])
-    assert float(masked.group_std(REWARDS, GROUPS, VALID, ddof=0)[0]) == 0.5
-    np.testing.assert_array_equal(masked.group_mean(REWARDS, GROUPS, VALID), table.mean)
+    assert float(masked.group_statistics(REWARDS, GROUPS, VALID, ddof=0).std[0]) == 0.5
     # two of three groups have equal rewards; over all seven slots it would be 2/7.
     assert [float(x) for x in masked.all_equal_groups(table)] == [2.0, 3.0]
 
@@ -161,7 +160,7 @@ def test_group_statistics_by_hand():
 def test_group_std_survives_a_large_offset():
     # 1e4 + (0, 1, 2, 3): std sqrt(5/3). E[r^2] - E[r]^2 in float32 gives 0 or worse: 1e8 has spacing 8.
     rewards = 1e4 + np.arange(4.0)
-    std = masked.group_std(rewards, np.zeros(4, int), np.ones(4, bool), ddof=1)
+    std = masked.group_statistics(rewards, np.zeros(4, int), np.ones(4, bool), ddof=1).std
     assert float(std[0]) == pytest.approx(np.sqrt(5 / 3), rel=1e-6)
 
 
@@ -179,7 +178,7 @@ def test_mismatched_shapes_and_values_are_refused():
     with pytest.raises(ValueError, match=r"q=1.5"):
         masked.masked_quantile(VALUES, MASK, 1.5)
     with pytest.raises(ValueError, match=r"ddof=2; must be 0 or 1"):
-        masked.group_std(REWARDS, GROUPS, VALID, ddof=2)
+        masked.group_statistics(REWARDS, GROUPS, VALID, ddof=2)
     with pytest.raises(ValueError, match=r"num_completions=0"):
         masked.completion_sums(PACKED_VALUES, PACKED_MASK, PACKED_INDEX, 0)
     with pytest.raises(ValueError, match=r"per_completion has shape \(1, 1\)"):
@@ -187,4 +186,4 @@ def test_mismatched_shapes_and_values_are_refused():
     with pytest.raises(ValueError, match=r"completion_mask has shape \(3,\)"):
         masked.padded_completion_index(np.ones(3))
     with pytest.raises(ValueError, match=r"rewards has shape \(1, 2\)"):
-        masked.group_mean(np.ones((1, 2)), np.ones((1, 2)), np.ones((1, 2)))
+        masked.group_statistics(np.ones((1, 2)), np.ones((1, 2)), np.ones((1, 2)), ddof=1)
