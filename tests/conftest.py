@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("no deadline")
 _MANY_MAPPINGS = 20_000
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _few_programs():
     """Drop compiled programs before they are too many: each takes several mappings, of which Linux gives a process
     65,530, and XLA ends with a segmentation fault when there are no more."""
