@@ -93,7 +93,7 @@ def _commands(base):
         ),
         "misspelt_choice": (
             [*debug, "--config.algorithm.method=dcgrpo"],
-            "config.algorithm.method: got 'dcgrpo', allowed are grpo, dual_grpo, threshold_grpo, dc_grpo; "
+            "config.algorithm.method: got 'dcgrpo', allowed are grpo, dual_grpo, threshold_grpo, dc_grpo, excess_grpo; "
             "did you mean 'dc_grpo'?",
         ),
         "group_of_one": (
