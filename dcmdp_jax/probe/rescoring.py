@@ -229,10 +229,7 @@ def _in_blocks(params: Params, config: ModelConfig) -> Params:
 
 def _places(config: ModelConfig) -> dict[str, _Place]:
     """Tensor by its Hugging Face name -> where it lies in the parameters."""
-    return {
-        name: _Place(tensor.path, () if tensor.layer is None else (tensor.layer,))
-        for name, tensor in hf_tensors(config).items()
-    }
+    return {name: _Place(tensor.path, tensor.index) for name, tensor in hf_tensors(config).items()}
 
 
 def _differing(config: ModelConfig, now: Params, earlier: Params) -> dict[str, _Place]:

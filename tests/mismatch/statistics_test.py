@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import mismatch_statistics
 from dcmdp_jax.mismatch import breakdown
 from dcmdp_jax.mismatch.pairs import make_pairs
@@ -133,9 +134,9 @@ def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
 
 
 def test_effects_of_corrections_by_hand():
-    def band(old, rollout, mask, index, count):
-        ratio = jnp.exp(old - rollout)
-        return jnp.minimum(ratio, 1.5), (ratio > 0.45) & mask
+    def band(tokens):
+        ratio = jnp.exp(tokens.old_logprobs - tokens.rollout_logprobs)
+        return Corrected(jnp.minimum(ratio, 1.5), (ratio > 0.45) & tokens.completion_mask, ratio > 1.5)
 
     (found,) = effects(_FIVE, {"band": band})
     # Ratios 2, 1, .5, 1.2, .4: the last is dropped, with 0.3 of 0.9; 2 is cut to 1.5.
@@ -149,9 +150,10 @@ def test_corrections_see_whole_completions_in_blocks():
     pairs = make_pairs(*([np.full(n, value) for n in lengths] for value in (1, -0.5, -0.5)))
     seen = []
 
-    def count(old, rollout, mask, index, completions):
-        seen.append((int(mask.sum()), np.unique(np.asarray(index)[np.asarray(mask)]).size))
-        return jnp.ones_like(old), mask
+    def count(tokens):
+        mask, index = np.asarray(tokens.completion_mask), np.asarray(tokens.completion_index)
+        seen.append((int(mask.sum()), np.unique(index[mask]).size))
+        return Corrected(jnp.ones_like(tokens.old_logprobs), mask, ~mask)
 
     (found,) = effects(pairs, {"count": count})
     assert seen == [(40_000, 1), (40_003, 2)] and found.dropped == 0
