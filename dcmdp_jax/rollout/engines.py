@@ -52,40 +52,40 @@ class EngineArguments:
     server: str = ""
 
 
-def _local(spec: EngineArguments) -> Engine:
+def _local(arguments: EngineArguments) -> Engine:
     return LocalEngine(
-        spec.model,
-        precision=spec.precision,
-        compute_dtype=spec.compute_dtype,
-        kv_cache_dtype=spec.kv_cache_dtype,
-        max_total_tokens=spec.max_total_tokens,
-        max_rows=spec.max_rows,
-        min_rows=spec.min_rows,
-        mesh=spec.mesh(),
+        arguments.model,
+        precision=arguments.precision,
+        compute_dtype=arguments.compute_dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        max_total_tokens=arguments.max_total_tokens,
+        max_rows=arguments.max_rows,
+        min_rows=arguments.min_rows,
+        mesh=arguments.mesh(),
     )
 
 
-def _vllm(spec: EngineArguments) -> Engine:
+def _vllm(arguments: EngineArguments) -> Engine:
     return VllmEngine(
-        spec.model,
-        spec.vllm,
-        directory=spec.directory,
-        precision=spec.precision,
-        compute_dtype=spec.compute_dtype,
-        kv_cache_dtype=spec.kv_cache_dtype,
-        max_total_tokens=spec.max_total_tokens,
-        max_rows=spec.max_rows,
-        probe=spec.probe(),
+        arguments.model,
+        arguments.vllm,
+        directory=arguments.directory,
+        precision=arguments.precision,
+        compute_dtype=arguments.compute_dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        max_total_tokens=arguments.max_total_tokens,
+        max_rows=arguments.max_rows,
+        probe=arguments.probe(),
     )
 
 
-def _remote(spec: EngineArguments) -> Engine:
+def _remote(arguments: EngineArguments) -> Engine:
     return RemoteEngine(
-        spec.model,
-        server=spec.server,
-        max_total_tokens=spec.max_total_tokens,
+        arguments.model,
+        server=arguments.server,
+        max_total_tokens=arguments.max_total_tokens,
         timeout_s=_REMOTE_TIMEOUT_S,
-        max_concurrent=spec.max_rows,
+        max_concurrent=arguments.max_rows,
     )
 
 

@@ -129,7 +129,7 @@ def make_engine(plan: Plan) -> Engine:
         EngineError, MemoryError: in one line, if it does not start.
     """
     config, rollout = plan.config, plan.config.rollout
-    spec = EngineArguments(
+    arguments = EngineArguments(
         model=plan.model,
         precision=rollout.precision,
         compute_dtype=rollout.compute_dtype,
@@ -142,7 +142,7 @@ def make_engine(plan: Plan) -> Engine:
         vllm=rollout.vllm,
         directory=Path(config.run_dir) / "vllm",
     )
-    return ENGINES[rollout.engine](spec)
+    return ENGINES[rollout.engine](arguments)
 
 
 def initial_params(plan: Plan) -> Params:
