@@ -301,16 +301,17 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
     """Whether a group's prompt is computed once for all its completions, and not in each of their rows.
 
     Rows of one length say that completions are about as long as each other: then a row for each in its group's place
-    costs nothing. Only the "xla" kernel can do it, only where whole rows are computed on one device, and a micro-batch
-    has to hold a group for each.
+    costs nothing. Only the "xla" kernel can do it, only where whole rows are computed on one device, and a device's
+    part of a micro-batch has to hold a group.
     """
     alike = segments == 1 and len(row_lengths) == 1
     several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
     _, group_tokens = shared_group_shape(
         config.task.max_prompt_tokens, config.rollout.max_completion_tokens, config.rollout.group_size
     )
-    groups = min(config.training.micro_batch_tokens // group_tokens, config.training.prompts_per_mini_batch)
-    return alike and several and kernel == "xla" and data_parallel_only(mesh) and groups >= row_shards(mesh)
+    fits = group_tokens <= config.training.micro_batch_tokens
+    enough = config.training.prompts_per_mini_batch >= row_shards(mesh)
+    return alike and several and kernel == "xla" and data_parallel_only(mesh) and fits and enough
 
 
 def describe(plan: Plan) -> str:
