@@ -151,7 +151,8 @@ class TrainingSettings:
         (),
         "Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel. With one "
         "length, one segment a row, the xla kernel and mesh.fsdp = mesh.tensor = 1, the step computes each group's "
-        "prompt once for all its completions (micro_batch_tokens must hold one group, and a mini-batch one for each device).",
+        "prompt once for all its completions (micro_batch_tokens must hold one group, a mini-batch one for each "
+        "device).",
         unit="tokens",
     )  # fmt: skip
     segments_per_row: int = setting(

@@ -20,6 +20,9 @@ from dcmdp_jax.types import Array
 
 Maximum = Callable[[jax.Array], jax.Array]
 
+CHUNKS = "logprob_chunks"
+"""Name scope of the loops over chunks of tokens."""
+
 
 class KernelAxes(NamedTuple):
     """Manual mesh axes, of an enclosing `shard_map`, that the output matrix [D, V] is split over.
@@ -177,7 +180,8 @@ def _blocked_forward(
         return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
+    with jax.named_scope(CHUNKS):
+        logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
     return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, None)
 
 
@@ -213,7 +217,8 @@ def _blocked_backward(
         hidden_bar = block_bar[None]
     else:
         zeros = jnp.zeros_like(hidden), jnp.zeros(whole.shape, jnp.float32)
-        hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
+        with jax.named_scope(CHUNKS):
+            hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
     if axes.embed is not None:
         kernel_bar = lax.psum_scatter(kernel_bar, axes.embed, scatter_dimension=0, tiled=True)
     none = np.zeros(targets.shape, jax.dtypes.float0)
