@@ -110,7 +110,7 @@ def sampling_mesh(training: Mesh, *, tensor: int = 1, expert: int = 1) -> Mesh:
     return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
 
 
-def check_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, completions: int) -> None:
+def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, completions: int) -> None:
     """Refuse a mesh that a model or its batch cannot be split over.
 
     Args:

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.mesh import check_mesh, make_mesh
+from dcmdp_jax.parallel.mesh import check_training_mesh, make_mesh
 from dcmdp_jax.plan.compiled import Compiled, compile_program
 from dcmdp_jax.plan.engine_programs import EnginePlan, plan_engine
 from dcmdp_jax.plan.flops import step_flops
@@ -20,6 +19,8 @@ from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import Topology
+from dcmdp_jax.training.memory_parts import plan_memory
+from dcmdp_jax.training.memory_plan import Machine
 
 GIB = 2**30
 PROGRAMS = ("step", "prefill", "decode", "score")
@@ -128,11 +129,14 @@ def plan_run(
     model = model_of(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = make_mesh(*sizes, devices=topology.devices)
-    check_mesh(
+    check_training_mesh(
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
     step = plan_step(config, model, mesh)
-    engine = plan_engine(config, model, mesh) if config.rollout.engine == "local" else None
+    usable, reason = _usable(config, topology)
+    engine = None
+    if config.rollout.engine == "local":
+        engine = plan_engine(config, model, mesh, max_rows=_fitting_rows(config, model, mesh, step, usable))
     programs: dict[str, Compiled] = {}
     for program in (step.program, *(engine.programs if engine else ())):
         if not only or program.name in only:
@@ -144,7 +148,6 @@ def plan_run(
     recomputed = updates - step.micro_batches
     # As the step's trip counts: every completion has the longest length.
     tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
-    usable, reason = _usable(config, topology)
     return RunPlan(
         topology=topology,
         mesh=mesh,
@@ -165,9 +168,14 @@ def plan_run(
     )  # fmt: skip
 
 
-def parameters(plan: RunPlan) -> int:
-    """Parameters of the model."""
-    return num_params(plan.model)
+def _fitting_rows(config: Config, model: ModelConfig, mesh: Mesh, step: StepPlan, usable: int) -> int:
+    """The completions that the embedded engine would decode at a time, as the run decides it."""
+    machine = Machine(mesh.devices.flat[0].platform, mesh.size, usable, None)
+    memory = plan_memory(
+        config, model, step.compute, mesh, step.packing, machine, prompt_lengths=[config.task.max_prompt_tokens],
+        completions=config.training.prompts_per_step * config.rollout.group_size,
+    )  # fmt: skip
+    return memory.rows
 
 
 def _usable(config: Config, topology: Topology) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.observe.metrics_io import require_wandb
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
-from dcmdp_jax.parallel.mesh import check_mesh, row_shards, training_mesh
+from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
@@ -109,7 +109,7 @@ def make_plan_of_run(config: Config) -> Plan:
     _check_engine_mesh(config, model)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = training_mesh(*sizes, num_params=num_params(model))
-    check_mesh(
+    check_training_mesh(
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
