@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -86,6 +87,11 @@ def _group_size(instruction: Instruction, devices: int) -> int:
         return devices
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(counted.group(1))
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        # mesh['a'=2,'b'=4] {'b'}, or {'b':(1)2} for a part of an axis.
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named.group(1)))
+        taken = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named.group(2))
+        return math.prod(int(part or sizes[axis]) for axis, part in taken)
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return listed.group(1).count(",") + 1
     return devices

@@ -10,7 +10,7 @@ import jax
 
 from dcmdp_jax.plan.collectives import Collective, collectives
 from dcmdp_jax.plan.flops import CompiledFlops, compiled_flops
-from dcmdp_jax.plan.hlo import parse, walk
+from dcmdp_jax.plan.hlo import Array, parse, walk
 from dcmdp_jax.plan.step_program import Lowerable
 from dcmdp_jax.plan.traffic import memory_traffic
 from dcmdp_jax.training.accumulate import MICRO_BATCHES
@@ -29,6 +29,7 @@ class Compiled(NamedTuple):
         temporary: bytes of temporary memory; 0 if it does not fit.
         arguments: bytes of the arguments.
         flops, collectives: of one run.
+        arrays: types of all arrays that the program computes, those inside fusions included.
         traffic: bytes read from and written to device memory in one run.
         unknown_loops: op_names of loops whose count nobody knows; they count once.
         refused: why the compiler refused it; None for a compiled program.
@@ -41,6 +42,7 @@ class Compiled(NamedTuple):
     arguments: int = 0
     flops: CompiledFlops = CompiledFlops(0.0, 0.0, ())
     collectives: tuple[Collective, ...] = ()
+    arrays: frozenset[Array] = frozenset()
     traffic: float = 0.0
     unknown_loops: tuple[str, ...] = ()
     refused: str | None = None
@@ -72,6 +74,7 @@ def compile_program(program: Lowerable) -> Compiled:
         arguments=memory.argument_size_in_bytes,
         flops=compiled_flops(module, program.trip_counts),
         collectives=tuple(collectives(module, program.trip_counts, micro_batch_scope=MICRO_BATCHES)),
+        arrays=frozenset(array for visit in walk(module, program.trip_counts) for array in visit.instruction.results),
         traffic=memory_traffic(module, program.trip_counts),
         unknown_loops=tuple(sorted(unknown)),
     )
@@ -89,7 +92,6 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def _shortage(message: str) -> tuple[int, str]:
     """Bytes that a program needs that does not fit, 0 if the compiler doesn't say, and its reason in a line."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", message)
-    if used is None:
-        return 0, " ".join(message.split())[:200]
-    return int(float(used.group(1)) * _UNITS[used.group(2)]), used.group(0)
+    used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
+    reason = " ".join(message.removeprefix(f"{_OUT_OF_MEMORY}: ").split())[:200]
+    return (int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0), reason

@@ -256,6 +256,7 @@ def _arrays(text: str) -> tuple[Array, ...]:
 
 def _operands(text: str) -> tuple[str, ...]:
     """The last word of each operand, without the type that some versions print before it."""
+    text = re.sub(r"/\*.*?\*/", "", text)
     names, depth, start = [], 0, 0
     for place, character in enumerate(f"{text},"):
         if character in "([{":

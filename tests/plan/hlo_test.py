@@ -70,6 +70,33 @@ def test_products_with_a_batch_axis():
     assert compiled_flops(_module(function, _shape(4, 3, 5), _shape(4, 6, 5)), _none).products == 720
 
 
+_REDUCTION = """HloModule jit_f, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[3,4], y: f32[5]) -> (f32[3,4], f32[5]) {
+  %x = f32[3,4]{1,0} parameter(0)
+  %y = f32[5]{0} parameter(1)
+  ROOT %r = (f32[3,4]{1,0}, /*index=1*/f32[5]{0}) all-reduce(%x, /*index=1*/%y), replica_groups=GROUPS, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [("{{0,1,2,3},{4,5,6,7}}", 4), ("[4,2]<=[8]", 2), ("[1,8]<=[8]", 8), ("mesh['a'=2,'b'=4] {'b'}", 4),
+     ("mesh['a'=2,'b'=4] {'a','b'}", 8), ("mesh['a'=2,'b'=4] {'b':(1)2}", 2), ("{}", 8)],
+)  # fmt: skip
+def test_every_spelling_of_groups(groups, size):
+    found = collectives(parse(_REDUCTION.replace("GROUPS", groups)), _none, micro_batch_scope="micro_batches")
+    # One collective of two arrays, as the compiler combines small ones.
+    assert [(one.array.dims, one.devices) for one in found] == [((3, 4), size), ((5,), size)]
+
+
 _CONVOLUTION = """HloModule jit_f, num_partitions=1
 
 ENTRY %main (a: bf16[8,512,64], b: bf16[8,64,256]) -> bf16[8,512,256] {

@@ -76,6 +76,27 @@ def test_products_of_the_step(plan):
     assert plan.flops_ratio == pytest.approx(by_hand / needed)
 
 
+def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
+    """Two mini-batches of two micro-batches: four gradients, and p^Train of the second mini-batch, two passes more."""
+    step, count = plan.programs["step"], num_params(plan.model)
+    large = [one for one in step.collectives if one.array.size >= 1024]
+    gathered = sum(one.count * one.array.size for one in large if one.kind == "all-gather")
+    assert 0.9 * 8 * count < gathered <= (2 * 4 + 2) * count
+    reductions = ("all-reduce", "reduce-scatter")
+    reduced = sum(one.count * one.array.size for one in large if one.kind in reductions)
+    # The embedding's and the output matrix's gradient, tied here, are reduced each.
+    assert 4 * count < reduced <= 4 * (count + plan.model.vocab_size * plan.model.hidden_size)
+    # Of the whole tree at once nothing is gathered: the largest is a matrix of one layer.
+    assert max(one.array.size for one in large) == plan.model.hidden_size * plan.model.intermediate_size
+
+
+def test_no_array_of_all_tokens_and_the_vocabulary(plan):
+    vocab, chunk = plan.model.vocab_size, plan.config.model.logprob_chunk
+    logits = [array for array in plan.programs["step"].arrays if vocab in array.dims]
+    assert any(chunk in array.dims for array in logits)
+    assert [array for array in logits if 79 in array.dims or 80 in array.dims] == []
+
+
 def test_what_does_not_fit_is_refused(plan):
     assert plan.fits
     small = dataclasses.replace(plan, usable=1000)
