@@ -56,14 +56,16 @@ def collectives(module: Module, trip_counts: TripCounts, *, micro_batch_scope: s
         if kind is None:
             continue
         devices = _group_size(visit.instruction, module.devices)
-        for operand in visit.computation.operands(visit.instruction):
-            if devices < 2 or not visit.count:
-                continue
-            whole = _gathered(operand, devices) if kind == "all-gather" else operand
-            found.append(
-                Collective(kind, whole, devices, visit.count, visit.inside(micro_batch_scope),
-                           visit.instruction.op_name)
-            )  # fmt: skip
+        arrays = visit.computation.operands(visit.instruction)
+        if kind == "all-gather":
+            # Results come after operands in the tuple of an asynchronous one.
+            arrays = visit.instruction.results[-len(arrays) :]
+        for array in arrays:
+            if devices > 1 and visit.count:
+                found.append(
+                    Collective(kind, array, devices, visit.count, visit.inside(micro_batch_scope),
+                               visit.instruction.op_name)
+                )  # fmt: skip
     return found
 
 
@@ -73,12 +75,6 @@ def _kind(instruction: Instruction, computation: Computation) -> str | None:
         # TPU's fusion of an all-reduce and the slice that follows it: the devices exchange the slices only.
         return "reduce-scatter"
     return opcode if opcode in KINDS else None
-
-
-def _gathered(operand: Array, devices: int) -> Array:
-    if not operand.dims:
-        return operand
-    return Array(operand.dtype, (operand.dims[0] * devices, *operand.dims[1:]))
 
 
 def _group_size(instruction: Instruction, devices: int) -> int:

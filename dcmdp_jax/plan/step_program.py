@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 from dcmdp_jax.config import Config
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.logprobs import CHUNKS
+from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.plan.hlo import TripCounts, in_scope
 from dcmdp_jax.rollout.packing import PackingPlan
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
 from dcmdp_jax.training.programs import make_step_programs
+from dcmdp_jax.training.row_logprobs import kernel_axes
 from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings, new_state
 from dcmdp_jax.training.step import OLD_LOGPROBS
@@ -81,8 +82,8 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         held["reference policy"] = params
     return StepPlan(
         program=Lowerable(
-            "step", lambda: programs.train_step.lower(state, batch, reference), _trip_counts(compute, packing, mesh),
-            held,
+            "step", lambda: programs.train_step.lower(state, batch, reference),
+            _trip_counts(model, compute, packing, mesh), held,
         ),
         compute=compute,
         packing=packing,
@@ -108,8 +109,8 @@ def abstract_batch(packing: PackingPlan) -> Batch:
 
 def _abstract_rows(packing: PackingPlan, micro_batches: int, rows: int, length: int) -> Rows:
     shape = (packing.mini_batches, micro_batches, rows, length)
-    dtypes = dict.fromkeys(Rows._fields, jnp.int32) | {"completion_mask": jnp.bool_, "rollout_logprobs": jnp.float32}
-    del dtypes["prompts"]
+    integers = ("input_ids", "position_ids", "segment_ids", "completion_index", "policy_versions")
+    dtypes = dict.fromkeys(integers, jnp.int32) | {"completion_mask": jnp.bool_, "rollout_logprobs": jnp.float32}
     prompts = None
     if packing.group_size:
         groups = (packing.mini_batches, micro_batches, rows // packing.group_size)
@@ -133,17 +134,20 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _trip_counts(compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
+def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
     """Every completion has the longest length: the bucket of the longest rows is full, the others are empty.
 
     All tokens of a row count as wanted by the output layer, as they do for the model's operations.
     """
     last = len(packing.row_lengths) - 1
     tokens = packing.rows_per_micro_batch[-1] // row_shards(mesh) * (packing.row_lengths[-1] - 1)
+    axes = kernel_axes(model, mesh)
+    vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
+    blocks, _ = token_blocks(tokens, compute.logprob_chunk, vocab, axes)
 
     def trips(op_name: str) -> float | None:
         if in_scope(op_name, CHUNKS):
-            return -(-tokens // min(compute.logprob_chunk, tokens))
+            return blocks
         if not in_scope(op_name, MICRO_BATCHES):
             return None
         if not in_scope(op_name, bucket_scope(last)):

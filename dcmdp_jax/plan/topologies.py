@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import math
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -122,6 +125,16 @@ def set_environment() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 
+def _load_cudnn() -> None:
+    """Load cuDNN into the process, where its package is installed: the compiler of attention looks for it there."""
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    for place in (found.submodule_search_locations or ()) if found else ():
+        for library in sorted((Path(place) / "lib").glob("libcudnn*.so.*")):
+            # Some parts of it run kernels, and need the driver; the compiler does without them.
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
 def load_topology(name: str) -> Topology:
     """The devices of a topology, from the vendor's compiler.
 
@@ -138,6 +151,7 @@ def load_topology(name: str) -> Topology:
         raise UserError(f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}")
     try:
         if gpu:
+            _load_cudnn()
             hosts = -(-count // chip.devices_near)
             description = topologies.get_topology_desc(
                 "h100", platform="cuda", target_config=_H100, topology=f"1x{hosts}x{min(count, chip.devices_near)}"
