@@ -13,7 +13,7 @@ from dcmdp_jax.inputs import shorten
 SAMPLING_KINDS = tuple(ENGINE_CHOICES)
 """Engines that sample. The others, `trainer` and `hf`, only score."""
 PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "trainer": ("float32", "bfloat16"),
+    "trainer": ("float32", "bfloat16", "float16"),
     "hf": ("float32",),
     **{kind: choices["rollout.precision"] for kind, choices in ENGINE_CHOICES.items()},
 })  # fmt: skip
