@@ -50,7 +50,8 @@ class AlgorithmSettings:
     )  # fmt: skip
     tolerance_steps: int = setting(
         0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
-        "their mean discrepancies. 0: c is `tolerance`.", unit="steps", source="paper: c is given",
+        "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`.",
+        unit="steps", source="paper: c is given",
         minimum=0, limit=(10_000, "they are all kept in the state"),
     )  # fmt: skip
     tolerance_quantile: float = setting(0.9, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)

@@ -111,6 +111,7 @@ class Batch(NamedTuple):
         loss_mask: [M, N] bool; false: the completion takes no part in the loss (padding, dropped, or truncated when a
             setting says so). Group statistics and discrepancy still see it where `valid` is true.
         valid: [M, N] bool; false on padding and on dropped completions.
+        noise_floor: None, or [] float32, mean discrepancy of the engine against itself; 0 where it was not measured.
     """
 
     rows: tuple[Rows, ...]
@@ -120,3 +121,4 @@ class Batch(NamedTuple):
     completion_lengths: Array
     loss_mask: Array
     valid: Array
+    noise_floor: Array | None = None

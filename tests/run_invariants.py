@@ -38,8 +38,6 @@ _ORDERED = (
 _JUDGED = ("math", "math_verify")
 # Not at a step whose completions have no value of the reward, or are none of the source's.
 _SOMETIMES = re.compile(r"reward/.+/(mean|std)")
-# Recorded at the first step alone.
-_ONCE = ("mismatch/noise_floor",)
 _ROUNDING = 1e-5
 
 
@@ -67,7 +65,9 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         yield f"step {last} of {steps}"
     due = [step for step in range(last + 1) if every and (step % every == 0 or step == steps)]
     for name, (at, _) in series.items():
-        expected = due if name.startswith("eval/") else [1] if name in _ONCE else list(range(1, last + 1))
+        # Recorded at the first step, and at those that c is measured on.
+        once = max(1, config.get("algorithm.tolerance_steps", 0)) if name == "mismatch/noise_floor" else last
+        expected = due if name.startswith("eval/") else list(range(1, min(once, last) + 1))
         if _SOMETIMES.fullmatch(name) and set(at.tolist()) <= set(expected):
             continue
         if at.tolist() != expected:

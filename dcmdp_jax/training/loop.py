@@ -35,7 +35,7 @@ from dcmdp_jax.training.loss_scale import WARMUP_SCALE
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
-from dcmdp_jax.training.state import new_state
+from dcmdp_jax.training.state import measures_tolerance, new_state
 from dcmdp_jax.training.step_rollout import StepRollout, StepRollouts
 from dcmdp_jax.training.stop_signal import StopSignal
 from dcmdp_jax.training.warmup import warm_up
@@ -150,9 +150,10 @@ class Trainer:
             with timer.phase("push"):
                 pushed = self._push(state, step)
             rollout = self._roll_out(state, step, timer, check_stop)
-            floor = self._noise_floor(rollout) if step == 0 else {}
+            measures = measures_tolerance(config.algorithm, jax.device_get(state.dual))
+            floor = self._noise_floor(rollout) if step == 0 or measures else {}
             with timer.phase("pack"):
-                batch, packed = self._pack(rollout, state, step)
+                batch, packed = self._pack(rollout, floor, state, step)
             check_stop()
             with timer.phase("step"):
                 state, metrics = self.parts.train_step(state, batch, reference)
@@ -224,7 +225,9 @@ class Trainer:
         measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
         return {"mismatch/noise_floor": float(np.mean(measure(again, sampled)))}
 
-    def _pack(self, rollout: StepRollout, state: TrainState, step: int) -> tuple[Batch, dict[str, Any]]:
+    def _pack(
+        self, rollout: StepRollout, floor: Mapping[str, float], state: TrainState, step: int
+    ) -> tuple[Batch, dict[str, Any]]:
         batch, report = pack(
             [rollout.episodes[row] for row in rollout.rows],
             rollout.scores.totals[rollout.rows],
@@ -234,6 +237,8 @@ class Trainer:
         )
         metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
         metrics |= staleness_metrics(batch, step)
+        if self.config.algorithm.tolerance_steps:
+            batch = batch._replace(noise_floor=np.float32(floor.get("mismatch/noise_floor", 0.0)))
         batch = jax.device_put(batch, self.parts.batch_shardings)
         metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if self.parts.rescore is not None:

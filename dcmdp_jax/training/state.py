@@ -37,8 +37,22 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
     )
 
 
-def update_dual(settings: AlgorithmSettings, dual: DualState, mean_discrepancy: jax.Array) -> DualState:
-    """The dual state of the next step (Eq. 11); the same one for methods without a moving multiplier."""
+def measures_tolerance(settings: AlgorithmSettings, dual: DualState) -> bool:
+    """Whether a step that starts with `dual`, an array on the host, is one of those that c is measured on."""
+    return settings.method not in FIXED_MULTIPLIERS and int(dual.filled) < settings.tolerance_steps
+
+
+def update_dual(
+    settings: AlgorithmSettings, dual: DualState, mean_discrepancy: jax.Array, noise_floor: jax.Array | None = None
+) -> DualState:
+    """The dual state of the next step (Eq. 11); the same one for methods without a moving multiplier.
+
+    Args:
+        settings: of the algorithm.
+        dual: of this step.
+        mean_discrepancy: dbar_k.
+        noise_floor: the engine's, where c is being measured and it is known.
+    """
     if settings.method in FIXED_MULTIPLIERS:
         return dual
     options = {
@@ -48,6 +62,8 @@ def update_dual(settings: AlgorithmSettings, dual: DualState, mean_discrepancy: 
     }  # fmt: skip
     if settings.tolerance_steps:
         measured = {"steps": settings.tolerance_steps, "quantile": settings.tolerance_quantile}
+        if noise_floor is not None:
+            measured["noise_floor"] = noise_floor
         return calibrated_update(dual, mean_discrepancy, **measured, **options)
     return dual_update(dual, mean_discrepancy, tolerance=settings.tolerance, **options)
 

@@ -162,6 +162,7 @@ def _train_step(
 ) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
     settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
+    noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
     old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
@@ -193,7 +194,7 @@ def _train_step(
     totals = stats.merge_stacked(sums)
 
     mean_discrepancy = totals["discrepancy/mean"].value()
-    dual = update_dual(settings, state.dual, mean_discrepancy)
+    dual = update_dual(settings, state.dual, mean_discrepancy, noise_floor)
     metrics = stats.values(totals) | batch_metrics(batch, signals, settings, tolerance)
     if parts.correction is not None:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
