@@ -50,6 +50,12 @@ class ProbeSpec:
             found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
         return found
 
+    def without(self, cause: str) -> ProbeSpec:
+        """The same engine without the setting that has this cause of `costs` as its price."""
+        if cause == "quantized_cache":
+            return dataclasses.replace(self, cache="auto")
+        return dataclasses.replace(self, precision=self.compute)
+
     def __str__(self) -> str:
         parts = [f"{self.kind}:{self.precision}"]
         if self.compute not in (self.precision, _default_compute(self.kind, self.precision)):
