@@ -9,6 +9,7 @@ import pytest
 from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import mismatch_statistics
 from dcmdp_jax.mismatch import breakdown
+from dcmdp_jax.mismatch.analysis import Measured, analyse
 from dcmdp_jax.mismatch.pairs import make_pairs
 from dcmdp_jax.mismatch.remedies import effects, not_computed
 from dcmdp_jax.mismatch.statistics import measure
@@ -104,6 +105,15 @@ def test_worst_tokens_stay_within_their_completion():
     assert (worst.completion, worst.position, worst.token_id) == (1, 1, 4)
     assert (worst.before, worst.text, worst.after) == ("3", "4", "")
     assert (worst.train, worst.rollout) == pytest.approx((0.2, 0.5), rel=1e-6)
+
+
+def test_completions_that_are_alike_up_to_a_token_show_it_once():
+    p, q = [0.5, 0.5, 0.5, 0.5, 0.5, 0.9], [0.5, 0.2, 0.5, 0.2, 0.5, 0.2]
+    pairs = _pairs(p, q, [2, 2, 2], ids=[7, 8, 7, 8, 7, 8])
+    # The third has the same tokens and another probability, so another prompt.
+    worst = breakdown.worst_tokens(pairs, str)
+    assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
+    assert [text.completion for text in analyse(Measured("pair", {}, pairs)).texts] == [2, 0]
 
 
 def test_growth_compares_quarters():
