@@ -145,7 +145,7 @@ def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
 
 def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_them():
     assert "off_policy_mask" not in [effect.name for effect in effects(_FIVE)]
-    assert not_computed(_FIVE) == ["off_policy_mask"]
+    assert not_computed(_FIVE) == ["off_policy_mask", "dppo_tv", "dppo_kl"]
     # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
     pairs = make_pairs(
         [np.array([1, 2]), np.array([3])], [np.array([-2.0, -3.0]), np.array([-4.0])],
@@ -153,6 +153,16 @@ def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_the
     )  # fmt: skip
     found = {effect.name: effect for effect in effects(pairs)}["off_policy_mask"]
     assert found.dropped == pytest.approx(2 / 3) and not_computed(pairs) == []
+
+
+def test_dppo_stops_what_leads_farther_from_the_engine():
+    # p - q is 0.3, -0.3 and 0.3; the last leads back, at A < 0.
+    logs = [np.log([value]) for value in (0.8, 0.4, 0.8)], [np.log([value]) for value in (0.5, 0.7, 0.5)]
+    pairs = make_pairs([np.array([n]) for n in range(3)], *logs, advantages=[1.0, -1.0, -1.0])
+    found = {effect.name: effect for effect in effects(pairs)}
+    assert found["dppo_tv"].dropped == pytest.approx(2 / 3) and found["dppo_tv"].largest == pytest.approx(1.6)
+    # Binary KL: 0.5 ln(5/8) + 0.5 ln(5/2) = 0.223, 0.7 ln(7/4) + 0.3 ln(1/2) = 0.184.
+    assert found["dppo_kl"].dropped == pytest.approx(2 / 3)
 
 
 def test_effects_of_corrections_by_hand():
