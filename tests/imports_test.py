@@ -102,7 +102,7 @@ _LIBRARIES = {
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.tasks",),
-    "torch": ("dcmdp_jax.probe.hugging_face", "dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
+    "torch": ("dcmdp_jax.probe.hugging_face", "dcmdp_jax.rollout.vllm.model_check", "dcmdp_jax.rollout.vllm.worker"),
     "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
     "msgpack": ("dcmdp_jax.rollout.sidecar.wire",),
     "httpx": ("dcmdp_jax.rollout.vllm",),

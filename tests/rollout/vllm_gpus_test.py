@@ -1,0 +1,66 @@
+"""The GPUs that each replica gets, by hand."""
+
+import dataclasses
+
+import pytest
+
+from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.rollout.vllm import gpus
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """devices(named, present, cpu, settings...) -> CUDA_VISIBLE_DEVICES of each replica."""
+
+    def of(named=None, *, present=0, cpu=False, **changes):
+        if named is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr(gpus, "_present_gpus", lambda: [str(number) for number in range(present)])
+        return gpus.devices_of_replicas(dataclasses.replace(VllmSettings(), **changes), cpu=cpu)
+
+    return of
+
+
+def test_each_replica_has_the_next_gpus(devices):
+    assert devices(present=8, replicas=4, tensor_parallel_size=2) == ["0,1", "2,3", "4,5", "6,7"]
+    assert devices(present=8, replicas=3) == ["0", "1", "2"]
+
+
+def test_named_gpus_come_first_then_the_trainers_then_all(devices):
+    assert devices("0,1", present=8, replicas=2, visible_devices="4, 5") == ["4", "5"]
+    assert devices("6,7", present=8, replicas=2) == ["6", "7"]
+    assert devices("", present=2, replicas=2) == ["0", "1"]
+    assert devices(replicas=2, visible_devices="GPU-a,GPU-b") == ["GPU-a", "GPU-b"]
+
+
+def test_the_only_replica_takes_what_is_there(devices):
+    assert devices(present=8, tensor_parallel_size=4) == [""]
+    assert devices("2,3", present=8) == [""]
+    assert devices(present=8, visible_devices="4,5") == ["4,5"]
+    assert devices() == [""]
+
+
+def test_a_cpu_has_nothing_to_divide(devices):
+    assert devices(cpu=True, replicas=3, tensor_parallel_size=2) == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"present": 8, "replicas": 5, "tensor_parallel_size": 2}, "got 5 of .*=2 GPUs each, there are 8 .*, not 10"),
+        ({"present": 1, "tensor_parallel_size": 2}, r"got 1 of .*=2 GPUs each, there are 1 \(0\), not 2"),
+        ({"present": 8, "replicas": 2, "visible_devices": "7"}, r"got 2 of .*=1 GPUs each, there are 1 \(7\), not 2"),
+    ],
+)
+def test_replicas_that_do_not_fit(devices, changes, numbers):
+    """Otherwise two engines share a GPU, and the second fails minutes later with an allocator's message."""
+    with pytest.raises(ValueError, match=f"^config.rollout.vllm.replicas: {numbers}; lower one") as raised:
+        devices(**changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_gpus_that_cannot_be_counted_must_be_named(devices):
+    with pytest.raises(ValueError, match="^config.rollout.vllm.replicas: got 2, and no GPU is seen here; name theirs"):
+        devices(replicas=2)
