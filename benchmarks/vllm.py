@@ -127,7 +127,7 @@ def client(repeats: int) -> None:
                 kv_cache_dtype="auto", max_total_tokens=TOTAL, max_rows=ROWS, cpu=True, available=available_bytes(),
             )  # fmt: skip
             request = {
-                "environment": launch.environment(SETTINGS, "", cpu=True),
+                "environment": launch.environment(SETTINGS, "cpu"),
                 "llm": arguments,
                 "tokens": NEW_TOKENS,
                 "prompts": [ids.tolist() for ids in asked for _ in range(GROUP)],

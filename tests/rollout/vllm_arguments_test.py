@@ -46,7 +46,7 @@ def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
     asked = [arguments("bfloat16"), arguments("fp8"), arguments("fp8_per_block"), arguments("bfloat16", sleep=2)]
     done = subprocess.run(
         [sys.executable, str(script)], input=json.dumps(asked), capture_output=True, text=True, timeout=HANGS_S,
-        env={**os.environ, **launch.environment(vllm_settings(), "", cpu=True)},
+        env={**os.environ, **launch.environment(vllm_settings(), "cpu")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]

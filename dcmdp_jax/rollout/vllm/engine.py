@@ -18,7 +18,7 @@ from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.rollout.sidecar.process import Launch, Sidecar
 from dcmdp_jax.rollout.sidecar.supervisor import Supervisor, gathered, in_turn
 from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.rollout.vllm import gpus, launch
+from dcmdp_jax.rollout.vllm import devices, launch
 from dcmdp_jax.rollout.vllm.replica import Replica
 from dcmdp_jax.rollout.vllm.weights import SharedWeights
 from dcmdp_jax.types import Params
@@ -78,13 +78,18 @@ class VllmEngine:
             MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """
-        cpu = launch.check_installation(settings, precision)
-        launch.check_model(config)
+        platform = launch.check_installation(settings, precision)
+        launch.check_model(config, platform)
+        cpu = platform == "cpu"
         self.config = config
         self.precision = precision
         self.max_total_tokens = max_total_tokens
         if cpu and settings.sleep:
             logger.warning("rollout.vllm.sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
+        if platform == "tpu":
+            logger.warning(
+                "vLLM on a TPU: the bridge is written against tpu-inference 0.32 and was never tested on a TPU"
+            )
         self._weights = SharedWeights(
             config, compute_dtype=compute_dtype, int8=precision == "int8", probe=probe,
             max_total_tokens=max_total_tokens,
@@ -101,14 +106,14 @@ class VllmEngine:
                 available=self._weights.left_bytes,
             )  # fmt: skip
             tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
-            for number, devices in enumerate(gpus.devices_of_replicas(settings, cpu=cpu)):
+            for number, names in enumerate(devices.devices_of_replicas(settings, platform)):
                 one = Launch(
                     name="vLLM" + f" replica {number}" * (settings.replicas > 1),
                     python=launch.interpreter(settings.python),
                     script=script,
                     directory=directory / str(number) if settings.replicas > 1 else directory,
                     engine=engine,
-                    environment=launch.environment(settings, devices, cpu=cpu),
+                    environment=launch.environment(settings, platform, names),
                     start_timeout_s=settings.start_timeout_s,
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
                     stall_timeout_s=settings.stall_timeout_s,

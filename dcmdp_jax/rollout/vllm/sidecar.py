@@ -3,8 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; the requests are those of `rollout/sidecar/__init__.py`. This file, model_check.py and worker.py
-alone import torch or vllm; they run under the sidecar's own interpreter.
+the engine; the requests are those of `rollout/sidecar/__init__.py`. This file, model_check.py, received.py,
+worker.py and tpu_worker.py alone import torch or vllm; they run under the sidecar's own interpreter.
 """
 
 from __future__ import annotations
@@ -75,14 +75,18 @@ class EngineHost:
         """
         check_torch_builds()
         import vllm
+        from vllm.platforms import current_platform
 
-        from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
+        self._tpu = current_platform.is_tpu()
+        extension = "tpu_worker.TpuWeightReceiver" if self._tpu else "worker.WeightReceiver"
+        if not self._tpu:
+            from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
         tensors = manifest.parse(self._manifest, self._size)
         check_manifest(fields["engine"]["model"], tensors)
-        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls="dcmdp_jax.rollout.vllm.worker.WeightReceiver")
+        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls=f"dcmdp_jax.rollout.vllm.{extension}")
         self.engine = self.llm.llm_engine
         self.version: int | None = None
         self.vllm_version = vllm.__version__
@@ -94,7 +98,10 @@ class EngineHost:
         """One token, sampled and scored with random weights: what the engine can't run is an error of its start."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=1, seed=None if self._tpu else 0, logprobs=0, prompt_logprobs=0, detokenize=False,
+            ignore_eos=True,
+        )  # fmt: skip
         self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -139,10 +146,13 @@ class EngineHost:
         from vllm.sampling_params import RequestOutputKind
 
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+        if self._tpu:
+            self.llm.collective_rpc("dcmdp_seed", args=(int(arrays["seeds"][0]) % 2**32,))
         params = [
             SamplingParams(
                 **fields["sampling"],
-                seed=seed,
+                # vLLM on a TPU refuses a seed.
+                seed=None if self._tpu else seed,
                 logprobs=0,
                 flat_logprobs=True,
                 ignore_eos=True,
