@@ -39,7 +39,7 @@ class TpuWeightReceiver:
             raise RuntimeError("the model is torch code inside vLLM, which takes no pushed weights: MODEL_IMPL_TYPE")
         tensors = manifest.parse(listed, size)
         sums: dict[str, int] = {}
-        before = [_place(leaf) for leaf in runner.state_leaves]
+        before = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in runner.state_leaves]
         self.start_weight_update()  # type: ignore[attr-defined]
         with jax.set_mesh(runner.mesh):
             runner.model.load_weights(handed_over(attached(path, size), tensors, policy_version, sums))
@@ -51,7 +51,7 @@ class TpuWeightReceiver:
         self.finish_weight_update()  # type: ignore[attr-defined]
         if missing := [tensor.name for tensor in tensors if tensor.name not in sums]:
             raise RuntimeError(f"the engine did not take {missing[0]} and {len(missing) - 1} more tensors")
-        if [_place(leaf) for leaf in runner.state_leaves] != before:
+        if len(runner.state_leaves) != len(before) or not all(map(_fits, runner.state_leaves, before)):
             raise RuntimeError("the new weights differ from the old ones in shape, dtype or sharding")
         return [sums[tensor.name] for tensor in tensors]
 
@@ -78,5 +78,6 @@ class TpuWeightReceiver:
         runner.rng_params_for_sampling = jax.device_put(nnx.Rngs(jax.random.key(seed)).params(), old.sharding)
 
 
-def _place(leaf: jax.Array) -> tuple[Any, ...]:
-    return leaf.shape, leaf.dtype, leaf.sharding
+def _fits(leaf: jax.Array, before: tuple[Any, ...]) -> bool:
+    shape, dtype, sharding = before
+    return (leaf.shape, leaf.dtype) == (shape, dtype) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
