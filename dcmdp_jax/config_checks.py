@@ -79,6 +79,11 @@ def _check_between(config: Any) -> None:
         )
     if config.rollout.engine == "vllm":
         _check_vllm_dtypes(config.rollout)
+    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in ("int8", "fp8"):
+        raise UserError(
+            f"config.rollout.compute_dtype: got 'float16' with rollout.precision={config.rollout.precision!r}, whose "
+            "products before scaling leave float16's range; choose bfloat16 or float32"
+        )
     forward, rollout = config.model.forward_precision, config.rollout
     if forward != "full" and (rollout.engine, rollout.precision) != ("local", forward):
         raise UserError(
@@ -168,7 +173,7 @@ def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM has one dtype for "
             f"weights and activations, set both alike"
         )
-    if precision in ("int8", "fp8_per_block") and dtype != "bfloat16":
+    if precision in ("int8", "fp8", "fp8_per_block") and dtype != "bfloat16":
         raise UserError(
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM computes "
             "quantised layers in bfloat16, set that"

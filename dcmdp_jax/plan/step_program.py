@@ -72,7 +72,9 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     compute, packing = layout(config, mesh)
     programs = make_step_programs(config, model, compute, mesh)
     shapes = param_shapes(model, config.model.param_dtype)
-    state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, programs.dual), shapes)
+    state = jax.eval_shape(
+        lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
+    )
     state: TrainState = sharded(state, programs.shardings)
     batch = sharded(abstract_batch(packing), batch_shardings(mesh, buckets=len(packing.row_lengths)))
     reference = state.params if config.algorithm.kl_coefficient else None

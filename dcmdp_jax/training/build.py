@@ -29,7 +29,7 @@ from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.state import batch_shardings
-from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
+from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Parts:
         verifier: judges answers, for the reward `math` and for evaluation.
         scorer: computes rewards.
         checkpoints: of the run directory.
-        optimizer, dual: what a fresh state is made with.
+        optimizer, dual, loss_scale: what a fresh state is made with.
         shardings, batch_shardings: of the state and of a batch.
         train_step: (state, batch, reference parameters) -> (state, metrics), compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
@@ -53,6 +53,7 @@ class Parts:
     checkpoints: Checkpoints
     optimizer: optax.GradientTransformation
     dual: DualState
+    loss_scale: LossScale | None
     shardings: TrainState
     batch_shardings: Batch
     train_step: Callable
@@ -96,6 +97,7 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
         checkpoints=checkpoints,
         optimizer=programs.optimizer,
         dual=programs.dual,
+        loss_scale=programs.loss_scale,
         shardings=programs.shardings,
         batch_shardings=batch_shardings(plan.mesh, buckets=len(plan.packing.row_lengths)),
         train_step=programs.train_step,

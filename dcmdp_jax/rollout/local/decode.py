@@ -16,7 +16,7 @@ from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
-from dcmdp_jax.rollout.local.layout import CACHE, ROW_AXES, ROWS, Program, fresh_in_loop, weight_specs
+from dcmdp_jax.rollout.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late, weight_specs
 from dcmdp_jax.rollout.local.sampler import token_words
 from dcmdp_jax.rollout.local.vocabulary import embed, sample_tokens
 from dcmdp_jax.types import Params
@@ -65,6 +65,7 @@ def forward_rows(
     x = embed(weights, tokens, program).astype(dtype)
     stored = []
     for layer in weights["layers"]:
+        layer, x = convert_late(layer, x, program)
         x, kept, _ = apply_block(
             layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
         )
@@ -102,8 +103,7 @@ def _prefill_local(
     weights = program.own_weights(weights)
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-        fresh, part = fresh_in_loop(weights, part, program)
-        hidden, stored = forward_rows(fresh, *part, program)
+        hidden, stored = forward_rows(weights, *part, program)
         return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored
 
     if groups == 1:
@@ -265,10 +265,10 @@ def _decode_local(
         seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
         bias = jnp.where(seen, 0.0, HIDDEN)
         rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
-        fresh, last = fresh_in_loop(weights, last, program)
-        x = embed(fresh, last, program)[:, None]
+        x = embed(weights, last, program)[:, None]
         kept = []
-        for layer, held in zip(fresh["layers"], cache, strict=True):
+        for layer, held in zip(weights["layers"], cache, strict=True):
+            layer, x = convert_late(layer, x, program)
             attend = functools.partial(
                 _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
             )
@@ -276,7 +276,7 @@ def _decode_local(
                 layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
             )
             kept.append(held)
-        return tuple(kept), final_norm(fresh, config, x)[:, 0]
+        return tuple(kept), final_norm(weights, config, x)[:, 0]
 
     def live(state: _State) -> jax.Array:
         return jnp.sum(~state[2].done, dtype=jnp.int32)

@@ -44,7 +44,7 @@ class Program:
 
     Attributes:
         config: the model.
-        compute_dtype: "float32" or "bfloat16", of activations and products.
+        compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
         cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
         mesh: from `engine_mesh`.
     """
@@ -202,14 +202,14 @@ def _of_scale(axes: Axes) -> Axes:
     return (*axes[:-2], axes[-1])
 
 
-def fresh_in_loop(weights: Params, changing: Any, program: Program) -> tuple[Params, Any]:
-    """`weights` and `changing` as they are, in a form that XLA cannot move out of a loop.
+def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Params, jax.Array]:
+    """`weights` and `x` unchanged, in a form in which XLA cannot convert quantized matrices before `x` is there.
 
-    Else it would convert quantized matrices once before the loop, into a second copy of the weights.
+    Else it would convert those of all layers first, even before a loop: a second copy of the weights.
     """
     if not program.keeps_quantized or not any(
         isinstance(leaf, QuantizedKernel)
         for leaf in jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     ):
-        return weights, changing
-    return jax.lax.optimization_barrier((weights, changing))
+        return weights, x
+    return jax.lax.optimization_barrier((weights, x))

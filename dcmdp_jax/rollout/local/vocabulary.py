@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.models.decoder import output_kernel
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.rollout.local.layout import TENSOR, Program
+from dcmdp_jax.rollout.local.layout import TENSOR, Program, convert_late
 from dcmdp_jax.rollout.local.sampler import choose_tokens
 from dcmdp_jax.types import Params
 
@@ -51,7 +51,8 @@ def sample_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """`choose_tokens` for the device's rows [R, D]. Where the vocabulary is split, devices of a tensor group take an
     equal share of their rows each, with all of the vocabulary."""
-    values = logits(weights, hidden)
+    output, hidden = convert_late({"output": output_kernel(weights)}, hidden, program)
+    values = logits(output, hidden)
     if not program.splits_vocab:
         return choose_tokens(values, words, inverse_temperature, top_p, mode)
     # [R, V / ways] -> [R / ways, V]

@@ -24,7 +24,7 @@ from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.rollout.local.layout import EXPERT, TENSOR, weight_specs
 from dcmdp_jax.types import Params
 
-PRECISIONS = ("exact", "float32", "bfloat16", *quantize.PRECISIONS)
+PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)
 
 
 def _cast(tree: Params, precision: str) -> Params:
@@ -167,7 +167,8 @@ def convert(params: Params, config: ModelConfig, precision: str, mesh: Mesh) -> 
     Args:
         params: as returned by `params.init_params`, on any mesh.
         config: the model.
-        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "int8" or "fp8" (`quantize.quantize_kernel`).
+        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", "int8" or "fp8"
+            (`quantize.quantize_kernel`).
         mesh: see `conversion_mesh`.
 
     Returns:
