@@ -76,7 +76,10 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
     )
     state: TrainState = sharded(state, programs.shardings)
-    batch = sharded(abstract_batch(packing), batch_shardings(mesh, buckets=len(packing.row_lengths)))
+    batch = abstract_batch(packing)
+    if config.algorithm.tolerance_steps:
+        batch = batch._replace(noise_floor=jax.ShapeDtypeStruct((), jnp.float32))
+    batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
     reference = state.params if config.algorithm.kl_coefficient else None
     params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
     held = {"parameters": params, "optimizer": optimizer}
