@@ -15,7 +15,6 @@ from pathlib import Path
 
 from bin.cli import Parser, run_main
 from bin.flags import parse_with
-from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.report import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, plan_run
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
         record, code = plan_record(plan), 0 if plan.fits else 1
         tell(describe_plan(plan))
     if arguments.json is not None:
-        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         tell(f"wrote {arguments.json}")
     return code
 
