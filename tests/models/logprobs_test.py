@@ -210,7 +210,7 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes: tuple[int, int, int],
 
     def run(function: Any) -> Any:
         def objective(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
-            results = function(hidden, kernel, ids, mask)
+            results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask))
             return sum(jnp.sum(bar * x) for bar, x in zip(bars, results, strict=True)), results
 
         (_, results), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, kernel)
