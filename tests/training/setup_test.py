@@ -50,12 +50,12 @@ def test_others_have_their_prompts_to_themselves(tmp_path, changes):
 
 
 def test_devices_with_whole_rows_share_prompts_too(tmp_path):
-    # 16,384 tokens hold 51 groups, a mini-batch has 24: three each on eight devices.
+    # 16,384 tokens of a device hold 51 groups, a mini-batch has 24: three each on eight devices.
     packing, told = _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=16384)
     assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
-    # One token less than eight groups, and a device has none.
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316)[0].rows_per_micro_batch == (64,)
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316 - 1)[0].group_size == 0
+    # One token less than a group, and a device has none.
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=316)[0].rows_per_micro_batch == (64,)
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=315)[0].group_size == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
