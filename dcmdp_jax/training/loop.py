@@ -28,7 +28,7 @@ from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.packing import pack
-from dcmdp_jax.rollout.validation import unusable_completions
+from dcmdp_jax.rollout.validation import check_routed_experts, unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.training.build import Parts, build_parts, initial_params
@@ -262,6 +262,8 @@ class Trainer:
         self, episodes: Sequence[Episode], rewards: np.ndarray, state: TrainState, step: int
     ) -> tuple[Batch, dict[str, Any]]:
         dropped = unusable_completions(episodes, drop=self.config.rollout.on_non_finite == "drop")
+        if self.config.rollout.router_replay:
+            check_routed_experts(episodes, *self.plan.model.routing)
         batch, report = pack(
             episodes,
             rewards,

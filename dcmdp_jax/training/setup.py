@@ -107,6 +107,7 @@ def make_plan_of_run(config: Config) -> Plan:
     _check_sizes(config, model, tokenizer)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = training_mesh(*sizes, num_params=num_params(model))
+    _check_experts(config, model, mesh)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)
@@ -187,6 +188,20 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
             f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
+
+
+def _check_experts(config: Config, model: ModelConfig, mesh: Mesh) -> None:
+    """Refuses settings of a mixture of experts for another model, and experts that the mesh can't split."""
+    experts, ways = model.num_experts, mesh.shape["expert"]
+    if experts and experts % ways:
+        fitting = ", ".join(str(count) for count in range(1, experts + 1) if experts % count == 0)
+        raise UserError(f"config.mesh.expert: got {ways}, must divide the model's {experts} experts: {fitting}")
+    for name, value in (
+        ("algorithm.router_aux_loss", config.algorithm.router_aux_loss),
+        ("rollout.router_replay", config.rollout.router_replay),
+    ):
+        if value and not experts:
+            raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
 
 def _check_kernel(config: Config, platform: str, head_dim: int) -> None:

@@ -55,6 +55,7 @@ class LocalEngine:
         min_rows: int = 32,
         cache_block: int | None = None,
         mesh: Mesh | None = None,
+        routed_experts: bool = False,
     ) -> None:
         """Check the settings; nothing is allocated before the first push.
 
@@ -74,6 +75,7 @@ class LocalEngine:
                 time is proportional to the cache, and 128 elsewhere; each length is a program.
             mesh: devices to split rows over, whatever its axes; None is the first local device. Weights are
                 replicated.
+            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
 
         Raises:
             ValueError: for a setting out of range, naming it.
@@ -102,7 +104,7 @@ class LocalEngine:
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
         self._mesh = Mesh(devices, ("rows",))
         cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
-        self._program = decode.Program(config, compute_dtype, cache_dtype, self._mesh)
+        self._program = decode.Program(config, compute_dtype, cache_dtype, self._mesh, routed_experts)
         self._weights: Params | None = None
         self._policy_version: int | None = None
         self._fingerprint: int | None = None
@@ -179,7 +181,8 @@ class LocalEngine:
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
-        sampled = Completions(prompts, group, limit, seed, step)
+        routed = self.config.routing[:2] if self._program.routed_experts else None
+        sampled = Completions(prompts, group, limit, seed, step, routed_shape=routed)
         # Whole groups, if they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
@@ -196,6 +199,7 @@ class LocalEngine:
                 group=row // group,
                 member=row % group,
                 finish_reason="stop" if int(tokens[-1]) in stops else "length",
+                routed_experts=sampled.routed_of(row),
             )
 
         def groups() -> Iterator[list[Episode]]:

@@ -31,7 +31,7 @@ def score(
         [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
     """
     weights = dequantize(weights, jnp.dtype(program.compute_dtype))
-    hidden, _ = forward_rows(weights, tokens, lengths, program)
+    hidden, _, _ = forward_rows(weights, tokens, lengths, program)
     targets = tokens[:, 1:].reshape(-1)
     previous = hidden[:, :-1].reshape(targets.size, -1)
     chunks = -(-targets.size // _SCORE_CHUNK)

@@ -21,7 +21,7 @@ from dcmdp_jax.rollout.sidecar.process import Launch, Sidecar, SidecarBroken, Su
 from dcmdp_jax.rollout.sidecar.shared_memory import Segment, available_bytes
 from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.rollout.vllm import launch
-from dcmdp_jax.rollout.vllm.replies import checked_completions
+from dcmdp_jax.rollout.vllm.replies import checked_completions, split_routed_experts
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.types import Array, Params
 
@@ -72,6 +72,7 @@ class VllmEngine:
         max_total_tokens: int,
         max_rows: int,
         probe: Probe | None,
+        routed_experts: bool = False,
         script: Path = SCRIPT,
     ) -> None:
         """Checks everything, then starts vLLM and waits until it is ready (seconds on CPU, a minute on a GPU).
@@ -86,6 +87,7 @@ class VllmEngine:
             max_total_tokens: longest prompt with its completion.
             max_rows: completions in flight; more wait in vLLM's queue.
             probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
+            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
             script: the sidecar.
 
         Raises:
@@ -117,13 +119,14 @@ class VllmEngine:
             engine=launch.engine_arguments(
                 config, settings, directory, precision=precision, compute_dtype=compute_dtype,
                 kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
-                available=available - 2 * size,
+                available=available - 2 * size, routed_experts=routed_experts,
             ),
-            environment=launch.environment(settings, cpu=cpu),
+            environment=launch.environment(settings, cpu=cpu, routed_experts=routed_experts),
             start_timeout_s=settings.start_timeout_s,
             temporary_variables=("VLLM_RPC_BASE_PATH",),
             stall_timeout_s=settings.stall_timeout_s,
         )  # fmt: skip
+        self._routed_experts = routed_experts
         self._probe = probe
         self._probe_ids = probe_ids(config.vocab_size, max_total_tokens)
         self._probe_tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
@@ -283,6 +286,10 @@ class VllmEngine:
                 if again := [completion.row for completion in completions if completion.row in rows]:
                     raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
                 rows.update(completion.row for completion in completions)
+                routed: Sequence[np.ndarray | None] = [None] * len(completions)
+                if self._routed_experts and completions:
+                    lengths = [prompts[c.row // group_size].size + c.token_ids.size for c in completions]
+                    routed = split_routed_experts(message.arrays, lengths, self.config)
                 episodes = waiting.add(
                     single_turn(
                         prompts[row // group_size],
@@ -292,8 +299,9 @@ class VllmEngine:
                         group=row // group_size,
                         member=row % group_size,
                         finish_reason=reason,
+                        routed_experts=experts,
                     )
-                    for row, tokens, logprobs, reason in completions
+                    for (row, tokens, logprobs, reason), experts in zip(completions, routed, strict=True)
                 )
                 fresh = [episode for episode in episodes if episode.group not in delivered]
                 delivered.update(episode.group for episode in fresh)

@@ -50,6 +50,7 @@ _OURS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "gpu_memory_utilization": "rollout.vllm.memory_share",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+    "enable_return_routed_experts": "rollout.router_replay",
 }
 
 
@@ -235,6 +236,7 @@ def engine_arguments(
     max_rows: int,
     cpu: bool,
     available: int,
+    routed_experts: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`.
 
@@ -247,9 +249,11 @@ def engine_arguments(
         max_rows: completions in flight.
         cpu: the CPU build.
         available: bytes of memory that the CPU build may count on.
+        routed_experts: return the experts of each token; in the CPU build the sidecar records them itself.
 
     Raises:
-        UserError: as `extra_arguments`, or for "int8" with a mixture of experts.
+        UserError: as `extra_arguments`, or for "int8" with a mixture of experts, or a prefix cache that does not fit
+            `routed_experts`.
     """
     if precision == "int8" and config.num_experts:
         raise UserError(
@@ -294,7 +298,17 @@ def engine_arguments(
         }
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
-    return arguments | extra_arguments(settings.engine_args)
+    extra = extra_arguments(settings.engine_args)
+    if routed_experts:
+        # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
+        needed = not cpu
+        if extra.get("enable_prefix_caching", needed) != needed:
+            raise UserError(
+                f"config.rollout.vllm.engine_args: enable_prefix_caching is {not needed}, rollout.router_replay needs "
+                f"{needed} in this build of vLLM; leave it out"
+            )
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}
+    return arguments | extra
 
 
 def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
@@ -304,7 +318,7 @@ def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
     return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
 
 
-def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
+def environment(settings: VllmSettings, *, cpu: bool, routed_experts: bool = False) -> dict[str, str]:
     """Variables of the sidecar's process besides the trainer's own."""
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
@@ -318,6 +332,9 @@ def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
     }
     if settings.visible_devices:
         variables["CUDA_VISIBLE_DEVICES"] = settings.visible_devices
+    if routed_experts and not cpu:
+        # Only this runner of vLLM 0.32 returns them.
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if cpu:
         variables |= {
             # The compiler takes 13-22 s on the function that ranks log-probs, for nothing.

@@ -76,12 +76,15 @@ class EngineHost:
         import vllm
 
         from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
+        from dcmdp_jax.rollout.vllm.routing import Routing
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
         tensors = manifest.parse(self._manifest, self._size)
         _check_manifest(fields["engine"]["model"], tensors)
-        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls="dcmdp_jax.rollout.vllm.worker.WeightReceiver")
+        engine = dict(fields["engine"])
+        self._routing = Routing(engine)
+        self.llm = vllm.LLM(**engine, worker_extension_cls="dcmdp_jax.rollout.vllm.worker.WeightReceiver")
         self.engine = self.llm.llm_engine
         self.version: int | None = None
         self.vllm_version = vllm.__version__
@@ -133,8 +136,9 @@ class EngineHost:
             )
             for seed in arrays["seeds"].tolist()
         ]
-        for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
-            yield _completions(ended)
+        with self._routing.recorded(self.llm):
+            for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
+                yield _completions(ended) | self._routing.arrays(self.llm, list(ended.values()))
         return {}
 
     def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from dcmdp_jax.rollout.sidecar import manifest
 from dcmdp_jax.rollout.sidecar.shared_memory import attach
+from dcmdp_jax.rollout.vllm.routing import RoutingRecorder
 
 _PR_SET_PDEATHSIG = 1
 
@@ -35,6 +36,18 @@ class WeightReceiver:
     """Methods of a vLLM worker; `self` is the worker."""
 
     model_runner: Any
+
+    def dcmdp_record_routing(self, on: bool) -> None:
+        """Record the experts of all tokens from now on, or no longer; forgets what was recorded."""
+        self._dcmdp_recorder.restart(on)
+
+    def dcmdp_take_routing(self, requests: list[str]) -> list[np.ndarray]:
+        """Return [tokens, layers, k] int16 for each of these requests, see `RoutingRecorder.take`."""
+        return self._dcmdp_recorder.take(requests)
+
+    @functools.cached_property
+    def _dcmdp_recorder(self) -> RoutingRecorder:
+        return RoutingRecorder(self.model_runner)
 
     def dcmdp_receive(self, path: str, size: int, listed: list[Any], policy_version: int) -> list[int]:
         """Loads every tensor of a weight segment and returns the checksums of what was handed to the model.
