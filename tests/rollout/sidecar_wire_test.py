@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 from dcmdp_jax.rollout.sidecar.wire import Connection, WireError
 from tests.waiting import HANGS_S
 
-_DTYPES = ("uint8", "int32", "int64", "uint64", "float32")
+_DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
 _MIB = 1 << 20
 
 
