@@ -269,6 +269,13 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     gone = {name: value for name, value in _tensors().items() if ".1.mlp.experts.3." not in name}
     source = _write(tmp_path / "n", gone)
     assert "tensor model.layers.1.mlp.experts.3.gate_proj.weight is missing and 2 more" in _refused(source)
+    fused = _fuse(_tensors())
+    fused["model.layers.0.mlp.experts.down_proj"] = fused["model.layers.0.mlp.experts.down_proj"][:3]
+    source = _write(tmp_path / "o", fused)
+    assert "tensor model.layers.0.mlp.experts.down_proj is [3, 16, 12], expected [4, 16, 12]" in _refused(source)
+    del fused["model.layers.0.mlp.experts.down_proj"]
+    source = _write(tmp_path / "p", fused)
+    assert "tensor model.layers.0.mlp.experts.0.down_proj.weight is missing and 3 more" in _refused(source)
 
 
 def test_another_number_of_experts_is_named(tmp_path: Path) -> None:
