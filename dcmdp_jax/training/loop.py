@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,19 @@ from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
 from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.packing import pack
-from dcmdp_jax.rollout.validation import check_routed_experts, unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.training.build import Parts, build_parts, initial_params
 from dcmdp_jax.training.checkpoint import PolicyScore
 from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
+from dcmdp_jax.training.loss_scale import WARMUP_SCALE
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
-from dcmdp_jax.training.state import new_state
+from dcmdp_jax.training.state import measures_tolerance, new_state
+from dcmdp_jax.training.step_rollout import StepRollout, StepRollouts
 from dcmdp_jax.training.stop_signal import StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, Params, TrainState
@@ -54,20 +53,6 @@ class TrainingStopped(RuntimeError):
     """Training gave up: too many updates in a row had no finite gradient."""
 
 
-def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
-    """Problems at positions first .. first + count - 1 of the endless shuffled stream.
-
-    Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
-    """
-    chosen = []
-    for position in range(first, first + count):
-        epoch, place = divmod(position, problems)
-        if not chosen or place == 0:
-            order = np.random.default_rng([seed, epoch]).permutation(problems)
-        chosen.append(order[place])
-    return np.array(chosen)
-
-
 class Trainer:
     """A run with its parts and its record. `run` is the loop."""
 
@@ -82,12 +67,17 @@ class Trainer:
         """
         self.plan, self.parts, self.config, self.stop, self.show = plan, parts, plan.config, stop, show
         self.engine, self.checkpoints = parts.engine, parts.checkpoints
+        self.rollouts = StepRollouts(plan, parts.engine, parts.scorer)
         self._pushed: tuple[int, dict[str, float]] | None = None
+        # Positions of the stream of prompts that the finished steps have taken.
+        self._prompts_taken = 0
 
     def start(self) -> tuple[TrainState, bool]:
         """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed."""
-        optimizer, dual, shardings = self.parts.optimizer, self.parts.dual, self.parts.shardings
-        create = jax.jit(lambda params: new_state(params, optimizer, dual), out_shardings=shardings)
+        parts, shardings = self.parts, self.parts.shardings
+        create = jax.jit(
+            lambda params: new_state(params, parts.optimizer, parts.dual, parts.loss_scale), out_shardings=shardings
+        )
         shapes = jax.eval_shape(create, param_shapes(self.plan.model, self.config.model.param_dtype))
         abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -95,7 +85,10 @@ class Trainer:
             shardings,
         )
         if (state := self.checkpoints.restore(abstract, self.plan.model)) is not None:
-            self.show(f"resuming {self.config.run_dir} after step {int(state.step)}")
+            step = int(state.step)
+            self.show(f"resuming {self.config.run_dir} after step {step}")
+            taken = self.checkpoints.prompts_taken(step)
+            self._prompts_taken = step * self.config.training.prompts_per_step if taken is None else taken
             return state, True
         params = initial_params(self.plan)
         if self.config.warmup.steps:
@@ -122,6 +115,7 @@ class Trainer:
         return warm_up(
             params, prompts, solutions, row_logprobs, self.config.warmup, seed=self.config.training.seed,
             mesh=self.plan.mesh, length_multiple=length_multiple, on_step=on_step,
+            loss_scale=WARMUP_SCALE if self.parts.loss_scale is not None else 1.0,
         )  # fmt: skip
 
     @property
@@ -155,25 +149,24 @@ class Trainer:
             timer = PhaseTimer()
             with timer.phase("push"):
                 pushed = self._push(state, step)
-            chosen = self._choose(step)
-            scoring = self._scoring(chosen)
-            with timer.phase("generate"):
-                episodes = self._generate(chosen, step, scoring, check_stop)
-            floor = self._noise_floor(episodes) if step == 0 else {}
-            with timer.phase("verify"):
-                texts, scores = self._score(scoring, state, step)
+            rollout = self._roll_out(state, step, timer, check_stop)
+            measures = measures_tolerance(config.algorithm, jax.device_get(state.dual))
+            floor = self._noise_floor(rollout) if step == 0 or measures else {}
             with timer.phase("pack"):
-                batch, packed = self._pack(episodes, scores.totals, state, step)
+                batch, packed = self._pack(rollout, floor, state, step)
             check_stop()
             with timer.phase("step"):
                 state, metrics = self.parts.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
             step += 1
+            self._prompts_taken += len(rollout.problems)
             completions = metrics.pop("completions/discrepancy")
-            metrics |= pushed | packed | floor | timer.metrics(episodes)
-            metrics |= rollout_metrics(episodes, scores.grades) | reward_metrics(scores)
+            metrics |= pushed | packed | floor | timer.metrics(rollout.episodes)
+            metrics |= rollout_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
+            if config.algorithm.refill_rounds:
+                metrics |= rollout.dynamic_metrics()
             writer.write(step, metrics)
-            self._write_samples(step, writer, chosen, texts, scoring.answers, scores, completions)
+            self._write_samples(step, writer, rollout, completions)
             self._check_skipped(metrics)
             due = self._evaluation_is_due(step)
             if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
@@ -198,20 +191,10 @@ class Trainer:
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
-    def _choose(self, step: int) -> np.ndarray:
-        count = self.config.training.prompts_per_step
-        return prompt_order(
-            len(self.plan.train.problems), seed=self.config.training.seed, first=step * count, count=count
-        )
-
-    def _scoring(self, chosen: np.ndarray) -> BatchScoring:
-        rows = np.repeat(chosen, self.plan.sampling.group_size)
-        return BatchScoring(self.parts.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
-
-    def _score(self, scoring: BatchScoring, state: TrainState, step: int) -> tuple[list[str], BatchScores]:
-        """Texts and rewards of a rollout. A reward function that fails may end the run: then its state is saved."""
+    def _roll_out(self, state: TrainState, step: int, timer: PhaseTimer, check_stop: Callable[[], None]) -> StepRollout:
+        """Completions and rewards of a step. A reward function that fails may end the run: then its state is saved."""
         try:
-            return scoring.finish(functools.partial(self._check_stop, state, step))
+            return self.rollouts.sample(step, self._prompts_taken, timer, check_stop)
         except RewardError as error:
             self._save(state, step)
             raise UserError(
@@ -219,25 +202,9 @@ class Trainer:
                 "command again, or go on without its values by rewards.on_error=none (time limit: rewards.timeout)"
             ) from error
 
-    def _generate(
-        self, chosen: np.ndarray, step: int, scoring: BatchScoring, check_stop: Callable[[], None]
-    ) -> list[Episode]:
-        """Sample the chosen problems; start the rewards of each group as it comes in. Returns prompt order."""
-        prompts, sampling = [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling
-        episodes: list[Episode] = []
-        sampled = self.engine.generate(prompts, sampling, seed=self.config.training.seed, step=step)
-        with contextlib.closing(sampled) as groups:
-            for complete in groups:
-                check_stop()
-                rows = [episode.group * sampling.group_size + episode.member for episode in complete]
-                scoring.begin(rows, [episode.completion_ids for episode in complete])
-                episodes += complete
-        return in_prompt_order(episodes)
-
-    def _noise_floor(self, episodes: Sequence[Episode]) -> dict[str, float]:
+    def _noise_floor(self, rollout: StepRollout) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
-        unusable = unusable_completions(episodes, drop=True)
-        usable = [episodes[i] for i in np.flatnonzero(~unusable)[:_NOISE_FLOOR_COMPLETIONS]]
+        usable = [rollout.episodes[i] for i in np.flatnonzero(~rollout.dropped)[:_NOISE_FLOOR_COMPLETIONS]]
         try:
             scored = self.engine.score(
                 [episode.prompt_ids for episode in usable],
@@ -259,19 +226,19 @@ class Trainer:
         return {"mismatch/noise_floor": float(np.mean(measure(again, sampled)))}
 
     def _pack(
-        self, episodes: Sequence[Episode], rewards: np.ndarray, state: TrainState, step: int
+        self, rollout: StepRollout, floor: Mapping[str, float], state: TrainState, step: int
     ) -> tuple[Batch, dict[str, Any]]:
-        dropped = unusable_completions(episodes, drop=self.config.rollout.on_non_finite == "drop")
-        if self.config.rollout.router_replay:
-            check_routed_experts(episodes, *self.plan.model.routing)
         batch, report = pack(
-            episodes,
-            rewards,
+            [rollout.episodes[row] for row in rollout.rows],
+            rollout.scores.totals[rollout.rows],
             self.plan.packing,
             mask_truncated=self.config.algorithm.mask_truncated,
-            dropped=dropped,
+            dropped=rollout.dropped[rollout.rows],
         )
-        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum()), **staleness_metrics(batch, step)}
+        metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
+        metrics |= staleness_metrics(batch, step)
+        if self.config.algorithm.tolerance_steps:
+            batch = batch._replace(noise_floor=np.float32(floor.get("mismatch/noise_floor", 0.0)))
         batch = jax.device_put(batch, self.parts.batch_shardings)
         metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if self.parts.rescore is not None:
@@ -320,34 +287,25 @@ class Trainer:
         writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
 
     def _save(self, state: TrainState, step: int) -> None:
-        self.checkpoints.save(step, state, model=self.plan.model)
+        self.checkpoints.save(step, state, model=self.plan.model, prompts_taken=self._prompts_taken)
 
-    def _write_samples(
-        self,
-        step: int,
-        writer: MetricsWriter,
-        chosen: np.ndarray,
-        texts: list[str],
-        answers: Sequence[str],
-        scores: BatchScores,
-        discrepancy: np.ndarray,
-    ) -> None:
-        settings = self.config.observe
+    def _write_samples(self, step: int, writer: MetricsWriter, rollout: StepRollout, discrepancy: np.ndarray) -> None:
+        settings, size = self.config.observe, self.plan.sampling.group_size
         if not settings.samples or (step - 1) % settings.samples_every_steps:
             return
         means = discrepancy.reshape(-1)
         # One completion of each of the first prompts says more than many of one prompt.
-        picked = [group * self.plan.sampling.group_size for group in range(min(settings.samples, len(chosen)))]
+        picked = [(place * size, group) for place, group in enumerate(rollout.groups[: settings.samples])]
         writer.write_samples(step, [
             {
-                "prompt": self.plan.train.problems[chosen[i // self.plan.sampling.group_size]].prompt,
-                "completion": texts[i],
-                "answer": answers[i],
-                "reward": float(scores.totals[i]),
-                "rewards": scores.of_completion(i),
-                "discrepancy_mean": float(means[i]),
+                "prompt": self.plan.train.problems[rollout.problems[group]].prompt,
+                "completion": rollout.texts[group * size],
+                "answer": rollout.answers[group * size],
+                "reward": float(rollout.scores.totals[group * size]),
+                "rewards": rollout.scores.of_completion(group * size),
+                "discrepancy_mean": float(means[place]),
             }
-            for i in picked
+            for place, group in picked
         ])  # fmt: skip
 
 

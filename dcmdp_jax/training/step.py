@@ -24,9 +24,10 @@ from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
 from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
+from dcmdp_jax.training.loss_scale import next_loss_scale
 from dcmdp_jax.training.row_logprobs import RowLogprobs, without_replay
 from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
-from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
+from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class _Constants(NamedTuple):
         multiplier: [] float32, lambda_k.
         tolerance: [] float32, c.
         first: [] bool, the update starts from the weights that made the batch.
+        loss_scale: [] float32 or None, factor of the loss and of its gradient.
         ref_params: the frozen reference policy, or None.
         router: for the load-balancing loss, `moe.router_sums` of the whole mini-batch, and the total weight of its
             tokens before corrections; None without that loss.
@@ -61,6 +63,7 @@ class _Constants(NamedTuple):
     multiplier: jax.Array
     tolerance: jax.Array
     first: jax.Array
+    loss_scale: jax.Array | None
     ref_params: Params | None
     router: tuple[Aux, jax.Array] | None
 
@@ -69,7 +72,7 @@ class _Sums(NamedTuple):
     """Sums over the micro-batches of an update.
 
     Attributes:
-        gradient, loss: to be divided by the total weight of the tokens in the loss.
+        gradient, loss: to be divided by the total weight of the tokens in the loss, and by the loss scale.
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the loss.
         router: `moe.router_sums`.
         statistics: by metric name.
@@ -88,6 +91,7 @@ class _Learner(NamedTuple):
     params: Params
     opt_state: Any
     skipped_in_row: jax.Array
+    loss_scale: LossScale | None
 
 
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
@@ -164,6 +168,7 @@ def _train_step(
 ) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
     settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
+    noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
     old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
@@ -177,34 +182,38 @@ def _train_step(
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
         weights, planned_weight = normalize()
+        scale = None if learner.loss_scale is None else learner.loss_scale.scale
         router = None
         if settings.router_aux_loss:
             router = _router_sums(parts, learner.params, mini), planned_weight
-        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, ref_params, router)
+        constants = _Constants(
+            advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params, router
+        )
         rows = tuple(zip(mini.rows, old_logprobs, strict=True))
         sums, signals = accumulate(
             functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
         )
         _, total_weight = normalize(dropped_tokens=sums.dropped_tokens.value())
+        total_weight = total_weight if scale is None else total_weight * scale
         learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight)
         loss = Mean(sums.loss.value(), total_weight).value()
         statistics = sums.statistics | applied | {"policy/loss": Mean(loss, jnp.float32(1))}
         return learner, (statistics, sums.router.value(), signals)
 
     first = jnp.arange(len(batch.rewards)) == 0
-    learner = _Learner(state.params, state.opt_state, state.skipped_in_row)
+    learner = _Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
     learner, (sums, router, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
     totals = stats.merge_stacked(sums)
 
     mean_discrepancy = totals["discrepancy/mean"].value()
-    dual = update_dual(settings, state.dual, mean_discrepancy)
+    dual = update_dual(settings, state.dual, mean_discrepancy, noise_floor)
     metrics = stats.values(totals) | batch_metrics(batch, signals, settings, tolerance)
     if parts.correction is not None:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), router))
     metrics |= _state_metrics(parts, state, learner, dual, mean_discrepancy)
-    return TrainState(state.step + 1, learner.params, learner.opt_state, dual, learner.skipped_in_row), metrics
+    return TrainState(state.step + 1, dual=dual, **learner._asdict()), metrics
 
 
 def _rewards(parts: _Parts, mini: Batch) -> jax.Array:
@@ -265,7 +274,10 @@ def _gradient(
 def _objective(
     parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
 ) -> tuple[jax.Array, tuple[Signals, Aux, dict[str, Statistic]]]:
-    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10)."""
+    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
+
+    Times the loss scale, if there is one.
+    """
     settings, mask = parts.settings, rows.completion_mask
     train_logprobs, entropy, router = parts.row_logprobs(params, rows)
     if old_logprobs is None:
@@ -301,6 +313,8 @@ def _objective(
         "discrepancy/mean": signals.mean_discrepancy,
         **{f"correction/{name}": statistic for name, statistic in signals.correction.items()},
     }
+    if constants.loss_scale is not None:
+        total = total * constants.loss_scale
     return total, (signals, router, statistics)
 
 
@@ -323,7 +337,8 @@ def _apply(
         "optimizer/grad_norm": masked.masked_sum(grad_norm, finite),
         "optimizer/skipped_updates": Sum((~finite).astype(jnp.int32)),
     }
-    return _Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1)), statistics
+    scale = None if learner.loss_scale is None else next_loss_scale(learner.loss_scale, finite)
+    return _Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1), scale), statistics
 
 
 def _state_metrics(
@@ -332,7 +347,8 @@ def _state_metrics(
     """The multiplier as this step used it, what moves it, and the optimizer's counters."""
     settings = parts.settings
     rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
-    return {
+    scale = {} if state.loss_scale is None else {"optimizer/loss_scale": state.loss_scale.scale}
+    return scale | {
         "optimizer/learning_rate": jnp.asarray(rate, jnp.float32),
         "optimizer/skipped_in_row": learner.skipped_in_row,
         "dual/multiplier": state.dual.multiplier,

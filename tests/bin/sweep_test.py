@@ -123,6 +123,27 @@ def test_every_study_file_has_runs_that_can_be_made(name, argument, tmp_path, ca
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("argument", ["", ":vllm", ":paper"])
+def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(argument):
+    study = bin.sweep._load(f"configs/studies/remedies.py{argument}")
+    runs, configs = bin.sweep._resolve(study, Path("runs/none"), [])
+    configs = {run.arm: config for run, config in zip(runs, configs, strict=True) if run.seed == 0}
+    assert {arm: config.algorithm.method for arm, config in configs.items()} == {
+        **{method: method for method in ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")},
+        **dict.fromkeys(("tis", "icepop", "dppo", "matched", "exact"), "grpo"),
+    }
+    assert configs["tis"].algorithm.corrections == "tis(high=2)"
+    assert configs["icepop"].algorithm.corrections == "icepop(low=0.5,high=5)"
+    assert (configs["dppo"].algorithm.trust_region, configs["dppo"].algorithm.ratio_denominator) == (
+        "dppo_tv", "rollout",
+    )  # fmt: skip
+    assert configs["matched"].rollout.precision == configs["matched"].model.forward_precision == "fp8"
+    assert configs["exact"].rollout.precision == "exact"
+    assert {arm for arm, config in configs.items() if config.rollout != configs["grpo"].rollout} == (
+        {"exact"} if not argument else {"exact", "matched"}
+    )
+
+
 def _varied(study, name):
     """Values of one setting over a study file's arms."""
     found = bin.sweep._load(study)
