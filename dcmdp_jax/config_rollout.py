@@ -59,6 +59,20 @@ class VllmSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalSettings:
+    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over split rows."""
+
+    tensor: int = setting(
+        1, "Devices that heads, MLP, vocabulary and cache are split over; divides the key-value heads.", unit="devices",
+        minimum=1, limit=(1024, "each is a device"), free=True,
+    )  # fmt: skip
+    expert: int = setting(
+        1, "Devices that the experts of each layer are split over.", unit="devices", minimum=1,
+        limit=(1024, "each is a device"), free=True,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutSettings:
     """The inference engine and the distribution it samples from."""
 
@@ -69,8 +83,9 @@ class RolloutSettings:
     precision: str = setting(
         "bfloat16",
         "Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is 0. int8, fp8 "
-        "of the local engine: weights alone, quantised per output channel at each push and dequantised in each "
-        "program; an emulation that needs more memory than bfloat16. int8 of vLLM: W8A8, per channel and token.",
+        "of the local engine: weights alone, quantised per output channel at each push; products are in compute_dtype, "
+        "and a CPU dequantises all weights in each program, which takes more memory than bfloat16. int8 of vLLM: W8A8, "
+        "per channel and token.",
         engine_choices={
             "local": ("exact", "float32", "bfloat16", "float16", "int8", "fp8"),
             "vllm": ("float32", "float16", "bfloat16", "int8", "fp8_per_block"),
@@ -114,4 +129,5 @@ class RolloutSettings:
         False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "
         "docs/moe.md).", source="paper: off",
     )  # fmt: skip
+    local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()

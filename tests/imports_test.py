@@ -41,7 +41,9 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.theory": set(),
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
-    "dcmdp_jax.rollout.local": {"dcmdp_jax.array_checksum", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
+    "dcmdp_jax.rollout.local": {
+        "dcmdp_jax.array_checksum", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.types",
+    },
     "dcmdp_jax.rollout.vllm": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",

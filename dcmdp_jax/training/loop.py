@@ -155,7 +155,7 @@ class Trainer:
             with timer.phase("pack"):
                 batch, packed = self._pack(rollout, floor, state, step)
             check_stop()
-            with timer.phase("step"):
+            with timer.phase("step"), jax.transfer_guard("disallow"):
                 state, metrics = self.parts.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
             step += 1
