@@ -55,7 +55,7 @@ def plan_memory(
         if not vllm_on_cpu:
             note = (
                 f"besides: vLLM takes {config.rollout.vllm.memory_share:g} of each of its GPUs "
-                "(rollout.vllm.memory_share)"
+                f"(rollout.vllm.memory_share){', while it samples' * (config.rollout.vllm.sleep > 0)}"
             )
     else:
         local = config.rollout.local
@@ -217,9 +217,11 @@ def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu:
             max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,
             available=max(0, (machine.host_bytes or 0) - 2 * bridge.num_bytes),
         )  # fmt: skip
-        parts.append(exact("vLLM's weights", host=bridge.num_bytes, lower=lower))
+        count = rollout.vllm.replicas
+        fewer = "rollout.vllm.replicas, " * (count > 1)
+        parts.append(exact("vLLM's weights", host=count * bridge.num_bytes, lower=fewer + lower))
         parts.append(
-            exact("vLLM's key-value cache", host=arguments["kv_cache_memory_bytes"],
-                  lower="rollout.vllm.kv_cache_gib or rollout.max_rows")
+            exact("vLLM's key-value cache", host=count * arguments["kv_cache_memory_bytes"],
+                  lower=f"{fewer}rollout.vllm.kv_cache_gib or rollout.max_rows")
         )  # fmt: skip
     return parts

@@ -92,7 +92,7 @@ def make_plan_of_run(config: Config) -> Plan:
     vllm_on_cpu = False
     if config.rollout.engine == "vllm":
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
-        vllm_on_cpu = check_installation(config.rollout.vllm, config.rollout.precision)
+        vllm_on_cpu = check_installation(config.rollout.vllm, config.rollout.precision) == "cpu"
         check_temperature(config.rollout.temperature, "config.rollout.temperature")
         check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:

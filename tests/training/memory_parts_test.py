@@ -185,6 +185,12 @@ def test_vllms_two_copies_are_counted_in_the_host():
     on_cpu = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
     assert _part(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
     assert _part(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
+    config.rollout.vllm.replicas = 3
+    three = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert _part(three, "two copies").host == _part(on_cpu, "two copies").host
+    assert _part(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
+    assert _part(three, "vLLM's key-value cache").host == 3 * 2 * _GIB
+    assert _part(three, "vLLM's weights").lower.startswith("rollout.vllm.replicas, ")
 
 
 def test_a_reference_policy_is_counted():

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
 
 
@@ -62,6 +61,8 @@ class RoutingRecorder:
         Args:
             model_runner: of a vLLM worker, with a mixture of experts.
         """
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
         self._runner = model_runner
         self._on = False
         self._layers: dict[int, torch.Tensor] = {}
