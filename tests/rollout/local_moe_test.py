@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, hidden_states_and_aux, output_kernel
 from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -116,10 +116,11 @@ def _replayed(rollout: Rollout, params: Any) -> tuple[np.ndarray, float]:
     return np.asarray(difference), float(router_metrics(found.router)["moe/routing_agreement"])
 
 
-def test_routed_experts_are_those_of_every_token() -> None:
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (1, 1, 2, 2)], ids=str)
+def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None:
     """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
     sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("rows",))
+    mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
     made = LocalEngine(
         CONFIG, precision="float32", max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4, mesh=mesh,
         routed_experts=True,
