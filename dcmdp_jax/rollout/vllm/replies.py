@@ -43,7 +43,7 @@ def split_routed_experts(
     """
     read = np.array(lengths, np.int64) - 1
     routed = arrays.get("routed_experts", np.empty(0))
-    expected = (read.sum(), *config.routing[:2])
+    expected = (int(read.sum()), *config.routing[:2])
     if routed.shape != expected:
         raise SidecarBroken(f"generate: routed experts of shape {routed.shape}, expected {expected}")
     return np.split(routed, np.cumsum(read)[:-1])
