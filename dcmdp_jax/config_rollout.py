@@ -136,5 +136,9 @@ class RolloutSettings:
         "and counts it.",
         choices=("error", "drop"), free=True,
     )  # fmt: skip
+    router_replay: bool = setting(
+        False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "
+        "docs/moe.md).", source="paper: off",
+    )  # fmt: skip
     local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()
