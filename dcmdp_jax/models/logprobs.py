@@ -131,6 +131,11 @@ def token_logprobs(
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
 
 
+def predicting(mask: jax.Array) -> jax.Array:
+    """[R, L] bool, the positions whose hidden state predicts a token of `mask`, [R, L] bool."""
+    return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+
+
 def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The permutation that puts wanted tokens first, in order, so that the loop over blocks stops after the last of
     them; and its inverse. Two running counts: a sort takes XLA's CPU backend long to compile and to run."""

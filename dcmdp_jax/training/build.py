@@ -124,6 +124,7 @@ def make_engine(plan: Plan) -> Engine:
         probe=lambda: make_probe(plan.model, plan.compute, plan.mesh),
         vllm=rollout.vllm,
         directory=Path(config.run_dir) / "vllm",
+        routed_experts=rollout.router_replay,
     )
     return ENGINES[rollout.engine](arguments)
 

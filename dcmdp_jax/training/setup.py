@@ -112,6 +112,7 @@ def make_plan_of_run(config: Config) -> Plan:
     check_training_mesh(
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
+    _check_experts(config, model)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)
@@ -193,6 +194,16 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
             f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
+
+
+def _check_experts(config: Config, model: ModelConfig) -> None:
+    """Refuse settings of a mixture of experts for another model."""
+    for name, value in (
+        ("algorithm.router_aux_loss", config.algorithm.router_aux_loss),
+        ("rollout.router_replay", config.rollout.router_replay),
+    ):
+        if value and not model.num_experts:
+            raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
 
 def _check_engine_mesh(config: Config, model: ModelConfig) -> None:
@@ -280,7 +291,7 @@ def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
-    """How the training stack computes on a mesh, and the shapes of a batch."""
+    """Computation of the training stack on a mesh, and the shapes of a batch."""
     platform = mesh.devices.flat[0].platform
     kernel = choose_kernel(config.model.attention, np.dtype(jnp.dtype(config.model.compute_dtype)), platform)
     skips = kernel == "splash"

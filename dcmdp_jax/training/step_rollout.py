@@ -11,7 +11,7 @@ import numpy as np
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores
 from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.episode import Episode, in_prompt_order
-from dcmdp_jax.rollout.validation import unusable_completions
+from dcmdp_jax.rollout.validation import check_routed_experts, unusable_completions
 from dcmdp_jax.training.host_metrics import PhaseTimer
 from dcmdp_jax.training.setup import Plan
 
@@ -147,6 +147,8 @@ class StepRollouts:
         with timer.phase("verify"):
             texts, scores = scoring.finish(check_stop)
         dropped = unusable_completions(episodes, drop=self._plan.config.rollout.on_non_finite == "drop")
+        if self._plan.config.rollout.router_replay:
+            check_routed_experts(episodes, *self._plan.model.routing)
         if before:
             episodes = [dataclasses.replace(episode, group=before + episode.group) for episode in episodes]
         return episodes, texts, scoring.answers, scores, dropped
