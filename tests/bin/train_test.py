@@ -111,7 +111,7 @@ def _commands(base):
         ),
         "mesh": (
             [*debug, "--config.mesh.tensor=3", "--config.mesh.cpu_devices=2"],
-            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 2 devices",
+            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 2 devices; that do 1, 2",
         ),
         "missing_tensor": (
             model("missing"),
