@@ -122,6 +122,7 @@ def evaluate(
     *,
     task: str,
     seed: int,
+    first_prompt: int = 0,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Samples K = `sampling.group_size` completions for each prompt with the weights the engine has, and judges them.
@@ -138,13 +139,14 @@ def evaluate(
         sampling: K, temperature, length limit.
         task: name for the record.
         seed: of the samples.
+        first_prompt: number of the first prompt, where these are a share of the task.
         check_stop: called now and then while sampling; what it raises ends the evaluation.
     """
     grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
 
     shape = len(prompts), sampling.group_size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    with contextlib.closing(engine.generate(prompts, sampling, seed=seed, step=0)) as groups:
+    with contextlib.closing(engine.generate(prompts, sampling, seed=seed, step=0, first_prompt=first_prompt)) as groups:
         for episodes in groups:
             check_stop()
             rows = [episode.group * sampling.group_size + episode.member for episode in episodes]

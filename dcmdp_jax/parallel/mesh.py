@@ -75,7 +75,7 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 
         num_params: parameters of the model.
     """
     devices, sizes = jax.devices(), (data, fsdp, tensor, expert)
-    if cpu.cpu_is_split():
+    if cpu.cpu_is_split() and jax.process_count() == 1:
         fixed = math.prod(size for size in sizes if size != -1)
         if -1 not in sizes:
             devices = devices[:fixed]
@@ -88,12 +88,14 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 
 def sampling_mesh(training: Mesh) -> Mesh:
     """The devices that the embedded engine splits rows over: the training mesh's, or all that the CPU was split into.
 
+    In a run of several processes, those of this process alone.
+
     Decoding runs many small products, for which waking a second thread costs as much as it saves: two devices with half
     of the rows each take 0.68 to 0.75 of the time of one device with both cores.
     """
     if cpu.cpu_is_split():
-        return Mesh(np.asarray(jax.devices()), ("rows",))
-    return training
+        return Mesh(np.asarray(jax.local_devices()), ("rows",))
+    return training if jax.process_count() == 1 else training.local_mesh
 
 
 def row_shards(mesh: Mesh) -> int:

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import numpy as np
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import evaluate
-from dcmdp_jax.models import hf_weights
-from dcmdp_jax.models.params import param_shapes
-from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record
+from dcmdp_jax.global_arrays import to_global
+from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
@@ -31,23 +29,26 @@ from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.rollout.validation import unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
-from dcmdp_jax.training.build import Parts, build_parts, initial_params
+from dcmdp_jax.training.across_hosts import gather_evaluation, gather_rollout
+from dcmdp_jax.training.build import Parts, build_parts
 from dcmdp_jax.training.checkpoint import PolicyScore
+from dcmdp_jax.training.fingerprint import data_facts
 from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
-from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.stop_signal import StopSignal
-from dcmdp_jax.training.warmup import warm_up
-from dcmdp_jax.types import Batch, Params, TrainState
+from dcmdp_jax.training.start import reference_params, start
+from dcmdp_jax.training.stop_signal import Interrupted, StopSignal
+from dcmdp_jax.types import Batch, TrainState
 
 logger = logging.getLogger(__name__)
 
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
-_REFERENCE_DIRECTORY = "reference"
 _NOISE_FLOOR_COMPLETIONS = 32
+
+
+class _Leaving(Exception):
+    """This process or another one was asked to stop: what it does alone ends here."""
 
 
 class TrainingStopped(RuntimeError):
@@ -71,72 +72,20 @@ def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndar
 class Trainer:
     """A run with its parts and its record. `run` is the loop."""
 
-    def __init__(self, plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, parts: Parts, stop: StopSignal) -> None:
         """Takes the parts; nothing is compiled or loaded yet.
 
         Args:
             plan: the checked run.
             parts: of `build_parts`.
             stop: says when to leave.
-            show: prints a line for people before the live display starts.
         """
-        self.plan, self.parts, self.config, self.stop, self.show = plan, parts, plan.config, stop, show
+        self.plan, self.parts, self.config = plan, parts, plan.config
+        self.hosts, self.stop = plan.hosts, stop
         self.engine, self.checkpoints = parts.engine, parts.checkpoints
         self._pushed: tuple[int, dict[str, float]] | None = None
 
-    def start(self) -> tuple[TrainState, bool]:
-        """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed."""
-        optimizer, dual, shardings = self.parts.optimizer, self.parts.dual, self.parts.shardings
-        create = jax.jit(lambda params: new_state(params, optimizer, dual), out_shardings=shardings)
-        shapes = jax.eval_shape(create, param_shapes(self.plan.model, self.config.model.param_dtype))
-        abstract = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        )
-        if (state := self.checkpoints.restore(abstract, self.plan.model)) is not None:
-            self.show(f"resuming {self.config.run_dir} after step {int(state.step)}")
-            return state, True
-        params = initial_params(self.plan)
-        if self.config.warmup.steps:
-            params = self._warm_up(params)
-        if self.config.algorithm.kl_coefficient:
-            hf_weights.save_params(
-                params, self.plan.model, self._reference, dtype=self.config.model.param_dtype, overwrite=True
-            )
-        return create(params), False
-
-    def _warm_up(self, params: Params) -> Params:
-        self.show(f"warm-up: {self.config.warmup.steps} supervised steps on {self.config.warmup.task}")
-        prompts, solutions = self.plan.worked_solutions
-        # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
-        row_logprobs = make_row_logprobs(self.plan.model, self.plan.compute, temperature=1.0, mesh=self.plan.mesh)
-        length_multiple = 128 if self.plan.compute.attention == "splash" else 8
-        began = time.monotonic()
-
-        def on_step(done: int, loss: float) -> None:
-            self.stop.check("in the warm-up, which starts again")
-            if done % 500 == 0 or done == self.config.warmup.steps:
-                self.show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
-
-        return warm_up(
-            params, prompts, solutions, row_logprobs, self.config.warmup, seed=self.config.training.seed,
-            mesh=self.plan.mesh, length_multiple=length_multiple, on_step=on_step,
-        )  # fmt: skip
-
-    @property
-    def _reference(self) -> Path:
-        return Path(self.config.run_dir) / _REFERENCE_DIRECTORY
-
-    def _reference_params(self) -> Params | None:
-        """The frozen policy of the KL term, as it was before the first step; None when the term is off."""
-        if not self.config.algorithm.kl_coefficient:
-            return None
-        return hf_weights.load_params(
-            self._reference, self.plan.model, dtype=self.config.model.param_dtype, shardings=self.parts.shardings.params
-        )
-
-    def run(self, state: TrainState, writer: MetricsWriter, *, resumed: bool) -> None:
+    def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end.
 
         Every evaluated policy is saved, and its score with it, so that the best one can be kept. A signal ends
@@ -144,27 +93,29 @@ class Trainer:
         step, or evaluates that policy, again.
         """
         config, step = self.config, int(state.step)
-        reference = self._reference_params()
+        reference = reference_params(self.plan, self.parts)
         if not resumed:
             self._save(state, step)
-        if self._evaluation_is_due(step) and not has_record(config.run_dir, step, f"{self._evaluation}/"):
+        [evaluated] = self.hosts.largest(has_record(config.run_dir, step, f"{self._evaluation}/"))
+        if self._evaluation_is_due(step) and not evaluated:
             self._evaluate(state, step, writer)
         while step < config.training.steps:
-            check_stop = functools.partial(self._check_stop, state, step)
-            check_stop()
+            with self._alone(state, step):
+                self._check_stop()
             timer = PhaseTimer()
             with timer.phase("push"):
                 pushed = self._push(state, step)
             chosen = self._choose(step)
-            scoring = self._scoring(chosen)
-            with timer.phase("generate"):
-                episodes = self._generate(chosen, step, scoring, check_stop)
+            share = self.hosts.share(len(chosen))
+            scoring = self._scoring(chosen[share])
+            with timer.phase("generate"), self._alone(state, step):
+                episodes = self._generate(chosen[share], step, scoring, first_prompt=share.start)
+            with timer.phase("verify"), self._alone(state, step):
+                texts, scores = scoring.finish(self._check_stop)
+            episodes, texts, scores = self._gather(episodes, texts, scores, chosen)
             floor = self._noise_floor(episodes) if step == 0 else {}
-            with timer.phase("verify"):
-                texts, scores = self._score(scoring, state, step)
             with timer.phase("pack"):
                 batch, packed = self._pack(episodes, scores.totals, state, step)
-            check_stop()
             with timer.phase("step"):
                 state, metrics = self.parts.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
@@ -173,7 +124,7 @@ class Trainer:
             metrics |= pushed | packed | floor | timer.metrics(episodes)
             metrics |= rollout_metrics(episodes, scores.grades) | reward_metrics(scores)
             writer.write(step, metrics)
-            self._write_samples(step, writer, chosen, texts, scoring.answers, scores, completions)
+            self._write_samples(step, writer, chosen, texts, scores, completions)
             self._check_skipped(metrics)
             due = self._evaluation_is_due(step)
             if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
@@ -181,11 +132,36 @@ class Trainer:
             if due:
                 self._evaluate(state, step, writer)
 
-    def _check_stop(self, state: TrainState, step: int) -> None:
-        """Saves the state and leaves if a signal came."""
-        if self.stop.received is not None:
-            self._save(state, step)
-            self.stop.check(f"after step {step}, saved")
+    def _check_stop(self) -> None:
+        """Ends what this process does alone if a signal came, here or to another process."""
+        if self.stop.received is not None or self.hosts.called_together:
+            raise _Leaving
+
+    @contextlib.contextmanager
+    def _alone(self, state: TrainState, step: int) -> Iterator[None]:
+        """Work that each process does by itself; all leave the block together.
+
+        After a signal to any of them, or the failure of a reward function, all save the state and end the run.
+        """
+        failure = None
+        try:
+            yield
+        except _Leaving:
+            self.hosts.call_together()
+        except RewardError as error:
+            failure = error
+            self.hosts.call_together()
+        signal_number, failures = self.hosts.largest(self.stop.received or 0, failure is not None)
+        if not signal_number and not failures:
+            return
+        self._save(state, step)
+        if signal_number:
+            raise Interrupted(int(signal_number), f"after step {step}, saved")
+        raise UserError(
+            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after step {step}: mend the "
+            "function and run the same command again, or go on without its values by rewards.on_error=none (time "
+            "limit: rewards.timeout)"
+        ) from failure
 
     def _push(self, state: TrainState, step: int) -> dict[str, float]:
         """Pushes the policy of a step unless the engine holds it already; what was measured when it was pushed."""
@@ -208,27 +184,24 @@ class Trainer:
         rows = np.repeat(chosen, self.plan.sampling.group_size)
         return BatchScoring(self.parts.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
 
-    def _score(self, scoring: BatchScoring, state: TrainState, step: int) -> tuple[list[str], BatchScores]:
-        """Texts and rewards of a rollout. A reward function that fails may end the run: then its state is saved."""
-        try:
-            return scoring.finish(functools.partial(self._check_stop, state, step))
-        except RewardError as error:
-            self._save(state, step)
-            raise UserError(
-                f"config.rewards.functions: {error}; saved after step {step}: mend the function and run the same "
-                "command again, or go on without its values by rewards.on_error=none (time limit: rewards.timeout)"
-            ) from error
+    def _gather(
+        self, episodes: list[Episode], texts: list[str], scores: BatchScores, chosen: np.ndarray
+    ) -> tuple[list[Episode], list[str], BatchScores]:
+        """What all processes sampled of a step, in prompt order."""
+        problems = [self.plan.train.problems[i] for i in np.repeat(chosen, self.plan.sampling.group_size)]
+        first = self.hosts.share(len(chosen)).start
+        return gather_rollout(self.hosts, episodes, texts, scores, first_prompt=first, problems=problems)
 
-    def _generate(
-        self, chosen: np.ndarray, step: int, scoring: BatchScoring, check_stop: Callable[[], None]
-    ) -> list[Episode]:
+    def _generate(self, chosen: np.ndarray, step: int, scoring: BatchScoring, *, first_prompt: int) -> list[Episode]:
         """Sample the chosen problems; start the rewards of each group as it comes in. Returns prompt order."""
         prompts, sampling = [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling
         episodes: list[Episode] = []
-        sampled = self.engine.generate(prompts, sampling, seed=self.config.training.seed, step=step)
+        sampled = self.engine.generate(
+            prompts, sampling, seed=self.config.training.seed, step=step, first_prompt=first_prompt
+        )
         with contextlib.closing(sampled) as groups:
             for complete in groups:
-                check_stop()
+                self._check_stop()
                 rows = [episode.group * sampling.group_size + episode.member for episode in complete]
                 scoring.begin(rows, [episode.completion_ids for episode in complete])
                 episodes += complete
@@ -270,7 +243,7 @@ class Trainer:
             dropped=dropped,
         )
         metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum()), **staleness_metrics(batch, step)}
-        batch = jax.device_put(batch, self.parts.batch_shardings)
+        batch = to_global(batch, self.parts.batch_shardings)
         metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if self.parts.rescore is not None:
             batch, metrics["mismatch/sampler"] = self.parts.rescore(state.params, batch)
@@ -295,23 +268,27 @@ class Trainer:
         The policy is saved already. The record comes last: it says that nothing of the evaluation is left to do.
         """
         settings, held_out = self.config.evaluation, self.plan.held_out
-        check_stop = functools.partial(self._check_stop, state, step)
-        check_stop()
+        with self._alone(state, step):
+            self._check_stop()
         self._push(state, step)
         sampling = dataclasses.replace(
             self.plan.sampling, group_size=settings.samples, temperature=settings.temperature
         )
-        result = evaluate(
-            self.engine,
-            self.parts.verifier,
-            self.plan.tokenizer,
-            held_out.token_ids,
-            [problem.answer for problem in held_out.problems],
-            sampling,
-            task=self._evaluation,
-            seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
-            check_stop=check_stop,
-        )
+        share = self.hosts.share(len(held_out.problems))
+        with self._alone(state, step):
+            result = evaluate(
+                self.engine,
+                self.parts.verifier,
+                self.plan.tokenizer,
+                held_out.token_ids[share],
+                [problem.answer for problem in held_out.problems[share]],
+                sampling,
+                task=self._evaluation,
+                seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
+                first_prompt=share.start,
+                check_stop=self._check_stop,
+            )
+        result = gather_evaluation(self.hosts, result)
         average = f"{result.task}/avg@{result.samples}"
         name = f"{average} {settings.task} temperature={settings.temperature:g}"
         self.checkpoints.add_score(step, PolicyScore(name, result.average))
@@ -326,7 +303,6 @@ class Trainer:
         writer: MetricsWriter,
         chosen: np.ndarray,
         texts: list[str],
-        answers: Sequence[str],
         scores: BatchScores,
         discrepancy: np.ndarray,
     ) -> None:
@@ -335,17 +311,21 @@ class Trainer:
             return
         means = discrepancy.reshape(-1)
         # One completion of each of the first prompts says more than many of one prompt.
-        picked = [group * self.plan.sampling.group_size for group in range(min(settings.samples, len(chosen)))]
+        size = self.plan.sampling.group_size
+        picked = [
+            (group * size, self.plan.train.problems[chosen[group]])
+            for group in range(min(settings.samples, len(chosen)))
+        ]
         writer.write_samples(step, [
             {
-                "prompt": self.plan.train.problems[chosen[i // self.plan.sampling.group_size]].prompt,
+                "prompt": problem.prompt,
                 "completion": texts[i],
-                "answer": answers[i],
+                "answer": problem.answer,
                 "reward": float(scores.totals[i]),
                 "rewards": scores.of_completion(i),
                 "discrepancy_mean": float(means[i]),
             }
-            for i in picked
+            for i, problem in picked
         ])  # fmt: skip
 
 
@@ -356,6 +336,8 @@ def train(
     build: Callable[[Plan, contextlib.ExitStack], Parts] = build_parts,
 ) -> None:
     """Runs a plan to its end, from its newest checkpoint if the run directory has one.
+
+    Each process of a run on several hosts calls this.
 
     Args:
         plan: from `make_plan_of_run`.
@@ -370,11 +352,11 @@ def train(
     config = plan.config
     stop = StopSignal()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(claimed(config))
+        plan.hosts.check_same(lambda: data_facts(plan), "give all hosts the same files")
+        stack.enter_context(claimed(config, plan.hosts))
         stack.enter_context(stop.listening())
         parts = build(plan, stack)
-        trainer = Trainer(plan, parts, stop, show)
-        state, resumed = trainer.start()
+        state, resumed = start(plan, parts, stop, show)
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
@@ -382,16 +364,22 @@ def train(
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
                 f"{step}; raise it or choose another run_dir"
             )
-        record_config(config)
-        save_tokenizer(plan.tokenizer, Path(config.run_dir) / "tokenizer", plan.sampling.stop_token_ids)
-        progress = stack.enter_context(Progress(config.training.steps, step))
-        writer = stack.enter_context(
-            MetricsWriter(
-                config.run_dir,
-                wandb_project=config.observe.wandb_project or None,
-                resume_step=step if resumed else None,
-                listener=progress.update,
-            )
-        )
-        trainer.run(state, writer, resumed=resumed)
+        writer = _open_records(plan, stack, step, resumed) if plan.hosts.is_writer else NoWriter()
+        Trainer(plan, parts, stop).run(state, writer, resumed=resumed)
         parts.checkpoints.wait()
+
+
+def _open_records(plan: Plan, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:
+    """Write what describes the run, and open what grows with it."""
+    config = plan.config
+    record_config(config)
+    save_tokenizer(plan.tokenizer, Path(config.run_dir) / "tokenizer", plan.sampling.stop_token_ids)
+    progress = stack.enter_context(Progress(config.training.steps, step))
+    return stack.enter_context(
+        MetricsWriter(
+            config.run_dir,
+            wandb_project=config.observe.wandb_project or None,
+            resume_step=step if resumed else None,
+            listener=progress.update,
+        )
+    )

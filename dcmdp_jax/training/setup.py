@@ -23,6 +23,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.observe.metrics_io import require_wandb
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.parallel.mesh import row_shards, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
@@ -63,6 +64,7 @@ class Plan:
         rewards: what a completion earns.
         columns: names of the data's columns that reward functions get.
         memory: what it takes, and what there is.
+        hosts: the processes of the run.
     """
 
     config: Config
@@ -78,10 +80,15 @@ class Plan:
     rewards: tuple[Reward, ...]
     columns: tuple[str, ...]
     memory: MemoryPlan
+    hosts: Hosts = ONE_PROCESS
 
 
-def make_plan_of_run(config: Config) -> Plan:
+def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     """Checks everything that can be checked without touching weights or compiling.
+
+    Args:
+        config: the settings.
+        hosts: the processes of the run; each calls this.
 
     Raises:
         UserError: one line naming setting or file, value and remedy.
@@ -140,7 +147,7 @@ def make_plan_of_run(config: Config) -> Plan:
     memory.check()
     return Plan(
         config, model, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling, rewards, columns,
-        memory,
+        memory, hosts,
     )  # fmt: skip
 
 
@@ -342,5 +349,7 @@ def describe(plan: Plan) -> str:
         ),
         f"warm-up      {config.warmup.steps} supervised steps" if config.warmup.steps else "warm-up      none",
     ]
+    if plan.hosts.count > 1:
+        lines.insert(3, f"hosts        {', '.join(plan.hosts.names)}")
     lines += [("memory       " if index == 0 else " " * 13) + line for index, line in enumerate(plan.memory.table())]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.global_arrays import to_local
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
@@ -130,7 +131,8 @@ class LocalEngine:
             EngineError: if the checksums of the engine's weights differ from the trainer's.
         """
         check_params(params, self.config)
-        placed = jax.device_put(params, self._mesh.devices.flat[0])
+        local = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(self._mesh, P())), params)
+        placed = jax.device_put(local, self._mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.close()
         weights = convert(placed, self.config, self.precision)
@@ -144,7 +146,13 @@ class LocalEngine:
         return {}
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Sample `group_size` completions for each prompt.
 
@@ -155,6 +163,7 @@ class LocalEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; `top_p` is ignored at temperature 0.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            first_prompt: number of the first prompt, see `Engine.generate`.
 
         Returns:
             The groups that are complete, maybe none, whenever a program that samples returns.
@@ -179,7 +188,7 @@ class LocalEngine:
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
-        sampled = Completions(prompts, group, limit, seed, step)
+        sampled = Completions(prompts, group, limit, seed, step, first_prompt * group)
         # Whole groups, if they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)

@@ -62,17 +62,20 @@ class Completions:
     Attributes:
         tokens, logprobs: [N, limit] int32 and float32; undefined from `sampled` on.
         sampled: [N] int32.
-        keys: [N, 2] uint32, see `sampler.row_keys`.
+        keys: [N, 2] uint32, see `sampler.row_keys`; those of the rows from `first_row` on.
         prompt_lengths: [N] int32.
     """
 
-    def __init__(self, prompts: Sequence[np.ndarray], group: int, limit: int, seed: int, step: int) -> None:
+    def __init__(
+        self, prompts: Sequence[np.ndarray], group: int, limit: int, seed: int, step: int, first_row: int
+    ) -> None:
         self._finished: list[int] = []
         count = len(prompts) * group
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
         self.sampled = np.zeros(count, np.int32)
-        self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), np.arange(count, dtype=np.uint32)))
+        rows = first_row + np.arange(count, dtype=np.uint32)
+        self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), rows))
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
 
     def add(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray) -> None:

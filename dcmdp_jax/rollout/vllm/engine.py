@@ -224,7 +224,13 @@ class VllmEngine:
         return difference
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt.
 
@@ -235,6 +241,7 @@ class VllmEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
+            first_prompt: number of the first prompt, see `Engine.generate`.
 
         Returns:
             The groups that are complete, maybe none, every half second.
@@ -264,7 +271,7 @@ class VllmEngine:
             "prompt_ids": np.concatenate(prompts),
             "prompt_lengths": np.array([prompt.size for prompt in prompts], np.int32),
             "prompt_of_row": np.repeat(np.arange(len(prompts), dtype=np.int32), group_size),
-            "seeds": request_seeds(seed, step, np.arange(count)),
+            "seeds": request_seeds(seed, step, first_prompt * group_size + np.arange(count)),
         }
         publication = self._publication
         version = publication.policy_version
