@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -174,6 +175,15 @@ class SeveralHosts(Hosts):
         return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
 
 
+def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
+    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one GPU."""
+    tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    if tasks is None or tasks != nodes or not gpus.isdecimal() or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return {}
+    return {"local_device_ids": range(int(gpus))}
+
+
 @contextlib.contextmanager
 def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float) -> Iterator[Hosts]:
     """Join the processes of a run; call it before the first use of JAX's devices.
@@ -190,7 +200,7 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     if not coordinator:
         yield ONE_PROCESS
         return
-    given = {} if coordinator == AUTO else {
+    given = _slurm_devices(os.environ) if coordinator == AUTO else {
         "coordinator_address": coordinator, "num_processes": processes, "process_id": process,
         "cluster_detection_method": "deactivate",
     }  # fmt: skip
