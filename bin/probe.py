@@ -64,6 +64,9 @@ def _parser() -> Parser:
     recording("--mask-column", default="", metavar="NAME", help="1 on sampled tokens (default: all are)")
     recording("--entropy-column", default="", metavar="NAME", help="the training stack's entropies (default: none)")
     recording("--lag-column", default="", metavar="NAME", help="age in steps of the weights that sampled")
+    recording("--advantage-column", default="", metavar="NAME", help="a number for each completion")
+    recording("--reward-column", default="", metavar="NAME", help="in its place: a number for each completion")
+    recording("--group-column", default="", metavar="NAME", help="with --reward-column: which prompt it answers")
     recording(
         "--max-tokens", type=whole(1), default=_MAX_TOKENS, metavar="N", help="above it, an even share of the rows"
     )
@@ -102,9 +105,14 @@ def _recorded(arguments: argparse.Namespace) -> Measured:
     for option in ("train", "rollout"):
         if not getattr(arguments, f"{option}_column"):
             raise UserError(f"--{option}-column is missing: name the column of the {option} log-probs")
+    if bool(arguments.reward_column) != bool(arguments.group_column):
+        raise UserError("--reward-column and --group-column belong together: rewards are compared within a group")
+    if arguments.reward_column and arguments.advantage_column:
+        raise UserError("give --advantage-column or --reward-column, not both")
     columns = Columns(
         arguments.token_column, arguments.train_column, arguments.rollout_column, arguments.mask_column,
-        arguments.entropy_column, arguments.lag_column,
+        arguments.entropy_column, arguments.lag_column, arguments.advantage_column, arguments.reward_column,
+        arguments.group_column,
     )  # fmt: skip
     recording = read_recording(arguments.recording, columns, max_tokens=arguments.max_tokens)
     kept = "all" if recording.kept_every == 1 else f"every {recording.kept_every}th"

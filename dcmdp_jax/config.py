@@ -64,7 +64,10 @@ class ModelSettings:
         source="ours: AdamW at learning rate 1e-6 needs float32 to move a parameter",
     )  # fmt: skip
     compute_dtype: str = setting(
-        "bfloat16", "Activations and matrix products.", choices=("float32", "bfloat16"), source="paper [6.1]: BF16"
+        "bfloat16",
+        "Activations and matrix products. float16 has a dynamic loss scale.",
+        choices=("float32", "bfloat16", "float16"),
+        source="paper [6.1]: BF16; arXiv:2510.26788: float16",
     )
     forward_precision: str = setting(
         "full",

@@ -50,7 +50,8 @@ class AlgorithmSettings:
     )  # fmt: skip
     tolerance_steps: int = setting(
         0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
-        "their mean discrepancies. 0: c is `tolerance`.", unit="steps", source="paper: c is given",
+        "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`.",
+        unit="steps", source="paper: c is given",
         minimum=0, limit=(10_000, "they are all kept in the state"),
     )  # fmt: skip
     tolerance_quantile: float = setting(0.9, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
@@ -122,8 +123,13 @@ class AlgorithmSettings:
         source="DAPO: 1", minimum=0, limit=(1e6, "a correct answer earns 1"),
     )  # fmt: skip
     drop_equal_groups: bool = setting(
-        False, "Leave completions out of the loss whose group's rewards are all equal: dynamic sampling (DAPO) without "
-        "new groups in their place.", source="paper: off",
+        False, "Leave completions out of the loss whose group's rewards are all equal: dynamic sampling (DAPO), with "
+        "refill_rounds=0 without new groups in their place.", source="paper: off",
+    )  # fmt: skip
+    refill_rounds: int = setting(
+        0, "Dynamic sampling (DAPO): most further calls of the engine in a step, each with new prompts in place of the "
+        "groups that drop_equal_groups leaves out. 0: none.", unit="calls", source="paper: off", minimum=0,
+        limit=(100, "each is a call of the engine"),
     )  # fmt: skip
     aggregation: str = setting(
         "seq_mean_token_mean", "How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO.",
@@ -185,6 +191,11 @@ def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         raise UserError(
             f"config.algorithm.clip_low, clip_high: got {algorithm.clip_low}, {algorithm.clip_high} with "
             "trust_region=drpo, which divides by them; must be above 0"
+        )
+    if algorithm.refill_rounds and not algorithm.drop_equal_groups:
+        raise UserError(
+            f"config.algorithm.refill_rounds: got {algorithm.refill_rounds} with drop_equal_groups=false; it replaces "
+            "the groups that drop_equal_groups leaves out, set that to true"
         )
     if algorithm.overlong_buffer > max_completion_tokens:
         raise UserError(

@@ -79,6 +79,11 @@ def _check_between(config: Any) -> None:
         )
     if config.rollout.engine == "vllm":
         _check_vllm_dtypes(config.rollout)
+    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in ("int8", "fp8"):
+        raise UserError(
+            f"config.rollout.compute_dtype: got 'float16' with rollout.precision={config.rollout.precision!r}, whose "
+            "products before scaling leave float16's range; choose bfloat16 or float32"
+        )
     forward, rollout = config.model.forward_precision, config.rollout
     if forward != "full" and (rollout.engine, rollout.precision) != ("local", forward):
         raise UserError(

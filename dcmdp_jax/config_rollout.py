@@ -72,13 +72,13 @@ class RolloutSettings:
         "of the local engine: weights alone, quantised per output channel at each push and dequantised in each "
         "program; an emulation that needs more memory than bfloat16. int8 of vLLM: W8A8, per channel and token.",
         engine_choices={
-            "local": ("exact", "float32", "bfloat16", "int8", "fp8"),
+            "local": ("exact", "float32", "bfloat16", "float16", "int8", "fp8"),
             "vllm": ("float32", "float16", "bfloat16", "int8", "fp8_per_block"),
         },
     )  # fmt: skip
     compute_dtype: str = setting(
         "bfloat16", "Activations of the engine, and in vLLM all weights that are not quantised.",
-        engine_choices={"local": ("float32", "bfloat16"), "vllm": ("float32", "bfloat16", "float16")},
+        engine_choices=dict.fromkeys(ENGINES, ("float32", "bfloat16", "float16")),
     )  # fmt: skip
     kv_cache_dtype: str = setting(
         "auto", "Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn.",

@@ -30,6 +30,18 @@ class DualState(NamedTuple):
     filled: Array
 
 
+class LossScale(NamedTuple):
+    """Dynamic loss scale of float16.
+
+    Attributes:
+        scale: [] float32, a power of two that the loss is multiplied by before its gradient is taken.
+        finite_updates: [] int32, updates with a finite gradient since it changed.
+    """
+
+    scale: Array
+    finite_updates: Array
+
+
 class TrainState(NamedTuple):
     """Everything that learns, one pure state.
 
@@ -39,6 +51,7 @@ class TrainState(NamedTuple):
         opt_state: the optax state.
         dual: the multiplier and its window.
         skipped_in_row: [] int32, optimizer updates skipped without a finite one in between.
+        loss_scale: None unless the model computes in float16.
     """
 
     step: Array
@@ -46,6 +59,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     dual: DualState
     skipped_in_row: Array
+    loss_scale: LossScale | None = None
 
 
 class SharedPrompts(NamedTuple):
@@ -97,6 +111,7 @@ class Batch(NamedTuple):
         loss_mask: [M, N] bool; false: the completion takes no part in the loss (padding, dropped, or truncated when a
             setting says so). Group statistics and discrepancy still see it where `valid` is true.
         valid: [M, N] bool; false on padding and on dropped completions.
+        noise_floor: None, or [] float32, mean discrepancy of the engine against itself; 0 where it was not measured.
     """
 
     rows: tuple[Rows, ...]
@@ -106,3 +121,4 @@ class Batch(NamedTuple):
     completion_lengths: Array
     loss_mask: Array
     valid: Array
+    noise_floor: Array | None = None

@@ -182,8 +182,6 @@ def test_every_choice_is_allowed(name):
             settings |= _set("rollout.precision", choice)
         if choice not in ENGINE_CHOICES["local"].get(name, (choice,)):
             settings = _set("rollout.engine", "vllm") | settings
-            if name in ("rollout.precision", "rollout.compute_dtype") and choice == "float16":
-                settings |= _set("rollout.precision", "float16") | _set("rollout.compute_dtype", "float16")
         from_config_dict(_with(**settings))
 
 

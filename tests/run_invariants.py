@@ -38,8 +38,6 @@ _ORDERED = (
 _JUDGED = ("math", "math_verify")
 # Not at a step whose completions have no value of the reward, or are none of the source's.
 _SOMETIMES = re.compile(r"reward/.+/(mean|std)")
-# Recorded at the first step alone.
-_ONCE = ("mismatch/noise_floor",)
 _ROUNDING = 1e-5
 
 
@@ -67,7 +65,9 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         yield f"step {last} of {steps}"
     due = [step for step in range(last + 1) if every and (step % every == 0 or step == steps)]
     for name, (at, _) in series.items():
-        expected = due if name.startswith("eval/") else [1] if name in _ONCE else list(range(1, last + 1))
+        # Recorded at the first step, and at those that c is measured on.
+        once = max(1, config.get("algorithm.tolerance_steps", 0)) if name == "mismatch/noise_floor" else last
+        expected = due if name.startswith("eval/") else list(range(1, min(once, last) + 1))
         if _SOMETIMES.fullmatch(name) and set(at.tolist()) <= set(expected):
             continue
         if at.tolist() != expected:
@@ -110,9 +110,10 @@ def _is_verified(config: Mapping[str, Any]) -> bool:
 
 def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     """Shares of a batch are whole numbers of its completions, and these add up."""
-    prompts, group = config["training.prompts_per_step"], config["rollout.group_size"]
-    total, limit = prompts * group, config["rollout.max_completion_tokens"]
     get = {name: values for name, (_, values) in series.items()}
+    # Dynamic sampling samples more prompts than the step trains on.
+    prompts = get.get("rollout/sampled_prompts", config["training.prompts_per_step"])
+    total, limit = prompts * config["rollout.group_size"], config["rollout.max_completion_tokens"]
     steps = series["reward/mean"][0]
     kept = total - get["rollout/dropped_completions"]
     wholes = {
@@ -148,7 +149,7 @@ def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     yield from _differing("sampled tokens", steps, sampled, get["completion/length_mean"] * total)
     tokens = get["throughput/tokens_per_second"] * get["time/total"]
     yield from _not_above("sampled tokens", (steps, sampled), "all tokens", tokens)
-    updates = prompts // config["training.prompts_per_mini_batch"]
+    updates = config["training.prompts_per_step"] // config["training.prompts_per_mini_batch"]
     yield from _not_above("optimizer/skipped_updates", (steps, get["optimizer/skipped_updates"]), "updates", updates)
 
 

@@ -18,11 +18,11 @@ from configs.studies.base import DEMO, QWEN3_8B, SEEDS, arms, make_study
 from configs.studies.methods import METHODS
 from dcmdp_jax.studies.study import Arm, Study
 
-_VLLM = "configs/demo_vllm.py:fp8_kv"
+VLLM = "configs/demo_vllm.py:fp8_kv"
 _GRPO = {"algorithm.method": "grpo"}
 
 
-def _arms(config: str, engine: Mapping[str, Any], embedded: str) -> dict[str, Arm]:
+def remedy_arms(config: str, engine: Mapping[str, Any], embedded: str) -> dict[str, Arm]:
     """Arms of `config` against the engine of these settings; `embedded` is the config of `matched` and `exact`."""
     remedies = {
         name: {f"algorithm.{key}": value for key, value in REMEDIES[name].items()} for name in ("tis", "icepop", "dppo")
@@ -40,8 +40,8 @@ def _arms(config: str, engine: Mapping[str, Any], embedded: str) -> dict[str, Ar
 
 def get_study(arg: str = "") -> Study:
     if arg == "vllm":
-        return Study("Remedies (vLLM, FP8 key-value cache, demo size)", _arms(_VLLM, {}, DEMO), "grpo", SEEDS)
+        return Study("Remedies (vLLM, FP8 key-value cache, demo size)", remedy_arms(VLLM, {}, DEMO), "grpo", SEEDS)
     fp8 = {"rollout.engine": "vllm", "rollout.precision": "fp8_per_block"}
     return make_study(
-        arg, "Remedies", demo=_arms(DEMO, {}, DEMO), paper=_arms(QWEN3_8B, fp8, QWEN3_8B), baseline="grpo"
+        arg, "Remedies", demo=remedy_arms(DEMO, {}, DEMO), paper=remedy_arms(QWEN3_8B, fp8, QWEN3_8B), baseline="grpo"
     )

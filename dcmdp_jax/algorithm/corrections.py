@@ -215,6 +215,9 @@ FILTERS: Mapping[str, Callable[..., Corrected]] = MappingProxyType(
 CORRECTIONS: Mapping[str, Callable[..., Corrected]] = MappingProxyType({**WEIGHTS, **FILTERS})
 """Name -> correction."""
 
+USES_ADVANTAGES = frozenset({"off_policy_mask"})
+"""Names of the corrections that look at the sign of the advantage."""
+
 
 def parameters(name: str) -> dict[str, float | None]:
     """The parameters of a correction with their defaults; None for one that has to be given."""

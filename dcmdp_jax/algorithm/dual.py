@@ -140,7 +140,12 @@ def rolling(state: DualState, steps: int) -> DualState:
 
 
 def calibrated_tolerance(state: DualState, before: float, *, steps: int, quantile: float) -> jax.Array:
-    """c measured on the run itself: a quantile of the mean discrepancies of its first steps. Ours, not in the paper.
+    """c measured on the run itself: a quantile over its first steps. Ours, not in the paper.
+
+        c = quantile_k max(dbar_k, f_k)
+
+    over the first steps k, with dbar_k the mean discrepancy and f_k the engine's noise floor: no policy meets a budget
+    below that.
 
     Args:
         state: from `calibrated_update`, or `dual_init` with a window that is `steps` longer.
@@ -157,7 +162,13 @@ def calibrated_tolerance(state: DualState, before: float, *, steps: int, quantil
 
 
 def calibrated_update(
-    state: DualState, mean_discrepancy: float | Array, *, steps: int, quantile: float, **options: Any
+    state: DualState,
+    mean_discrepancy: float | Array,
+    *,
+    steps: int,
+    quantile: float,
+    noise_floor: float | Array = 0.0,
+    **options: Any,
 ) -> DualState:
     """Keep the first mean discrepancies and leave lambda as it is; then dual ascent against their quantile.
 
@@ -167,6 +178,7 @@ def calibrated_update(
         state: as in `calibrated_tolerance`.
         mean_discrepancy: as in `dual_update`. One that is not finite changes nothing.
         steps, quantile: as in `calibrated_tolerance`.
+        noise_floor: f_k, [] or Python float; not used once c is measured.
         options: of `dual_update`, without its tolerance.
     """
     mean_discrepancy, window = jnp.asarray(mean_discrepancy, jnp.float32), jnp.asarray(state.window, jnp.float32)
@@ -174,6 +186,7 @@ def calibrated_update(
     moved = dual_update(rolling(state, steps), mean_discrepancy, tolerance=tolerance, **options)
     after = DualState(moved.multiplier, jnp.concatenate([window[:steps], moved.window]), moved.filled + steps)
     taken = jnp.isfinite(mean_discrepancy)
-    kept = window.at[jnp.minimum(state.filled, steps - 1)].set(jnp.where(taken, mean_discrepancy, 0.0))
+    level = jnp.maximum(mean_discrepancy, noise_floor)
+    kept = window.at[jnp.minimum(state.filled, steps - 1)].set(jnp.where(taken, level, 0.0))
     during = DualState(state.multiplier, jnp.where(taken, kept, window), state.filled + taken.astype(jnp.int32))
     return jax.tree.map(lambda a, b: jnp.where(state.filled < steps, a, b), during, after)

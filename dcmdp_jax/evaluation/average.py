@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
 from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.episode import Episode
 from dcmdp_jax.tasks.grading import Grading
 
 
@@ -146,7 +147,11 @@ def evaluate(
 
     shape = len(prompts), sampling.group_size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    with contextlib.closing(engine.generate(prompts, sampling, seed=seed, step=0, first_prompt=first_prompt)) as groups:
+    with contextlib.ExitStack() as stack:
+        groups: Iterable[list[Episode]] = ()
+        if prompts:  # a process of several may have no share of a short task
+            sampled = engine.generate(prompts, sampling, seed=seed, step=0, first_prompt=first_prompt)
+            groups = stack.enter_context(contextlib.closing(sampled))
         for episodes in groups:
             check_stop()
             rows = [episode.group * sampling.group_size + episode.member for episode in episodes]

@@ -12,9 +12,9 @@ import numpy as np
 from dcmdp_jax.mismatch import breakdown
 from dcmdp_jax.mismatch.breakdown import Group, Growth, TokenText, WorstToken
 from dcmdp_jax.mismatch.causes import CAUSES, Finding, diagnose
-from dcmdp_jax.mismatch.evidence import Evidence, Explanation, collect
+from dcmdp_jax.mismatch.evidence import Evidence, Explanation, Lifted, collect
 from dcmdp_jax.mismatch.pairs import TokenPairs
-from dcmdp_jax.mismatch.remedies import Effect, effects
+from dcmdp_jax.mismatch.remedies import Effect, effects, not_computed
 from dcmdp_jax.mismatch.statistics import Statistics, completion_means, measure
 from dcmdp_jax.mismatch.tolerance import Recommendation, recommend
 
@@ -33,7 +33,7 @@ class Measured:
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
         rounding: see `evidence.Evidence`.
         explanations: controlled re-scorings.
-        settings: see `evidence.Evidence`.
+        settings, lifted: see `evidence.Evidence`.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Measured:
     rounding: float | None = None
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lifted: Sequence[Lifted] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Analysis:
         findings: causes, the likeliest first.
         recommendation: of c.
         effects: of the corrections.
+        not_computed: corrections whose effect depends on advantages, which were not recorded.
         groups: heading -> groups.
         growth: along completions.
         worst: tokens in context.
@@ -96,6 +98,7 @@ class Analysis:
     findings: tuple[Finding, ...]
     recommendation: Recommendation
     effects: tuple[Effect, ...]
+    not_computed: tuple[str, ...]
     groups: Mapping[str, tuple[Group, ...]]
     growth: Growth
     worst: tuple[WorstToken, ...]
@@ -122,7 +125,7 @@ def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
     floor = max(measured.floors.values(), default=None)
     evidence = collect(
         pairs, floor=floor, rounding=measured.rounding, explanations=measured.explanations,
-        settings=measured.settings,
+        settings=measured.settings, lifted=measured.lifted,
     )  # fmt: skip
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
@@ -146,6 +149,7 @@ def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
         findings=findings,
         recommendation=recommendation,
         effects=tuple(effects(pairs)),
+        not_computed=tuple(not_computed(pairs)),
         groups={heading: tuple(found) for heading, found in groups.items() if found},
         growth=breakdown.growth(pairs),
         worst=tuple(breakdown.worst_tokens(pairs, text)),

@@ -8,13 +8,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dcmdp_jax.mismatch.evidence import LARGE_LOG_RATIO, Evidence, Explanation
+from dcmdp_jax.mismatch.evidence import LARGE_LOG_RATIO, Evidence, Explanation, Lifted
 
 FLOAT32_ROUNDING = 1e-5
 """Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured (docs/probe.md)."""
 _TIMES = 3.0
 _ROUNDING_LOG_RATIO = 0.02
 _EXPLAINED, _EXPLAINED_ALONE = 0.5, 0.9
+_LIFTED_AT_ALL = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +115,13 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     1. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look sampled from p.
     2. A re-scoring that explains at least 90% of the mismatch.
     3. What the columns show alone: support, breaks within completions, age of the weights.
-    4. A re-scoring that explains at least 50%.
-    5. What the columns suggest: chat template, temperature, raw log-probs.
-    6. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
+    4. A setting of the engine without which at least 50% of the mismatch is gone: quantised weights or cache.
+    5. A re-scoring that explains at least 50%.
+    6. What the columns suggest: chat template, temperature, raw log-probs.
+    7. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
        not measured, median |d| within 0.02 nats.
-    7. What the engine's settings cost, if nothing above is found: quantised weights or cache.
-    8. undetermined.
+    8. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
+    9. undetermined.
     """
     e = evidence
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
@@ -132,8 +134,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         return [Finding("clean", (f"Mean |dp| {e.mean:.2g} is within {bound}.",))]
     rules = (
         lambda: _explained(e, _EXPLAINED_ALONE, 2.0), lambda: _support(e), lambda: _breaks(e), lambda: _lag(e),
-        lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE), lambda: _start(e), lambda: _sampling(e),
-        lambda: _rounding(e),
+        lambda: _lifted(e), lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE), lambda: _start(e),
+        lambda: _sampling(e), lambda: _rounding(e),
     )  # fmt: skip
     found: dict[str, Finding] = {}
     for rule in rules:
@@ -238,13 +240,32 @@ def _start(e: Evidence) -> Iterator[Finding]:
         ))  # fmt: skip
 
 
+def _lifted(e: Evidence) -> Iterator[Finding]:
+    for each in e.lifted:
+        if each.share >= _EXPLAINED:
+            yield Finding(each.cause, (_without(e, each),))
+
+
+def _without(e: Evidence, each: Lifted) -> str:
+    left = (1 - each.share) * e.mean
+    return (
+        f"{e.settings[each.cause][0].upper()}{e.settings[each.cause][1:]}. Without it, as {each.engine}, the same "
+        f"engine differs from the training stack by {left:.2g} on the same tokens: {each.share:.0%} of the mismatch is "
+        "gone."
+    )
+
+
 def _settings(e: Evidence) -> Iterator[Finding]:
-    """The price of the engine's settings, where nothing measured speaks for or against them."""
+    """The price of the engine's settings, where nothing that was measured speaks against them."""
+    measured = {each.cause: each for each in e.lifted}
     for cause, setting in e.settings.items():
-        yield Finding(cause, (
-            f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} is beyond rounding, no emulation "
-            "reproduces it, and nothing speaks of a defect in sampling, tokens or prompts.",
-        ))  # fmt: skip
+        if cause not in measured:
+            yield Finding(cause, (
+                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} is beyond rounding, no "
+                "emulation reproduces it, and nothing speaks of a defect in sampling, tokens or prompts.",
+            ))  # fmt: skip
+        elif measured[cause].share > _LIFTED_AT_ALL:
+            yield Finding(cause, (_without(e, measured[cause]), "Nothing speaks of a defect."))
 
 
 def _rounding(e: Evidence) -> Iterator[Finding]:

@@ -37,6 +37,22 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lifted:
+    """The tokens scored again by the engine itself, without one of its settings.
+
+    Attributes:
+        engine: what it is then.
+        cause: of `causes.CAUSES`, the price of the setting.
+        share: 1 - sum |h - p| / sum |q - p|, h the probability without the setting: 1 if nothing of the mismatch is
+            left, 0 if all of it is.
+    """
+
+    engine: str
+    cause: str
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenMean:
     """A mean over tokens and its standard error; NaN if it was not measured."""
 
@@ -78,6 +94,7 @@ class Evidence:
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
         explanations: controlled re-scorings; empty without a model.
         settings: cause -> setting of the engine that has it as its price; empty for a recording.
+        lifted: what is left without each of these settings; empty if not measured.
     """
 
     mean: float
@@ -99,6 +116,7 @@ class Evidence:
     rounding: float | None = None
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lifted: Sequence[Lifted] = ()
 
 
 def collect(
@@ -108,6 +126,7 @@ def collect(
     rounding: float | None = None,
     explanations: Sequence[Explanation] = (),
     settings: Mapping[str, str] | None = None,
+    lifted: Sequence[Lifted] = (),
 ) -> Evidence:
     """Measure everything that the columns alone show, and add what only engines can."""
     d, delta = pairs.log_ratio, pairs.discrepancy
@@ -135,6 +154,7 @@ def collect(
         rounding=rounding,
         explanations=tuple(explanations),
         settings=settings or {},
+        lifted=tuple(lifted),
     )
 
 

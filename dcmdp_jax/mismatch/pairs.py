@@ -19,6 +19,7 @@ class TokenPairs:
         lengths: [N] int64, tokens of each completion; none is 0.
         entropies: [n] float32 nats, of the training stack's distribution at each token; None if not known.
         lags: [n] int32, how many training steps old the weights were that sampled the token; None if not known.
+        advantages: [N] float32, of each completion; None if not known. Its sign alone is used.
     """
 
     token_ids: np.ndarray
@@ -27,6 +28,7 @@ class TokenPairs:
     lengths: np.ndarray
     entropies: np.ndarray | None = None
     lags: np.ndarray | None = None
+    advantages: np.ndarray | None = None
 
     @property
     def completion(self) -> np.ndarray:
@@ -61,8 +63,9 @@ def make_pairs(
     *,
     entropies: Sequence[np.ndarray] | None = None,
     lags: Sequence[np.ndarray] | None = None,
+    advantages: Sequence[float] | None = None,
 ) -> TokenPairs:
-    """Lay ragged completions, one array each, behind one another.
+    """Lay ragged completions, one array each, behind one another. `advantages` has one number for each.
 
     Raises:
         ValueError: if there is no completion, one is empty, or the lengths of its arrays differ.
@@ -78,4 +81,6 @@ def make_pairs(
     flat = {name: np.concatenate(arrays).astype(np.float32) for name, arrays in given.items()}
     if "lags" in flat:
         flat["lags"] = flat["lags"].astype(np.int32)
+    if advantages is not None:
+        flat["advantages"] = np.asarray(advantages, np.float32)
     return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)

@@ -32,6 +32,9 @@ class Columns:
         mask: 1 on sampled tokens, 0 on prompt and padding; "" if every token was sampled.
         entropy: of the training stack, nats; "" if there is none.
         lag: age of the weights that sampled a token in training steps, a list or one number; "" if there is none.
+        advantage: of the completion, a number, or a list with the same number for each token; "" if there is none.
+        reward: of the completion, a number; "" if there is none. Less its group's mean it has the advantage's sign.
+        group: prompt that a completion answers, a number or text; needed with `reward`.
     """
 
     tokens: str
@@ -40,6 +43,9 @@ class Columns:
     mask: str = ""
     entropy: str = ""
     lag: str = ""
+    advantage: str = ""
+    reward: str = ""
+    group: str = ""
 
     def options(self) -> dict[str, str]:
         """Option of `bin.probe` -> column, for those that are given."""
@@ -80,9 +86,14 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     path = Path(path)
     kept: list[dict[str, np.ndarray]] = []
     held, every, rows = 0, 1, 0
+    rewards: dict[Any, list[float]] = {}
     for number, cells in enumerate(_rows(path, columns)):
         rows += 1
-        row = _checked(f"{path}, row {number}", cells, columns)
+        where = f"{path}, row {number}"
+        row = _checked(where, cells, columns)
+        if columns.reward:
+            # Of every row: the mean of a group is over rows that are not kept too.
+            rewards.setdefault(row["group"].item(), []).append(float(row["reward"]))
         if number % every or not len(row["tokens"]):
             continue
         kept.append(row | {"number": np.array(number)})
@@ -93,11 +104,11 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
             held = sum(len(row["tokens"]) for row in kept)
     if not kept:
         raise UserError(f"{path}: no sampled token in {rows} rows")
-    optional = {"entropies": "entropy", "lags": "lag"}
-    pairs = make_pairs(
-        *([row[name] for row in kept] for name in ("tokens", "train", "rollout")),
-        **{key: [row[name] for row in kept] for key, name in optional.items() if getattr(columns, name)},
-    )
+    optional = {"entropies": "entropy", "lags": "lag", "advantages": "advantage"}
+    given = {key: [row[name] for row in kept] for key, name in optional.items() if getattr(columns, name)}
+    if columns.reward:
+        given["advantages"] = [_above_mean(float(row["reward"]), rewards[row["group"].item()]) for row in kept]
+    pairs = make_pairs(*([row[name] for row in kept] for name in ("tokens", "train", "rollout")), **given)
     _check_whole(path, pairs, columns)
     return Recording(pairs, rows, every)
 
@@ -174,11 +185,37 @@ def _checked(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, n
         if kind in ("train", "rollout"):
             _check_signs(where, name, values)
             row[kind] = np.minimum(values, 0.0)
+    row |= _of_completion(where, cells, columns)
     ids = row["tokens"]
     if (ids < 0).any() or (ids != np.floor(ids)).any():
         raise UserError(f"{where}: {columns.tokens} holds {ids[(ids < 0) | (ids != np.floor(ids))][0]:g}, no token id")
     row["tokens"] = ids.astype(np.int32)
-    return {kind: values if kind == "tokens" else values.astype(np.float32) for kind, values in row.items()}
+    return {kind: values if kind in ("tokens", "group") else values.astype(np.float32) for kind, values in row.items()}
+
+
+def _above_mean(reward: float, group: list[float]) -> float:
+    """The reward less the mean of its group; exactly 0 where all are equal."""
+    return 0.0 if min(group) == max(group) else reward - float(np.mean(group))
+
+
+def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
+    """Advantage, reward and group of a row, each an array of shape []."""
+    found = {}
+    for kind in ("advantage", "reward"):
+        if not (name := getattr(columns, kind)):
+            continue
+        cell = cells[name]
+        values = np.unique(_numbers(where, name, cell if isinstance(cell, list) else [cell]))
+        values = values[values != 0] if len(values) > 1 else values  # 0 on prompt and padding
+        if len(values) != 1 or not np.isfinite(values[0]):
+            raise UserError(f"{where}: {name} is {shorten(cell)}, must be one finite number for the completion")
+        found[kind] = values[0]
+    if columns.reward:
+        cell = cells[columns.group]
+        if not isinstance(cell, int | str):
+            raise UserError(f"{where}: {columns.group} is {shorten(cell)}, must be a whole number or text")
+        found["group"] = np.array(cell)
+    return found
 
 
 def _numbers(where: str, name: str, cell: Any) -> np.ndarray:

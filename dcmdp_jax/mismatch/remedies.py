@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, Correction, SampledTokens, parameters
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, USES_ADVANTAGES, Correction, SampledTokens, parameters
 from dcmdp_jax.mismatch.pairs import TokenPairs
 
 _BLOCK_TOKENS = 1 << 16
@@ -35,12 +35,18 @@ class Effect:
     discrepancy_dropped: float
 
 
+def not_computed(pairs: TokenPairs) -> list[str]:
+    """Corrections that `effects` leaves out because they look at advantages, which these tokens have none of."""
+    return [name for name in _WITH_DEFAULTS if name in USES_ADVANTAGES] if pairs.advantages is None else []
+
+
 _WITH_DEFAULTS = {name: each for name, each in CORRECTIONS.items() if None not in parameters(name).values()}
 
 
 def effects(pairs: TokenPairs, corrections: Mapping[str, Correction] = _WITH_DEFAULTS) -> list[Effect]:
-    """The effect of every correction that has default constants, with these."""
-    return [_effect(name, correction, pairs) for name, correction in corrections.items()]
+    """The effect of every correction that has default constants, with these; see `not_computed`."""
+    known = {name for name in corrections if pairs.advantages is not None or name not in USES_ADVANTAGES}
+    return [_effect(name, correction, pairs) for name, correction in corrections.items() if name in known]
 
 
 def _effect(name: str, correction: Correction, pairs: TokenPairs) -> Effect:
@@ -65,17 +71,18 @@ def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.nda
     tokens, completions = len(pairs.token_ids), len(pairs.lengths)
     # Padded to powers of two: each shape is compiled.
     width = 1 << max(tokens - 1, 1).bit_length()
+    advantages = np.zeros(completions, np.float32) if pairs.advantages is None else pairs.advantages
     rows = {
         "train": pairs.train_logprobs, "rollout": pairs.rollout_logprobs, "mask": np.ones(tokens, bool),
-        "index": pairs.completion.astype(np.int32),
+        "index": pairs.completion.astype(np.int32), "advantages": advantages[pairs.completion],
     }  # fmt: skip
-    train, rollout, mask, index = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
+    train, rollout, mask, index, advantages = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
     corrected = correction(
         SampledTokens(
             train_logprobs=train,
             old_logprobs=train,
             rollout_logprobs=rollout,
-            advantages=np.zeros_like(train),  # a recording has none
+            advantages=advantages,
             completion_mask=mask,
             completion_index=index,
             num_completions=1 << max(completions - 1, 1).bit_length(),
@@ -94,6 +101,7 @@ def _blocks(pairs: TokenPairs) -> Iterator[TokenPairs]:
         last = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
         span = slice(begin, int(ends[last - 1]))
         yield TokenPairs(
-            pairs.token_ids[span], pairs.train_logprobs[span], pairs.rollout_logprobs[span], pairs.lengths[first:last]
-        )
+            pairs.token_ids[span], pairs.train_logprobs[span], pairs.rollout_logprobs[span], pairs.lengths[first:last],
+            advantages=None if pairs.advantages is None else pairs.advantages[first:last],
+        )  # fmt: skip
         first = last

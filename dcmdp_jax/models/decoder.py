@@ -40,7 +40,7 @@ class Compute:
     """Execution of the forward pass; nothing here changes its result beyond rounding.
 
     Attributes:
-        dtype: "float32" or "bfloat16", of activations and products.
+        dtype: "float32", "bfloat16" or "float16", of activations and products.
         remat: "none" saves all, "dots" saves matrix products, "full" saves only each layer's input.
         attention: "auto", "xla", "cudnn" or "splash".
         scan_unroll: layers in one iteration of the scan over layers. 1 compiles fastest; all of them halves the time of
@@ -57,8 +57,8 @@ class Compute:
     one_segment: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype: got {self.dtype!r}, allowed are float32, bfloat16")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, allowed are float32, bfloat16, float16")
         if self.remat not in ("none", "dots", "full"):
             raise ValueError(f"remat: got {self.remat!r}, allowed are none, dots, full")
         for name in ("scan_unroll", "logprob_chunk"):

@@ -63,6 +63,13 @@ _TABLE = (
     ),
     Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
     Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
+    Metric(
+        "rollout/sampled_prompts", "prompts", "prompts sampled by dynamic sampling, those of replaced groups included"
+    ),
+    Metric("rollout/refill_rounds", "calls", "further calls of the engine by dynamic sampling"),
+    Metric(
+        "rollout/unfilled_groups", "prompts", "groups of all-equal rewards that dynamic sampling found no other for"
+    ),
     Metric("rollout/staleness_mean", "steps", "mean age of the sampled tokens: the trained policy's step minus theirs"),
     Metric("rollout/staleness_max", "steps", "the same of the oldest sampled token"),
     Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),
@@ -87,6 +94,7 @@ _TABLE = (
     Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
     Metric("optimizer/skipped_updates", "updates", "updates skipped because the gradient was not finite"),
     Metric("optimizer/skipped_in_row", "updates", "skipped updates since the last that was made"),
+    Metric("optimizer/loss_scale", "1", "factor of the loss against underflow of float16 gradients"),
     Metric("time/push", "seconds", "weights to the inference engine"),
     Metric("time/generate", "seconds", "sampling the completions"),
     Metric("time/verify", "seconds", "verifying the answers"),

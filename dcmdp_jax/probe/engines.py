@@ -17,11 +17,12 @@ from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.probe.specs import ProbeSpec
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.episode import collect
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
+
+_MIN_ROWS = 32
 
 
 class Scorer(Protocol):
@@ -85,13 +86,12 @@ def build(
         from dcmdp_jax.probe.hugging_face import HuggingFace
 
         return HuggingFace(config, params, directory)
-    settings = {"precision": spec.precision, "compute_dtype": spec.compute, "kv_cache_dtype": spec.cache}
-    sizes = {"max_total_tokens": max_total_tokens, "max_rows": max_rows}
-    if spec.kind == "vllm":
-        probe = make_probe(config, Compute(), one_device_mesh())
-        engine = VllmEngine(config, vllm, directory=directory, **settings, **sizes, probe=probe)
-    else:
-        engine = LocalEngine(config, **settings, **sizes)
+    arguments = EngineArguments(
+        model=config, precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache,
+        max_total_tokens=max_total_tokens, max_rows=max_rows, min_rows=_MIN_ROWS, mesh=one_device_mesh,
+        probe=lambda: make_probe(config, Compute(), one_device_mesh()), vllm=vllm, directory=directory,
+    )  # fmt: skip
+    engine = ENGINES[spec.kind](arguments)
     try:
         engine.push_weights(params, 0)
     except BaseException:

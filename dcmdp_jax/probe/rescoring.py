@@ -79,20 +79,19 @@ class Rescoring:
 
         Args:
             scored: the completions.
-            compute: dtype that the engine computes in. float16, which the embedded engine lacks, is tried as float32.
+            compute: dtype that the engine computes in.
             max_rows: completions in one batch.
         """
-        self._half = compute == "float16"
-        self._compute = "bfloat16" if compute == "bfloat16" else "float32"
+        self._compute = compute
         lengths = np.cumsum([len(ids) for ids in scored.completions])
         self._count = max(1, int(np.searchsorted(lengths, _MOST_TOKENS, side="right")))
         self._scored, self._max_rows = scored, max_rows
         self._prompts, self._completions = scored.prompts[: self._count], scored.completions[: self._count]
         self._train, self._rollout = (np.concatenate(x[: self._count]) for x in (scored.train, scored.rollout))
 
-    def rounding(self) -> float | None:
-        """Mean |p - h| of the same model computed by the embedded engine in the engine's dtype; None for float16."""
-        return None if self._half else float(np.mean(_distance(self._train, self._plain)))
+    def rounding(self) -> float:
+        """Mean |p - h| of the same model computed by the embedded engine in the engine's dtype."""
+        return float(np.mean(_distance(self._train, self._plain)))
 
     @functools.cached_property
     def _plain(self) -> np.ndarray:

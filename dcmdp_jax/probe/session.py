@@ -6,14 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.mismatch.analysis import Measured
+from dcmdp_jax.mismatch.evidence import Lifted
 from dcmdp_jax.probe import engines
 from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
+from dcmdp_jax.probe.lifting import lift
 from dcmdp_jax.probe.models import Model, prompt_variants
 from dcmdp_jax.probe.specs import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
@@ -134,7 +139,31 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
             "top-p": f"{sampling.top_p:g}",
         }  # fmt: skip
         pair = dict(zip(names, built, strict=True))
-        return compare(f"{spec} - {other}", source, sampled, pair, setup, rescore=session.rescore, show=session.show)
+        measured = compare(
+            f"{spec} - {other}", source, sampled, pair, setup, rescore=session.rescore, show=session.show
+        )
+    if not session.rescore:
+        return measured
+    lifted = _lifted(session, spec, models[0], prompts[0], sampled, measured, sizes)
+    return dataclasses.replace(measured, lifted=lifted)
+
+
+def _lifted(
+    session: Session, spec: ProbeSpec, model: Model, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
+    measured: Measured, sizes: Mapping[str, Any],
+) -> list[Lifted]:  # fmt: skip
+    """Price of each quantisation, by the engine without it; empty if that engine does not run here."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def build(other: ProbeSpec) -> engines.Scorer:
+            session.show(f"{measured.name}: scoring with {other}")
+            return engines.build(other, model.config, model.params, directory=Path(directory) / other.cache, **sizes)
+
+        try:
+            return lift(spec, build, prompts, sampled, measured.pairs, temperature=session.sampling.temperature)
+        except (UserError, EngineError, MemoryError) as error:
+            session.show(f"{measured.name}: not scored without its settings: {' '.join(str(error).split())}")
+            return []
 
 
 def _names(spec: ProbeSpec, other: ProbeSpec) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from dcmdp_jax.inputs import shorten
 SAMPLING_KINDS = tuple(ENGINE_CHOICES)
 """Engines that sample. The others, `trainer` and `hf`, only score."""
 PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "trainer": ("float32", "bfloat16"),
+    "trainer": ("float32", "bfloat16", "float16"),
     "hf": ("float32",),
     **{kind: choices["rollout.precision"] for kind, choices in ENGINE_CHOICES.items()},
 })  # fmt: skip
@@ -49,6 +49,12 @@ class ProbeSpec:
         if self.cache != "auto":
             found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
         return found
+
+    def without(self, cause: str) -> ProbeSpec:
+        """The same engine without the setting that has this cause of `costs` as its price."""
+        if cause == "quantized_cache":
+            return dataclasses.replace(self, cache="auto")
+        return dataclasses.replace(self, precision=self.compute)
 
     def __str__(self) -> str:
         parts = [f"{self.kind}:{self.precision}"]

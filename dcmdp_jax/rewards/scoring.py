@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.rewards.math.verifier import Grades, Verifier
+from dcmdp_jax.rewards.math.verifier import Grades, Verifier, merge_grades
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError, short_names, weighted_total
 from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
 from dcmdp_jax.tasks.grading import Grading
@@ -44,6 +44,21 @@ class BatchScores:
     def of_completion(self, index: int) -> dict[str, float | None]:
         """Each reward of one completion, by name."""
         return {name: None if np.isnan(v[index]) else float(v[index]) for name, v in self.values.items()}
+
+
+def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
+    """The scores of several batches of one scorer as those of one batch, in order."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    grades = [part.grades for part in parts if part.grades is not None]
+    return BatchScores(
+        totals=np.concatenate([part.totals for part in parts]),
+        values={name: np.concatenate([part.values[name] for part in parts]) for name in first.values},
+        failed={name: sum(part.failed[name] for part in parts) for name in first.failed},
+        grades=merge_grades(grades) if grades else None,
+        sources=None if first.sources is None else tuple(source for part in parts for source in part.sources),
+    )
 
 
 def column_names(problems: Sequence[Problem]) -> list[str]:
@@ -97,6 +112,18 @@ class RewardScorer:
         """Kill the processes of the functions. Harmless when called again."""
         self.pool.close()
 
+    def no_scores(self) -> BatchScores:
+        """Scores of no completions."""
+        none = np.zeros(0, np.float32)
+        functions = [name for function, name in self.names.items() if function != MATH]
+        return BatchScores(
+            totals=none,
+            values=dict.fromkeys(self.names.values(), none),
+            failed=dict.fromkeys(functions, 0),
+            grades=Grades(none, 0, 0, 0, 0) if MATH in self.names else None,
+            sources=() if self.by_source else None,
+        )
+
     def warn_once(self, function: str, problem: str) -> None:
         """Log the first failure of a function."""
         if function not in self._warned:
@@ -140,6 +167,8 @@ class BatchScoring:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
         scorer = self._scorer
+        if not self._problems:
+            return [], scorer.no_scores()
         texts = self._grading.texts()
         scorer.pool.begin(
             [problem.prompt for problem in self._problems], texts,

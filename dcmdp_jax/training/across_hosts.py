@@ -16,7 +16,7 @@ from dcmdp_jax.rollout.episode import Episode
 from dcmdp_jax.tasks.problems import Problem
 
 _COUNTS = ("errors", "timeouts", "over_budget", "unparsed")
-_PER_TOKEN = ("token_ids", "sampled_mask", "rollout_logprobs", "policy_versions")
+_PER_TOKEN = {"token_ids": np.int32, "sampled_mask": bool, "rollout_logprobs": np.float32, "policy_versions": np.int32}
 
 
 def gather_rollout(
@@ -63,11 +63,15 @@ def gather_evaluation(hosts: Hosts, result: EvaluationResult) -> EvaluationResul
 
 def _episode_arrays(episodes: list[Episode], first_prompt: int) -> dict[str, np.ndarray]:
     return {
-        "lengths": np.array([len(episode.token_ids) for episode in episodes]),
-        "groups": np.array([first_prompt + episode.group for episode in episodes]),
-        "members": np.array([episode.member for episode in episodes]),
-        "truncated": np.array([episode.finish_reason == "length" for episode in episodes]),
-        **{name: np.concatenate([getattr(episode, name) for episode in episodes]) for name in _PER_TOKEN},
+        "lengths": np.array([len(episode.token_ids) for episode in episodes], np.int64),
+        "groups": np.array([first_prompt + episode.group for episode in episodes], np.int64),
+        "members": np.array([episode.member for episode in episodes], np.int64),
+        "truncated": np.array([episode.finish_reason == "length" for episode in episodes], bool),
+        **{
+            # With an empty array first: there may be no episode.
+            name: np.concatenate([np.zeros(0, dtype), *(getattr(episode, name) for episode in episodes)])
+            for name, dtype in _PER_TOKEN.items()
+        },
     }
 
 
@@ -90,7 +94,7 @@ def _text_arrays(texts: list[str]) -> dict[str, np.ndarray]:
     # A text that was decoded from part of a character may hold a lone surrogate.
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     return {
-        "lengths": np.array([len(text) for text in encoded]),
+        "lengths": np.array([len(text) for text in encoded], np.int64),
         "characters": np.frombuffer(b"".join(encoded), np.uint8),
     }
 

@@ -25,12 +25,13 @@ from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.training.checkpoint import Checkpoints
+from dcmdp_jax.training.loss_scale import initial_loss_scale
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.state import batch_shardings, initial_dual, train_state_shardings
 from dcmdp_jax.training.step import make_rescore, make_train_step
-from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
+from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Parts:
         verifier: judges answers, for the reward `math` and for evaluation.
         scorer: computes rewards.
         checkpoints: of the run directory.
-        optimizer, dual: what a fresh state is made with.
+        optimizer, dual, loss_scale: what a fresh state is made with.
         shardings, batch_shardings: of the state and of a batch.
         train_step: (state, batch, reference parameters) -> (state, metrics), compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
@@ -54,6 +55,7 @@ class Parts:
     checkpoints: Checkpoints
     optimizer: optax.GradientTransformation
     dual: DualState
+    loss_scale: LossScale | None
     shardings: TrainState
     batch_shardings: Batch
     train_step: Callable
@@ -95,7 +97,8 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
     dual = initial_dual(config.algorithm)
-    shardings = train_state_shardings(plan.model, optimizer, dual, config.model.param_dtype, plan.mesh)
+    loss_scale = initial_loss_scale(config.model.compute_dtype)
+    shardings = train_state_shardings(plan.model, optimizer, dual, config.model.param_dtype, plan.mesh, loss_scale)
     exact = config.rollout.precision == "exact"
     row_logprobs = make_row_logprobs(
         plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh,
@@ -118,6 +121,7 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
         checkpoints=checkpoints,
         optimizer=optimizer,
         dual=dual,
+        loss_scale=loss_scale,
         shardings=shardings,
         batch_shardings=batch_shardings(plan.mesh, buckets=len(plan.packing.row_lengths)),
         train_step=train_step,

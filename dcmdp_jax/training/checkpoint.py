@@ -1,8 +1,8 @@
 """Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best kept.
 
-A checkpoint holds the whole state of a run. Data position and random state are functions of (seed, step), so only the
-step number is stored for them. A digest of every array is stored beside it: a truncated or changed file is detected
-when it is read, and the checkpoint before it is used.
+A checkpoint holds the whole state of a run. Random state is a function of (seed, step), and the order of prompts one of
+the seed, so for them the step and the number of prompts taken are stored. A digest of every array is stored beside it:
+a truncated or changed file is detected when it is read, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _copies(tree: Any) -> Any:
 
 
 def _learner(state: TrainState) -> dict[str, Any]:
-    return {name: value for name, value in state._asdict().items() if name != "params"}
+    """All but the parameters; without a loss scale where there is none, as earlier versions saved it."""
+    return {name: value for name, value in state._asdict().items() if name != "params" and value is not None}
 
 
 class PolicyScore(NamedTuple):
@@ -127,13 +128,14 @@ class Checkpoints:
             ),
         )
 
-    def save(self, step: int, state: TrainState, *, model: ModelConfig) -> None:
+    def save(self, step: int, state: TrainState, *, model: ModelConfig, prompts_taken: int | None = None) -> None:
         """Start writing the state after `step` steps; return when the arrays may be donated.
 
         Args:
             step: finished training steps; nothing happens if that step is saved already.
             state: the state.
             model: the model's shape, so that the parameters can be loaded alone.
+            prompts_taken: position in the stream of prompts where the next step begins.
         """
         if self._manager.latest_step() == step:
             return
@@ -146,6 +148,7 @@ class Checkpoints:
             "model": dataclasses.asdict(model),
             "param_dtype": str(jax.tree.leaves(state.params)[0].dtype),
             "digests": {"params": digests(state.params), "learner": digests(learner)},
+            "prompts_taken": prompts_taken,
         }
         meta["crc32"] = _record_checksum(meta)
         self._manager.save(
@@ -217,6 +220,13 @@ class Checkpoints:
             )
         return None
 
+    def prompts_taken(self, step: int) -> int | None:
+        """Position in the stream of prompts that a readable checkpoint was saved with; None if it has none."""
+        return self._meta(step).get("prompts_taken")
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+
     def _read(self, step: int, abstract: TrainState, model: ModelConfig) -> TrainState:
         """Read a checkpoint; an error in any process is one in all, so that all go on to the same checkpoint."""
         failure = restored = saved = None
@@ -234,7 +244,7 @@ class Checkpoints:
     def _read_own_part(
         self, step: int, abstract: TrainState, model: ModelConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        saved = self._meta(step)
         _check_record(saved)
         wanted = json.loads(json.dumps(dataclasses.asdict(model)))
         for name, value in saved["model"].items():
@@ -253,7 +263,6 @@ class Checkpoints:
         return saved, restored
 
     def _move_aside(self, step: int) -> None:
-        self._manager.wait_until_finished()
         target = self._directory / "damaged" / str(step)
         target.parent.mkdir(exist_ok=True)
         suffix = 1

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 
-import dcmdp_jax
 from dcmdp_jax.config import Config, to_dict
 from dcmdp_jax.config_fields import flatten
 from dcmdp_jax.tasks.prompts import EncodedPrompts
@@ -26,7 +25,7 @@ def settings_and_code(config: Config) -> dict[str, str]:
     """Every setting but those of the hosts, the code of this package, and the versions of what it builds on."""
     settings = {f"config.{name}": repr(value) for name, value in flatten(to_dict(config)).items()}
     versions = {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
-    package = Path(dcmdp_jax.__file__).parent
+    package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     code = _digest(part for path in files for part in (str(path.relative_to(package)).encode(), path.read_bytes()))
     return {

@@ -22,10 +22,10 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block."""
+        """Time a block; blocks of one name add up."""
         began = time.monotonic()
         yield
-        self.seconds[f"time/{name}"] = time.monotonic() - began
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.monotonic() - began
 
     def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """The phases, the total, and tokens per second."""

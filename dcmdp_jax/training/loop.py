@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,11 @@ from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
 from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.packing import pack
-from dcmdp_jax.rollout.validation import unusable_completions
 from dcmdp_jax.tasks.problems import source_name
 from dcmdp_jax.tasks.prompts import save_tokenizer
-from dcmdp_jax.training.across_hosts import gather_evaluation, gather_rollout
+from dcmdp_jax.training.across_hosts import gather_evaluation
 from dcmdp_jax.training.build import Parts, build_parts
 from dcmdp_jax.training.checkpoint import PolicyScore
 from dcmdp_jax.training.fingerprint import data_facts
@@ -37,6 +34,8 @@ from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, stalene
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.start import reference_params, start
+from dcmdp_jax.training.state import measures_tolerance
+from dcmdp_jax.training.step_rollout import StepRollout, StepRollouts
 from dcmdp_jax.training.stop_signal import Interrupted, StopSignal
 from dcmdp_jax.types import Batch, TrainState
 
@@ -55,35 +54,24 @@ class TrainingStopped(RuntimeError):
     """Training gave up: too many updates in a row had no finite gradient."""
 
 
-def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
-    """Problems at positions first .. first + count - 1 of the endless shuffled stream.
-
-    Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
-    """
-    chosen = []
-    for position in range(first, first + count):
-        epoch, place = divmod(position, problems)
-        if not chosen or place == 0:
-            order = np.random.default_rng([seed, epoch]).permutation(problems)
-        chosen.append(order[place])
-    return np.array(chosen)
-
-
 class Trainer:
     """A run with its parts and its record. `run` is the loop."""
 
-    def __init__(self, plan: Plan, parts: Parts, stop: StopSignal) -> None:
+    def __init__(self, plan: Plan, parts: Parts, stop: StopSignal, *, prompts_taken: int) -> None:
         """Takes the parts; nothing is compiled or loaded yet.
 
         Args:
             plan: the checked run.
             parts: of `build_parts`.
             stop: says when to leave.
+            prompts_taken: positions of the stream of prompts that the finished steps have taken.
         """
         self.plan, self.parts, self.config = plan, parts, plan.config
         self.hosts, self.stop = plan.hosts, stop
         self.engine, self.checkpoints = parts.engine, parts.checkpoints
+        self.rollouts = StepRollouts(plan, parts.engine, parts.scorer)
         self._pushed: tuple[int, dict[str, float]] | None = None
+        self._prompts_taken = prompts_taken
 
     def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end.
@@ -105,26 +93,24 @@ class Trainer:
             timer = PhaseTimer()
             with timer.phase("push"):
                 pushed = self._push(state, step)
-            chosen = self._choose(step)
-            share = self.hosts.share(len(chosen))
-            scoring = self._scoring(chosen[share])
-            with timer.phase("generate"), self._alone(state, step):
-                episodes = self._generate(chosen[share], step, scoring, first_prompt=share.start)
-            with timer.phase("verify"), self._alone(state, step):
-                texts, scores = scoring.finish(self._check_stop)
-            episodes, texts, scores = self._gather(episodes, texts, scores, chosen)
-            floor = self._noise_floor(episodes) if step == 0 else {}
+            alone = functools.partial(self._alone, state, step)
+            rollout = self.rollouts.sample(step, self._prompts_taken, timer, alone, self._check_stop)
+            measures = measures_tolerance(config.algorithm, jax.device_get(state.dual))
+            floor = self._noise_floor(rollout) if step == 0 or measures else {}
             with timer.phase("pack"):
-                batch, packed = self._pack(episodes, scores.totals, state, step)
+                batch, packed = self._pack(rollout, floor, state, step)
             with timer.phase("step"):
                 state, metrics = self.parts.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
             step += 1
+            self._prompts_taken += len(rollout.problems)
             completions = metrics.pop("completions/discrepancy")
-            metrics |= pushed | packed | floor | timer.metrics(episodes)
-            metrics |= rollout_metrics(episodes, scores.grades) | reward_metrics(scores)
+            metrics |= pushed | packed | floor | timer.metrics(rollout.episodes)
+            metrics |= rollout_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
+            if config.algorithm.refill_rounds:
+                metrics |= rollout.dynamic_metrics()
             writer.write(step, metrics)
-            self._write_samples(step, writer, chosen, texts, scores, completions)
+            self._write_samples(step, writer, rollout, completions)
             self._check_skipped(metrics)
             due = self._evaluation_is_due(step)
             if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
@@ -166,7 +152,8 @@ class Trainer:
     def _push(self, state: TrainState, step: int) -> dict[str, float]:
         """Pushes the policy of a step unless the engine holds it already; what was measured when it was pushed."""
         if self._pushed is None or self._pushed[0] != step:
-            self._pushed = step, self.engine.push_weights(state.params, step)
+            measured = self.engine.push_weights(state.params, step)
+            self._pushed = step, dict(zip(measured, self.hosts.largest(*measured.values()), strict=True))
         return self._pushed[1]
 
     def _evaluation_is_due(self, step: int) -> bool:
@@ -174,43 +161,17 @@ class Trainer:
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
-    def _choose(self, step: int) -> np.ndarray:
-        count = self.config.training.prompts_per_step
-        return prompt_order(
-            len(self.plan.train.problems), seed=self.config.training.seed, first=step * count, count=count
-        )
+    def _noise_floor(self, rollout: StepRollout) -> dict[str, float]:
+        """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
 
-    def _scoring(self, chosen: np.ndarray) -> BatchScoring:
-        rows = np.repeat(chosen, self.plan.sampling.group_size)
-        return BatchScoring(self.parts.scorer, self.plan.tokenizer, [self.plan.train.problems[i] for i in rows])
+        The largest of all processes' engines.
+        """
+        own = self._own_noise_floor(rollout)
+        [floor] = self.hosts.largest(-1.0 if own is None else own)
+        return {"mismatch/noise_floor": floor} if floor >= 0 else {}
 
-    def _gather(
-        self, episodes: list[Episode], texts: list[str], scores: BatchScores, chosen: np.ndarray
-    ) -> tuple[list[Episode], list[str], BatchScores]:
-        """What all processes sampled of a step, in prompt order."""
-        problems = [self.plan.train.problems[i] for i in np.repeat(chosen, self.plan.sampling.group_size)]
-        first = self.hosts.share(len(chosen)).start
-        return gather_rollout(self.hosts, episodes, texts, scores, first_prompt=first, problems=problems)
-
-    def _generate(self, chosen: np.ndarray, step: int, scoring: BatchScoring, *, first_prompt: int) -> list[Episode]:
-        """Sample the chosen problems; start the rewards of each group as it comes in. Returns prompt order."""
-        prompts, sampling = [self.plan.train.token_ids[i] for i in chosen], self.plan.sampling
-        episodes: list[Episode] = []
-        sampled = self.engine.generate(
-            prompts, sampling, seed=self.config.training.seed, step=step, first_prompt=first_prompt
-        )
-        with contextlib.closing(sampled) as groups:
-            for complete in groups:
-                self._check_stop()
-                rows = [episode.group * sampling.group_size + episode.member for episode in complete]
-                scoring.begin(rows, [episode.completion_ids for episode in complete])
-                episodes += complete
-        return in_prompt_order(episodes)
-
-    def _noise_floor(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """The engine against itself in another batch shape, on the first completions: no budget below it can be met."""
-        unusable = unusable_completions(episodes, drop=True)
-        usable = [episodes[i] for i in np.flatnonzero(~unusable)[:_NOISE_FLOOR_COMPLETIONS]]
+    def _own_noise_floor(self, rollout: StepRollout) -> float | None:
+        usable = [rollout.episodes[i] for i in np.flatnonzero(~rollout.dropped)[:_NOISE_FLOOR_COMPLETIONS]]
         try:
             scored = self.engine.score(
                 [episode.prompt_ids for episode in usable],
@@ -222,27 +183,29 @@ class Trainer:
             if self.config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)
-            return {}
+            return None
         masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable]
         again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
         sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable])
         algorithm = self.config.algorithm
         # Compiled as one: each operation alone would be a program of its own.
         measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
-        return {"mismatch/noise_floor": float(np.mean(measure(again, sampled)))}
+        return float(np.mean(measure(again, sampled)))
 
     def _pack(
-        self, episodes: Sequence[Episode], rewards: np.ndarray, state: TrainState, step: int
+        self, rollout: StepRollout, floor: Mapping[str, float], state: TrainState, step: int
     ) -> tuple[Batch, dict[str, Any]]:
-        dropped = unusable_completions(episodes, drop=self.config.rollout.on_non_finite == "drop")
         batch, report = pack(
-            episodes,
-            rewards,
+            [rollout.episodes[row] for row in rollout.rows],
+            rollout.scores.totals[rollout.rows],
             self.plan.packing,
             mask_truncated=self.config.algorithm.mask_truncated,
-            dropped=dropped,
+            dropped=rollout.dropped[rollout.rows],
         )
-        metrics: dict[str, Any] = {"rollout/dropped_completions": int(dropped.sum()), **staleness_metrics(batch, step)}
+        metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
+        metrics |= staleness_metrics(batch, step)
+        if self.config.algorithm.tolerance_steps:
+            batch = batch._replace(noise_floor=np.float32(floor.get("mismatch/noise_floor", 0.0)))
         batch = to_global(batch, self.parts.batch_shardings)
         metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if self.parts.rescore is not None:
@@ -295,37 +258,27 @@ class Trainer:
         writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
 
     def _save(self, state: TrainState, step: int) -> None:
-        self.checkpoints.save(step, state, model=self.plan.model)
+        self.checkpoints.save(step, state, model=self.plan.model, prompts_taken=self._prompts_taken)
 
     def _write_samples(
-        self,
-        step: int,
-        writer: MetricsWriter,
-        chosen: np.ndarray,
-        texts: list[str],
-        scores: BatchScores,
-        discrepancy: np.ndarray,
+        self, step: int, writer: MetricsWriter | NoWriter, rollout: StepRollout, discrepancy: np.ndarray
     ) -> None:
-        settings = self.config.observe
+        settings, size = self.config.observe, self.plan.sampling.group_size
         if not settings.samples or (step - 1) % settings.samples_every_steps:
             return
         means = discrepancy.reshape(-1)
         # One completion of each of the first prompts says more than many of one prompt.
-        size = self.plan.sampling.group_size
-        picked = [
-            (group * size, self.plan.train.problems[chosen[group]])
-            for group in range(min(settings.samples, len(chosen)))
-        ]
+        picked = [(place * size, group) for place, group in enumerate(rollout.groups[: settings.samples])]
         writer.write_samples(step, [
             {
-                "prompt": problem.prompt,
-                "completion": texts[i],
-                "answer": problem.answer,
-                "reward": float(scores.totals[i]),
-                "rewards": scores.of_completion(i),
-                "discrepancy_mean": float(means[i]),
+                "prompt": self.plan.train.problems[rollout.problems[group]].prompt,
+                "completion": rollout.texts[group * size],
+                "answer": rollout.answers[group * size],
+                "reward": float(rollout.scores.totals[group * size]),
+                "rewards": rollout.scores.of_completion(group * size),
+                "discrepancy_mean": float(means[place]),
             }
-            for i, problem in picked
+            for place, group in picked
         ])  # fmt: skip
 
 
@@ -356,7 +309,7 @@ def train(
         stack.enter_context(claimed(config, plan.hosts))
         stack.enter_context(stop.listening())
         parts = build(plan, stack)
-        state, resumed = start(plan, parts, stop, show)
+        state, resumed, prompts_taken = start(plan, parts, stop, show)
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
@@ -365,7 +318,7 @@ def train(
                 f"{step}; raise it or choose another run_dir"
             )
         writer = _open_records(plan, stack, step, resumed) if plan.hosts.is_writer else NoWriter()
-        Trainer(plan, parts, stop).run(state, writer, resumed=resumed)
+        Trainer(plan, parts, stop, prompts_taken=prompts_taken).run(state, writer, resumed=resumed)
         parts.checkpoints.wait()
 
 

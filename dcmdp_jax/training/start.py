@@ -12,6 +12,7 @@ import jax
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.training.build import Parts, initial_params
+from dcmdp_jax.training.loss_scale import WARMUP_SCALE
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.state import new_state
@@ -22,8 +23,8 @@ from dcmdp_jax.types import Params, TrainState
 _REFERENCE_DIRECTORY = "reference"
 
 
-def start(plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None]) -> tuple[TrainState, bool]:
-    """The newest checkpoint's state, or a fresh one, warmed up if asked; and whether it was resumed.
+def start(plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None]) -> tuple[TrainState, bool, int]:
+    """The newest checkpoint's state, or a fresh one, warmed up if asked.
 
     Args:
         plan: the checked run.
@@ -31,12 +32,17 @@ def start(plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None
         stop: ends the warm-up.
         show: prints a line for people.
 
+    Returns:
+        The state; whether it was resumed; the position in the stream of prompts where its next step begins.
+
     Raises:
         Interrupted: after a signal to any process of the run, in the warm-up.
         CheckpointError: if there are checkpoints and none can be read.
     """
-    config, optimizer, dual, shardings = plan.config, parts.optimizer, parts.dual, parts.shardings
-    create = jax.jit(lambda params: new_state(params, optimizer, dual), out_shardings=shardings)
+    config, shardings = plan.config, parts.shardings
+    create = jax.jit(
+        lambda params: new_state(params, parts.optimizer, parts.dual, parts.loss_scale), out_shardings=shardings
+    )
     shapes = jax.eval_shape(create, param_shapes(plan.model, config.model.param_dtype))
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -44,17 +50,20 @@ def start(plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None
         shardings,
     )
     if (state := parts.checkpoints.restore(abstract, plan.model)) is not None:
-        show(f"resuming {config.run_dir} after step {int(state.step)}")
-        return state, True
+        step = int(state.step)
+        show(f"resuming {config.run_dir} after step {step}")
+        taken = parts.checkpoints.prompts_taken(step)
+        return state, True, step * config.training.prompts_per_step if taken is None else taken
     params = initial_params(plan)
     if config.warmup.steps:
-        params = _warm_up(plan, params, stop, show)
+        scale = WARMUP_SCALE if parts.loss_scale is not None else 1.0
+        params = _warm_up(plan, params, stop, show, loss_scale=scale)
     if config.algorithm.kl_coefficient:
         _save_reference(plan, params)
-    return create(params), False
+    return create(params), False, 0
 
 
-def _warm_up(plan: Plan, params: Params, stop: StopSignal, show: Callable[[str], None]) -> Params:
+def _warm_up(plan: Plan, params: Params, stop: StopSignal, show: Callable[[str], None], *, loss_scale: float) -> Params:
     settings = plan.config.warmup
     show(f"warm-up: {settings.steps} supervised steps on {settings.task}")
     prompts, solutions = plan.worked_solutions
@@ -72,7 +81,7 @@ def _warm_up(plan: Plan, params: Params, stop: StopSignal, show: Callable[[str],
 
     return warm_up(
         params, prompts, solutions, row_logprobs, settings, seed=plan.config.training.seed, mesh=plan.mesh,
-        length_multiple=length_multiple, on_step=on_step,
+        length_multiple=length_multiple, on_step=on_step, loss_scale=loss_scale,
     )  # fmt: skip
 
 

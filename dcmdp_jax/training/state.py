@@ -21,7 +21,7 @@ from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
-from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
+from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
@@ -37,8 +37,22 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
     )
 
 
-def update_dual(settings: AlgorithmSettings, dual: DualState, mean_discrepancy: jax.Array) -> DualState:
-    """The dual state of the next step (Eq. 11); the same one for methods without a moving multiplier."""
+def measures_tolerance(settings: AlgorithmSettings, dual: DualState) -> bool:
+    """Whether a step that starts with `dual`, an array on the host, is one of those that c is measured on."""
+    return settings.method not in FIXED_MULTIPLIERS and int(dual.filled) < settings.tolerance_steps
+
+
+def update_dual(
+    settings: AlgorithmSettings, dual: DualState, mean_discrepancy: jax.Array, noise_floor: jax.Array | None = None
+) -> DualState:
+    """The dual state of the next step (Eq. 11); the same one for methods without a moving multiplier.
+
+    Args:
+        settings: of the algorithm.
+        dual: of this step.
+        mean_discrepancy: dbar_k.
+        noise_floor: the engine's, where c is being measured and it is known.
+    """
     if settings.method in FIXED_MULTIPLIERS:
         return dual
     options = {
@@ -48,6 +62,8 @@ def update_dual(settings: AlgorithmSettings, dual: DualState, mean_discrepancy: 
     }  # fmt: skip
     if settings.tolerance_steps:
         measured = {"steps": settings.tolerance_steps, "quantile": settings.tolerance_quantile}
+        if noise_floor is not None:
+            measured["noise_floor"] = noise_floor
         return calibrated_update(dual, mean_discrepancy, **measured, **options)
     return dual_update(dual, mean_discrepancy, tolerance=settings.tolerance, **options)
 
@@ -80,15 +96,22 @@ def _average(settings: AlgorithmSettings) -> int | None:
 
 
 def train_state_shardings(
-    model: ModelConfig, optimizer: optax.GradientTransformation, dual: DualState, param_dtype: str, mesh: Mesh
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    dual: DualState,
+    param_dtype: str,
+    mesh: Mesh,
+    loss_scale: LossScale | None = None,
 ) -> TrainState:
     """A `TrainState` of shardings: parameters and moments by the table, scalars replicated."""
     shapes = param_shapes(model, param_dtype)
-    abstract = jax.eval_shape(lambda params: new_state(params, optimizer, dual), shapes)
+    abstract = jax.eval_shape(lambda params: new_state(params, optimizer, dual, loss_scale), shapes)
     return state_shardings(abstract, shapes, logical_axes(model), mesh)
 
 
-def new_state(params: Params, optimizer: optax.GradientTransformation, dual: DualState) -> TrainState:
+def new_state(
+    params: Params, optimizer: optax.GradientTransformation, dual: DualState, loss_scale: LossScale | None = None
+) -> TrainState:
     """The state before the first step."""
     # Fresh arrays for every leaf: the step donates the whole state, and no buffer may appear in it twice.
     return TrainState(
@@ -97,6 +120,7 @@ def new_state(params: Params, optimizer: optax.GradientTransformation, dual: Dua
         opt_state=optimizer.init(params),
         dual=jax.tree.map(jnp.array, dual),
         skipped_in_row=jnp.zeros((), jnp.int32),
+        loss_scale=jax.tree.map(jnp.array, loss_scale),
     )
 
 

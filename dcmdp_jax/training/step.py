@@ -24,9 +24,10 @@ from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
+from dcmdp_jax.training.loss_scale import next_loss_scale
 from dcmdp_jax.training.row_logprobs import RowLogprobs
 from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
-from dcmdp_jax.types import Batch, DualState, Params, Rows, TrainState
+from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class _Constants(NamedTuple):
         multiplier: [] float32, lambda_k.
         tolerance: [] float32, c.
         first: [] bool, the update starts from the weights that made the batch.
+        loss_scale: [] float32 or None, factor of the loss and of its gradient.
         ref_params: the frozen reference policy, or None.
     """
 
@@ -59,6 +61,7 @@ class _Constants(NamedTuple):
     multiplier: jax.Array
     tolerance: jax.Array
     first: jax.Array
+    loss_scale: jax.Array | None
     ref_params: Params | None
 
 
@@ -66,7 +69,7 @@ class _Sums(NamedTuple):
     """Sums over the micro-batches of an update.
 
     Attributes:
-        gradient, loss: to be divided by the total weight of the tokens in the loss.
+        gradient, loss: to be divided by the total weight of the tokens in the loss, and by the loss scale.
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the loss.
         statistics: by metric name.
     """
@@ -83,6 +86,7 @@ class _Learner(NamedTuple):
     params: Params
     opt_state: Any
     skipped_in_row: jax.Array
+    loss_scale: LossScale | None
 
 
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
@@ -160,6 +164,7 @@ def _train_step(
 ) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
     settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
+    noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
     old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
@@ -173,29 +178,31 @@ def _train_step(
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
         weights, _ = normalize()
-        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, ref_params)
+        scale = None if learner.loss_scale is None else learner.loss_scale.scale
+        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params)
         rows = tuple(zip(mini.rows, old_logprobs, strict=True))
         sums, signals = accumulate(
             functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
         )
         _, total_weight = normalize(dropped_tokens=sums.dropped_tokens.value())
+        total_weight = total_weight if scale is None else total_weight * scale
         learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight)
         loss = Mean(sums.loss.value(), total_weight).value()
         return learner, (sums.statistics | applied | {"policy/loss": Mean(loss, jnp.float32(1))}, signals)
 
     first = jnp.arange(len(batch.rewards)) == 0
-    learner = _Learner(state.params, state.opt_state, state.skipped_in_row)
+    learner = _Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
     learner, (sums, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
     totals = stats.merge_stacked(sums)
 
     mean_discrepancy = totals["discrepancy/mean"].value()
-    dual = update_dual(settings, state.dual, mean_discrepancy)
+    dual = update_dual(settings, state.dual, mean_discrepancy, noise_floor)
     metrics = stats.values(totals) | batch_metrics(batch, signals, settings, tolerance)
     if parts.correction is not None:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
     metrics |= _state_metrics(parts, state, learner, dual, mean_discrepancy)
-    return TrainState(state.step + 1, learner.params, learner.opt_state, dual, learner.skipped_in_row), metrics
+    return TrainState(state.step + 1, dual=dual, **learner._asdict()), metrics
 
 
 def _rewards(parts: _Parts, mini: Batch) -> jax.Array:
@@ -242,7 +249,10 @@ def _gradient(
 def _objective(
     parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
 ) -> tuple[jax.Array, tuple[Signals, dict[str, Statistic]]]:
-    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10)."""
+    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
+
+    Times the loss scale, if there is one.
+    """
     settings, mask = parts.settings, rows.completion_mask
     train_logprobs, entropy = parts.row_logprobs(params, rows)
     if old_logprobs is None:
@@ -274,6 +284,8 @@ def _objective(
         "discrepancy/mean": signals.mean_discrepancy,
         **{f"correction/{name}": statistic for name, statistic in signals.correction.items()},
     }
+    if constants.loss_scale is not None:
+        total = total * constants.loss_scale
     return total, (signals, statistics)
 
 
@@ -296,7 +308,8 @@ def _apply(
         "optimizer/grad_norm": masked.masked_sum(grad_norm, finite),
         "optimizer/skipped_updates": Sum((~finite).astype(jnp.int32)),
     }
-    return _Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1)), statistics
+    scale = None if learner.loss_scale is None else next_loss_scale(learner.loss_scale, finite)
+    return _Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1), scale), statistics
 
 
 def _state_metrics(
@@ -305,7 +318,8 @@ def _state_metrics(
     """The multiplier as this step used it, what moves it, and the optimizer's counters."""
     settings = parts.settings
     rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
-    return {
+    scale = {} if state.loss_scale is None else {"optimizer/loss_scale": state.loss_scale.scale}
+    return scale | {
         "optimizer/learning_rate": jnp.asarray(rate, jnp.float32),
         "optimizer/skipped_in_row": learner.skipped_in_row,
         "dual/multiplier": state.dual.multiplier,

@@ -35,6 +35,7 @@ def warm_up(
     mesh: Mesh | None,
     length_multiple: int,
     on_step: Callable[[int, float], None],
+    loss_scale: float = 1.0,
 ) -> Params:
     """Minimise the mean negative log-likelihood of the solutions' tokens given their prompts.
 
@@ -51,6 +52,7 @@ def warm_up(
         mesh: the devices; None for one. A batch is a multiple of the number of devices that rows are split over.
         length_multiple: rows have a multiple of this length, for the kernel.
         on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end; may raise to stop.
+        loss_scale: factor of the loss while its gradient is taken, a power of two.
 
     Returns:
         Trained parameters.
@@ -70,7 +72,7 @@ def warm_up(
     placed = _placement(params, optimizer, mesh)
     opt_state = jax.jit(optimizer.init, out_shardings=placed[1])(params)
     step = jax.jit(
-        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh),
+        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh, loss_scale=loss_scale),
         donate_argnums=(0, 1),
         # With the shardings of the input, or the second step would be another program.
         out_shardings=(*placed, None),
@@ -122,19 +124,22 @@ def _step(
     row_logprobs: RowLogprobs,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
+    loss_scale: float,
 ) -> tuple[Params, optax.OptState, jax.Array]:
     def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
         params, tokens = shared
-        value, grads = jax.value_and_grad(
-            lambda params: -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens
-        )(params)
+
+        def loss(params: Params) -> jax.Array:
+            return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens * loss_scale
+
+        value, grads = jax.value_and_grad(loss)(params)
         return {"loss": Sum(value), "gradient": Sum(grads)}, ()
 
     shared = params, jnp.sum(rows.completion_mask)
     stacked = (jax.tree.map(lambda x: x[None], rows),)
     sums, _ = accumulate(gradient, shared, stacked, jnp.ones(1, jnp.int32), mesh=mesh)
-    value = sums["loss"].value()
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), sums["gradient"].value(), params)
+    value = sums["loss"].value() / loss_scale
+    grads = jax.tree.map(lambda g, p: (g / loss_scale).astype(p.dtype), sums["gradient"].value(), params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
 

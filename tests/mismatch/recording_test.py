@@ -46,6 +46,37 @@ def test_mask_entropy_and_lag_columns(tmp_path):
     assert found.pairs.lags.tolist() == [3, 3] and found.rows == 2
 
 
+def test_advantages_are_read_or_made_from_rewards_and_groups(tmp_path):
+    columns = Columns("ids", "train", "rollout", advantage="adv")
+    rows = [_ROW | {"adv": each} for each in (-0.5, [0.0, 1.5, 1.5], 0)]
+    assert _read(tmp_path, rows, columns).pairs.advantages.tolist() == [-0.5, 1.5, 0.0]
+    columns = Columns("ids", "train", "rollout", reward="r", group="uid")
+    rows = [
+        _ROW | {"r": r, "uid": uid} for r, uid in ((1, "a"), (0.1, "b"), (0, "a"), (0.1, "b"), (0.1, "b"), (0, "a"))
+    ]
+    # Means 1/3 and 0.1; equal rewards have no advantage, whatever their mean rounds to.
+    expected = np.array([2 / 3, 0, -1 / 3, 0, 0, -1 / 3], np.float32)
+    np.testing.assert_allclose(_read(tmp_path, rows, columns).pairs.advantages, expected, rtol=1e-6)
+    # Where rows are left out, a group's mean is still that of all of its rows.
+    kept = _read(tmp_path, rows, columns, max_tokens=9).pairs
+    np.testing.assert_allclose(kept.advantages, expected[::2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cell", "columns", "message"),
+    [
+        ({"adv": [0.5, 1.0, 0.5]}, {"advantage": "adv"}, "adv is .*must be one finite number for the completion"),
+        ({"adv": None}, {"advantage": "adv"}, "adv is None, must be one finite number"),
+        ({"r": 1, "uid": [3]}, {"reward": "r", "group": "uid"}, "uid is .*must be a whole number or text"),
+        ({"r": 1}, {"reward": "r", "group": "uid"}, "no column 'uid' .--group-column."),
+    ],
+)
+def test_a_wrong_advantage_is_one_line(cell, columns, message, tmp_path):
+    with pytest.raises(UserError, match=message) as caught:
+        _read(tmp_path, [_ROW | cell], Columns("ids", "train", "rollout", **columns))
+    assert "\n" not in str(caught.value)
+
+
 def test_memory_is_bounded_and_rows_are_kept_evenly(tmp_path):
     rows = [{"ids": [n] * 10, "train": [-1.0] * 10, "rollout": [-1.0] * 10} for n in range(100)]
     found = _read(tmp_path, rows, max_tokens=300)

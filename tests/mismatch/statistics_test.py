@@ -10,7 +10,7 @@ from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import mismatch_statistics
 from dcmdp_jax.mismatch import breakdown
 from dcmdp_jax.mismatch.pairs import make_pairs
-from dcmdp_jax.mismatch.remedies import effects
+from dcmdp_jax.mismatch.remedies import effects, not_computed
 from dcmdp_jax.mismatch.statistics import measure
 from dcmdp_jax.mismatch.tolerance import recommend
 
@@ -131,6 +131,18 @@ def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
     assert math.isnan(recommend(0.1, None, "stale weights").tolerance)
     assert "stale weights" in recommend(0.1, None, "stale weights").reasoning
     assert math.isnan(recommend(0.0, None, None).tolerance)
+
+
+def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_them():
+    assert "off_policy_mask" not in [effect.name for effect in effects(_FIVE)]
+    assert not_computed(_FIVE) == ["off_policy_mask"]
+    # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
+    pairs = make_pairs(
+        [np.array([1, 2]), np.array([3])], [np.array([-2.0, -3.0]), np.array([-4.0])],
+        [np.array([-1.0, -2.0]), np.array([-3.0])], advantages=[-0.5, 0.5],
+    )  # fmt: skip
+    found = {effect.name: effect for effect in effects(pairs)}["off_policy_mask"]
+    assert found.dropped == pytest.approx(2 / 3) and not_computed(pairs) == []
 
 
 def test_effects_of_corrections_by_hand():

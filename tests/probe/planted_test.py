@@ -8,8 +8,11 @@ import pytest
 
 from dcmdp_jax.mismatch.analysis import analyse
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.probe import rescoring
 from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
 from dcmdp_jax.probe.engines import Sampled, sample
+from dcmdp_jax.probe.lifting import lift
+from dcmdp_jax.probe.specs import parse_spec
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
@@ -96,6 +99,40 @@ def test_quantization_is_named_by_what_is_quantised(settings, cause, name):
     engine = local(**settings)
     finding = named(engine, sampled(engine), compute=settings.get("compute_dtype", "float32"))[0]
     assert finding.cause == cause and finding.evidence[0].startswith(f"Scoring with {name}")
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause", "said"),
+    [
+        (
+            "local:exact,cache=fp8",
+            "quantized_cache",
+            "The engine's key-value cache is fp8. Without it, as local:exact,",
+        ),
+        ("local:int8", "quantized_weights", "The engine's weights are int8. Without it, as local:float32,"),
+    ],
+)
+def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engine, cause, said, monkeypatch):
+    monkeypatch.setattr(rescoring, "_EMULATED", ())
+    spec = parse_spec(engine)
+
+    def build(spec):
+        return local(precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache)
+
+    first = build(spec)
+    found = sampled(first)
+    setup = Setup(CONFIG, params(), PROMPTS, 1.0, settings=spec.costs)
+    pair = {"engine": first, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
+    measured = compare("pair", {}, found, pair, setup, rescore=True)
+    lifted = lift(spec, build, PROMPTS, found, measured.pairs, temperature=1.0)
+    finding = analyse(dataclasses.replace(measured, lifted=lifted)).findings[0]
+    assert finding.cause == cause and finding.evidence[0].startswith(said)
+    assert finding.evidence[0].endswith("100% of the mismatch is gone.")
+    # Without that measurement the settings are all there is.
+    assert analyse(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
+    # A setting that changes nothing is not blamed.
+    innocent = [dataclasses.replace(each, share=0.02) for each in lifted]
+    assert analyse(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])

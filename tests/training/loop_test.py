@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.training.loop import prompt_order
 from tests.run_invariants import contradictions
 from tests.waiting import HANGS_S, wait_until
 
@@ -95,8 +94,16 @@ def _wait_for_checkpoint(run_dir, step, process):
     assert checkpoint.is_dir(), process.communicate()[0]
 
 
+def _meta(run_dir, step):
+    return json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())
+
+
 def _digests(run_dir, step):
-    return json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())["digests"]
+    return _meta(run_dir, step)["digests"]
+
+
+def _prompts_taken(run_dir, step):
+    return _meta(run_dir, step)["prompts_taken"]
 
 
 def _scores(run_dir):
@@ -248,13 +255,29 @@ def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(environment, tmp_p
     assert log.read_text().count("Traceback (most recent call last)") == 1 and "in _pack" in log.read_text()
 
 
-def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
-    whole = prompt_order(10, seed=3, first=0, count=40)
-    for epoch in range(4):
-        assert sorted(whole[10 * epoch : 10 * epoch + 10]) == list(range(10))
-    assert not np.array_equal(whole[:10], whole[10:20])
-    np.testing.assert_array_equal(prompt_order(10, seed=3, first=7, count=9), whole[7:16])
-    assert not np.array_equal(prompt_order(10, seed=4, first=0, count=40), whole)
+def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(environment, tmp_path, whole):
+    """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had come to."""
+    settings = (
+        "--config.training.steps=4", "--config.checkpoint.every_steps=1", "--config.evaluation.every_steps=0",
+        "--config.checkpoint.keep_last=9", "--config.algorithm.drop_equal_groups=true",
+        "--config.algorithm.refill_rounds=2",
+    )  # fmt: skip
+    _finish(_start(environment, tmp_path / "run", *settings))
+    records = _records(tmp_path / "run")
+    assert contradictions(tmp_path / "run") == []
+    assert max(record["rollout/refill_rounds"] for record in records.values()) in (1, 2)
+    taken = np.cumsum([record["rollout/sampled_prompts"] for _, record in sorted(records.items())])
+    assert _prompts_taken(tmp_path / "run", 4) == taken[-1] > 4 * 4
+    assert _prompts_taken(whole[0], 4) == 4 * 4
+
+    broken = tmp_path / "broken"
+    process = _start(environment, broken, *settings)
+    _wait_for_checkpoint(broken, 2, process)
+    process.kill()
+    process.communicate()
+    _finish(_start(environment, broken, *settings))
+    assert _records(broken) == records
+    assert _digests(broken, 4) == _digests(tmp_path / "run", 4)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout")

@@ -71,7 +71,7 @@ def _programs(settings, mini_batches, mesh, compute, exact):
 
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None, shared=False,
+    exact=False, rollout=None, dropped=None, ref_params=None, shared=False, noise_floors=None,
 ):  # fmt: skip
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
 
@@ -85,8 +85,10 @@ def _run(
     create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, _params()))
     history = []
-    for _ in range(steps):
+    for number in range(steps):
         used = rescore(state.params, batch)[0] if exact else batch
+        if noise_floors:
+            used = used._replace(noise_floor=np.float32(noise_floors[number]))
         state, metrics = step(state, used, ref_params)
         history.append({k: np.asarray(v) for k, v in metrics.items()})
     return state, history, step
@@ -481,6 +483,16 @@ def test_measured_tolerance_serves_the_steps_after_it():
     assert history[3]["dual/multiplier"] == pytest.approx(max(0.4 + third - measured, 0), rel=1e-5)
     assert history[2]["dual/violation"] == pytest.approx(third - measured, abs=1e-7)
     assert state.dual.window.shape == (3,)
+
+
+def test_measured_tolerance_is_not_below_the_noise_floor():
+    """A floor above the mean counts in its place, one below does not, and one after the first steps has no effect."""
+    settings = dataclasses.replace(ALGORITHM, tolerance_steps=2, tolerance_quantile=1.0, tolerance=0.05)
+    _, history, _ = _run(settings=settings, steps=3, mini_batches=1, noise_floors=(0.0, 1e-6, 9.0))
+    measured = max(float(metrics["discrepancy/mean"]) for metrics in history[:2])
+    assert history[2]["dual/tolerance"] == np.float32(measured)
+    _, history, _ = _run(settings=settings, steps=4, mini_batches=1, noise_floors=(measured + 0.1, 0.0, 9.0, 9.0))
+    assert history[2]["dual/tolerance"] == history[3]["dual/tolerance"] == np.float32(measured + 0.1)
 
 
 def test_update_that_is_not_finite_is_skipped_and_counted():

@@ -49,6 +49,12 @@ class Grades:
     unparsed: int
 
 
+def merge_grades(parts: Sequence[Grades]) -> Grades:
+    """The grades of several batches as those of one, in order."""
+    counts = np.sum([[part.errors, part.timeouts, part.over_budget, part.unparsed] for part in parts], axis=0)
+    return Grades(np.concatenate([part.rewards for part in parts]), *counts.tolist())
+
+
 class Verifier:
     """Grades completions with a pool of worker processes, started when first needed.
 

@@ -32,7 +32,7 @@ class Program:
 
     Attributes:
         config: the model.
-        compute_dtype: "float32" or "bfloat16", of activations and products.
+        compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
         cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
         mesh: one axis, "rows": rows are data-parallel, weights are replicated.
     """

@@ -61,8 +61,8 @@ class LocalEngine:
 
         Args:
             config: the model.
-            precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "int8", "fp8".
-            compute_dtype: "float32" or "bfloat16", of activations and products.
+            precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "float16", "int8", "fp8".
+            compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
             kv_cache_dtype: "auto" (the compute dtype) or "fp8" (float8_e4m3fn, scale 1).
             max_total_tokens: longest prompt with its completion.
             prompt_buckets: lengths that prompts are padded to; empty: powers of two from 16. The longest is the longest
@@ -80,7 +80,7 @@ class LocalEngine:
             ValueError: for a setting out of range, naming it.
         """
         _allowed("precision", precision, PRECISIONS)
-        _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16"))
+        _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16", "float16"))
         _allowed("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
         devices = np.asarray(jax.local_devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
         if cache_block is None:

@@ -17,7 +17,7 @@ from dcmdp_jax.models.decoder import fuse_projections, output_kernel
 from dcmdp_jax.models.params import quantized_leaves
 from dcmdp_jax.types import Params
 
-PRECISIONS = ("exact", "float32", "bfloat16", *quantize.PRECISIONS)
+PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)
 
 
 def _cast(tree: Params, precision: str) -> Params:
@@ -64,7 +64,8 @@ def convert(params: Params, config: ModelConfig, precision: str) -> Params:
     Args:
         params: as returned by `params.init_params`.
         config: the model.
-        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "int8" or "fp8" (`quantize.quantize_kernel`).
+        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", "int8" or "fp8"
+            (`quantize.quantize_kernel`).
 
     Returns:
         New arrays. None aliases `params`, whose buffers may be donated afterwards.

@@ -1,0 +1,56 @@
+"""The runs behind docs/evidence.md: every remedy on one policy under strain, and DC-GRPO's constants.
+
+    python -m bin.sweep --study=configs/studies/evidence.py              embedded engine: FP8 weights and FP8 cache
+    python -m bin.sweep --study=configs/studies/evidence.py:vllm         vLLM: BF16, FP8 cache
+    python -m bin.sweep --study=configs/studies/evidence.py:ablations    lambda_0, eta and c of DC-GRPO, embedded engine
+
+The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is the paper's 0.0037.
+docs/evidence.md has the commands with the policy that all runs start from.
+"""
+
+from collections.abc import Mapping
+
+from configs.studies.base import DEMO, SEEDS
+from configs.studies.remedies import VLLM, remedy_arms
+from dcmdp_jax.studies.study import Arm, Study
+
+_STRAIN = {
+    "optimizer.learning_rate": 5e-4,
+    "training.prompts_per_mini_batch": 12,
+    "algorithm.tolerance": 0.0037,
+    "evaluation.every_steps": 20,
+}
+_FP8_CACHE = {"rollout.kv_cache_dtype": "fp8"}
+# The demo's lambda_0, eta and c of this study, each halved or doubled and more.
+_ABLATIONS = {
+    "dc_grpo": {},
+    "lambda_0=0": {"algorithm.multiplier": 0.0},
+    "lambda_0=1": {"algorithm.multiplier": 1.0},
+    "eta=5": {"algorithm.dual_learning_rate": 5.0},
+    "eta=500": {"algorithm.dual_learning_rate": 500.0},
+    "c=0.00185": {"algorithm.tolerance": 0.00185},
+    "c=0.0074": {"algorithm.tolerance": 0.0074},
+}
+
+
+def get_study(arg: str = "") -> Study:
+    if arg == "vllm":
+        arms = {name: arm for name, arm in remedy_arms(VLLM, {}, DEMO).items() if arm.config == VLLM}
+        return Study("Remedies under strain, vLLM with an FP8 cache", _strained(arms), "grpo", SEEDS)
+    if arg == "ablations":
+        arms = {name: Arm(DEMO, changes) for name, changes in _ABLATIONS.items()}
+        return Study("Constants of DC-GRPO under strain, embedded FP8 engine", _strained(arms), "dc_grpo", SEEDS[:3])
+    if arg:
+        raise ValueError(f"study argument {arg!r}: allowed are vllm, ablations")
+    return Study("Remedies under strain, embedded FP8 engine", _strained(remedy_arms(DEMO, {}, DEMO)), "grpo", SEEDS)
+
+
+def _strained(arms: Mapping[str, Arm]) -> dict[str, Arm]:
+    """The arms under strain. An embedded FP8 engine gets an FP8 cache; the exact control must have none."""
+    return {
+        name: Arm(
+            arm.config,
+            {**_STRAIN, **(_FP8_CACHE if arm.config == DEMO and name != "exact" else {}), **arm.settings},
+        )
+        for name, arm in arms.items()
+    }

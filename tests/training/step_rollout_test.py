@@ -1,0 +1,133 @@
+"""Prompts and completions of a step: the order of prompts, and dynamic sampling with known rewards."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.rewards.scoring import BatchScores
+from dcmdp_jax.rollout.episode import single_turn
+from dcmdp_jax.training import step_rollout
+from dcmdp_jax.training.host_metrics import PhaseTimer
+from dcmdp_jax.training.step_rollout import StepRollouts, prompt_order
+
+_GROUP = 2
+
+
+def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
+    whole = prompt_order(10, seed=3, first=0, count=40)
+    for epoch in range(4):
+        assert sorted(whole[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert not np.array_equal(whole[:10], whole[10:20])
+    np.testing.assert_array_equal(prompt_order(10, seed=3, first=7, count=9), whole[7:16])
+    assert not np.array_equal(prompt_order(10, seed=4, first=0, count=40), whole)
+
+
+class _Engine:
+    """Samples the problem's number as the only token of each completion, and the member as its log-prob."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, sampling, *, seed, step):
+        self.calls.append((len(prompts), seed, step))
+        for group, prompt in enumerate(prompts):
+            yield [
+                single_turn(
+                    prompt, prompt, np.array([-0.1 * member], np.float32), policy_version=step, group=group,
+                    member=member, finish_reason="stop",
+                )
+                for member in range(sampling.group_size)
+            ]  # fmt: skip
+
+
+class _Scoring:
+    """Members of even problems get rewards 0 and 1, those of odd ones both 1."""
+
+    def __init__(self, scorer, tokenizer, problems):
+        self.answers = [str(problem) for problem in problems]
+        self._problems = problems
+
+    def begin(self, rows, completion_ids):
+        pass
+
+    def finish(self, on_wait):
+        totals = [
+            1.0 if problem % 2 else float(place % _GROUP) for place, problem in enumerate(self._problems)
+        ]  # fmt: skip
+        totals = np.array(totals, np.float32)
+        return self.answers, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
+
+
+@dataclasses.dataclass
+class _Named:
+    """Attributes by name."""
+
+    values: dict
+
+    def __getattr__(self, name):
+        return self.values[name]
+
+
+def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
+    monkeypatch.setattr(step_rollout, "BatchScoring", _Scoring)
+    config = _Named({
+        "training": _Named({"prompts_per_step": wanted, "seed": 5}),
+        "algorithm": _Named({"refill_rounds": rounds}), "rollout": _Named({"on_non_finite": "error"}),
+    })  # fmt: skip
+    ids = [np.array([i], np.int32) for i in range(problems)]
+    plan = _Named({
+        "config": config, "tokenizer": None, "sampling": _Named({"group_size": _GROUP}),
+        "train": _Named({"problems": list(range(problems)), "token_ids": ids}),
+    })  # fmt: skip
+    engine = _Engine()
+    return StepRollouts(plan, engine, None).sample(7, first, PhaseTimer(), lambda: None), engine.calls
+
+
+def test_without_rounds_the_batch_is_the_next_problems(monkeypatch):
+    rollout, calls = _sample(monkeypatch, problems=20, wanted=6, rounds=0, first=12)
+    order = prompt_order(20, seed=5, first=12, count=6)
+    np.testing.assert_array_equal(rollout.problems, order)
+    np.testing.assert_array_equal(rollout.rows, np.arange(12))
+    assert calls == [(6, 5, 7)]
+    assert [int(episode.token_ids[0]) for episode in rollout.episodes] == np.repeat(order, 2).tolist()
+    np.testing.assert_array_equal(rollout.differing, order % 2 == 0)
+
+
+def test_rounds_replace_equal_groups_by_the_next_problems_of_the_stream(monkeypatch):
+    rollout, calls = _sample(monkeypatch, problems=40, wanted=6, rounds=9, first=3)
+    stream = prompt_order(40, seed=5, first=3, count=40)
+    np.testing.assert_array_equal(rollout.problems, stream[: len(rollout.problems)])
+    # The first six even problems of the stream, in its order.
+    np.testing.assert_array_equal(rollout.problems[rollout.groups], stream[stream % 2 == 0][:6])
+    assert [int(rollout.episodes[row].token_ids[0]) for row in rollout.rows[::2]] == stream[stream % 2 == 0][
+        :6
+    ].tolist()
+    assert [episode.group for episode in rollout.episodes[::2]] == list(range(len(rollout.problems)))
+    np.testing.assert_array_equal(rollout.scores.totals[rollout.rows], [0, 1] * 6)
+    # Powers of two, or the whole batch; a round draws from a seed of its own.
+    assert all(count in (1, 2, 4, 6) for count, _, _ in calls) and calls[0] == (6, 5, 7)
+    assert len({seed for _, seed, _ in calls}) == len(calls) == rollout.rounds > 1
+    assert sum(count for count, _, _ in calls) == len(rollout.problems)
+    metrics = rollout.dynamic_metrics()
+    odd = np.mean(rollout.problems % 2)
+    assert metrics["reward/all_equal_groups"] == pytest.approx(odd)
+    # Half of an even problem's completions are right, all of an odd one's.
+    assert metrics["reward/mean"] == pytest.approx(0.5 + 0.5 * odd)
+    assert metrics["rollout/sampled_prompts"] == len(rollout.problems) and metrics["rollout/unfilled_groups"] == 0
+    assert metrics["rollout/refill_rounds"] == len(calls) - 1
+
+
+def test_what_no_round_could_fill_stays_in_the_batch_and_is_counted(monkeypatch):
+    # One problem, an odd one after `1 +`: no group ever differs.
+    monkeypatch.setattr(step_rollout, "prompt_order", lambda *_, count, **__: np.ones(count, int))
+    rollout, calls = _sample(monkeypatch, problems=2, wanted=4, rounds=3)
+    assert [count for count, _, _ in calls] == [4, 4, 4, 4]
+    np.testing.assert_array_equal(rollout.groups, range(4))
+    assert rollout.dynamic_metrics()["rollout/unfilled_groups"] == 4
+
+
+def test_a_group_differs_by_its_usable_completions_alone():
+    rewards = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
+    usable = np.array([[True, True], [True, False], [True, True], [False, False]])
+    assert step_rollout._differ(rewards, usable).tolist() == [True, False, False, False]
