@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: the completions of a step with their rewards, and evaluations."""
+"""Data that the processes of a run exchange: the completions of a step with their rewards, and evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be the same on every host of a run: settings, code, libraries, devices, data and weight files."""
+"""Facts that must be the same on every host of a run: settings, code, libraries, devices, data and weight files."""
 
 from __future__ import annotations
 
