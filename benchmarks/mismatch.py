@@ -102,13 +102,13 @@ def noise_floor(engine: VllmEngine, episodes: list[Episode]) -> float:
             "seeds": request_seeds(0, 0, np.array([row])),
         }
         sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": TOKENS, "stop_token_ids": []}
-        (answer,) = engine._supervisor.run(
-            lambda sidecar, arrays=arrays, sampling=sampling: [
-                message.arrays
-                for message in sidecar.stream("generate", {"sampling": sampling}, arrays, answer="generated")
-                if message.arrays
-            ]
-        )
+        sidecar = engine._replicas[0].supervisor.sidecar
+        header = {"sampling": sampling, "sleep_level": 0}
+        (answer,) = [
+            message.arrays
+            for message in sidecar.stream("generate", header, arrays, answer="generated")
+            if message is not None and message.arrays
+        ]
         # Where rounding tips a token over, what follows is another completion.
         same = np.cumprod(answer["token_ids"] == episode.completion_ids).astype(bool)
         together.append(episode.rollout_logprobs[episode.sampled_mask][same])

@@ -85,17 +85,18 @@ def _push_times(param_dtype: str, repeats: int) -> dict[str, list[float]]:
     params = jax.block_until_ready(init_params(config, jax.random.key(0), param_dtype))
     with tempfile.TemporaryDirectory() as directory:
         engine = sidecar(config, directory, precision="bfloat16", probe=True)
-        size = engine._bridge.num_bytes
+        size = engine._weights.num_bytes
         source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-        probe = engine._probe
+        weights = engine._weights
+        probe = weights.probe
 
         def push_with(wanted: Probe | None, version: int) -> None:
-            engine._probe = wanted
+            weights.probe = wanted
             engine.push_weights(params, version)
 
         calls = {
             f"memcpy of {size / 1e9:.2f} GB": lambda version: np.copyto(target, source),
-            "publish, with checksums": lambda version: engine._bridge.publish(params, engine._segments[0], version),
+            "publish, with checksums": lambda version: weights.bridge.publish(params, weights.segments[0], version),
             "push without the probe": lambda version: push_with(None, version),
             "push": lambda version: push_with(probe, version),
         }
@@ -126,7 +127,7 @@ def client(repeats: int) -> None:
                 kv_cache_dtype="auto", max_total_tokens=TOTAL, max_rows=ROWS, cpu=True, available=available_bytes(),
             )  # fmt: skip
             request = {
-                "environment": launch.environment(SETTINGS, cpu=True),
+                "environment": launch.environment(SETTINGS, "cpu"),
                 "llm": arguments,
                 "tokens": NEW_TOKENS,
                 "prompts": [ids.tolist() for ids in asked for _ in range(GROUP)],

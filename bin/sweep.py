@@ -4,10 +4,12 @@
     python -m bin.sweep --study=configs/studies/methods.py:paper                 the paper's constants
     python -m bin.sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
     python -m bin.sweep --study=... --dry_run                                    list the runs and stop
+    python -m bin.sweep --study=... --redraw=docs/evidence/embedded.jsonl.gz     tables and figures of kept metrics
 
 Each run is `python -m bin.train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
-that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has results.md, results.json
-and figures/ of the finished runs. docs/paper.md lists the studies.
+that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has of the finished runs
+results.md, results.json, figures/ and metrics.jsonl.gz, which is small and enough to draw the others again.
+docs/paper.md lists the studies.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.study_figures import draw_curves, draw_differences
+from dcmdp_jax.studies.kept_metrics import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.studies.results import (
     MEASURES,
     Table,
@@ -49,6 +52,7 @@ from dcmdp_jax.training.run_directory import check_run_directory
 _OVERRIDE = "--config."
 _FINISHED = "finished.json"
 _EVALUATION = "evaluation.json"
+_METRICS = "metrics.jsonl.gz"
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT}
 _DPI = 130
 # File stem: heading, unit, metric.
@@ -113,6 +117,11 @@ def main(argv: list[str]) -> int:
     if arguments.seeds is not None:
         study = Study(study.title, study.arms, study.baseline, arguments.seeds, study.evaluation)
     out = arguments.out or Path("runs") / "studies" / _directory_name(arguments.study)
+    if arguments.redraw is not None:
+        if overrides or arguments.seeds is not None or arguments.dry_run:
+            raise UserError("--redraw: the metrics are kept already; leave out --seeds, --dry_run and --config.*")
+        _write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), [], [], out)
+        return 0
     runs, configs = _resolve(study, out, overrides)
     if arguments.dry_run:
         for run in runs:
@@ -141,6 +150,7 @@ def _parser() -> Parser:
     parser.add_argument("--seeds", type=_seeds, metavar="N,N,...", help="default: the study's own")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
     parser.add_argument("--dry_run", action="store_true", help="check every config, list the runs, and stop")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw the metrics.jsonl.gz of a study; run nothing")
     return parser
 
 
@@ -226,14 +236,21 @@ def _compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun],
     series: Table = {
         arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm} for arm in study.arms
     }
+    evaluated = [run.directory / _EVALUATION for run in finished if (run.directory / _EVALUATION).exists()]
+    _write_results(study, series, notes, evaluated, out)
+    if finished:
+        write_kept_metrics(out / _METRICS, series)
+
+
+def _write_results(study: Study, series: Table, notes: Sequence[str], evaluated: Sequence[Path], out: Path) -> None:
     text = tables(study.title, series, study.baseline, notes)
-    if evaluated := [run.directory / _EVALUATION for run in finished if (run.directory / _EVALUATION).exists()]:
+    if evaluated:
         text += f"\n```\n{format_comparison([read_scores(path) for path in evaluated])}\n```\n"
     print(text)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.md").write_text(text, encoding="utf-8")
     write_json(out / "results.json", record(study.title, series, study.baseline, notes))
-    if finished:
+    if any(series.values()):
         print(f"wrote {out}/results.md, results.json and {_draw(study, series, out / 'figures')}/*.png")
 
 

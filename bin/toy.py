@@ -139,7 +139,10 @@ def _check(sides: dict[str, list[ToyRow]], budgets: tuple[float, ...]) -> None:
             ):
                 raise ToyFailed(f"{sided}-sided, C = {budget:g}: a6 is not ordered diff > log > ratio: {shares}")
             ordered.append(f"{sided}-sided C = {budget:g}")
-    print(f"check: a6 is ordered diff > log > ratio at every budget that all three meet: {', '.join(ordered)}")
+    where = (
+        f"every budget that all three meet: {', '.join(ordered)}" if ordered else "no budget: none is met by all three"
+    )
+    print(f"check: a6 is ordered diff > log > ratio at {where}")
 
 
 if __name__ == "__main__":

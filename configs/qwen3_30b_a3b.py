@@ -3,7 +3,7 @@
     python -m bin.train --config=configs/qwen3_30b_a3b.py --config.mesh.expert=8 \\
         --config.rollout.vllm.tensor_parallel_size=4                                     BF16 training, BF16 rollout
     ... --config=configs/qwen3_30b_a3b.py:grpo ...                                       the baseline
-    ... --config.rollout.precision=fp8_per_block ...                                     FP8 weights in vLLM
+    ... --config.rollout.precision=fp8 ...                                               FP8 rollout (W8A8)
 
 `models/Qwen3-30B-A3B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-30B-A3B --local-dir
 models/Qwen3-30B-A3B`. The paper used 4 x 8 GPUs with tensor parallelism 2 and expert parallelism 8, and vLLM with

@@ -2,16 +2,16 @@
 
     python -m bin.train --config=configs/qwen3_8b.py                                     BF16 training, BF16 rollout
     python -m bin.train --config=configs/qwen3_8b.py:grpo                                the baseline
-    python -m bin.train --config=configs/qwen3_8b.py --config.rollout.precision=fp8      weight-only FP8 emulation
+    python -m bin.train --config=configs/qwen3_8b.py:fp8                                 FP8 rollout, with vLLM
+    python -m bin.train --config=configs/qwen3_8b.py:fp8,grpo                            its baseline
 
 `models/Qwen3-8B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`. The
 paper used 8 GPUs and vLLM. It reports, as the average over six benchmarks: BF16 GRPO 67.3, DC-GRPO 71.0; FP8 rollout
 GRPO 64.7, DC-GRPO 68.1. This project has not run the config at full size.
 
-`rollout.precision=fp8` is not the FP8 of the paper's Table 2, which is FP8 inference in vLLM: weights and activations
-(W8A8). It is an emulation in the embedded engine: FP8 weights, BF16 activations and products. Every compiled program
-dequantizes all weights to BF16 first, so it needs more memory than BF16. The nearest to the paper is
-`rollout.engine=vllm` with `rollout.precision=fp8_per_block`, which has not run on a GPU.
+`:fp8` is the FP8 of the paper's Table 2: vLLM with FP8 weights and activations (W8A8). It needs GPUs with vLLM and was
+not run. Without `:fp8` the embedded engine samples; its own `rollout.precision=fp8` is an emulation: FP8 weights, BF16
+activations and products.
 
 `:debug` runs the same code at toy size on a CPU.
 """
@@ -31,4 +31,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.algorithm.tolerance = 0.0037
     config.algorithm.dual_learning_rate = 1.0
     config.rollout.max_completion_tokens = 8192
-    return base.with_options(config, arg)
+    options = [option for option in arg.split(",") if option]
+    if "fp8" in options:
+        config.run_dir += "_fp8"
+        config.rollout.engine, config.rollout.precision = "vllm", "fp8"
+    return base.with_options(config, ",".join(option for option in options if option != "fp8"))

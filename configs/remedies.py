@@ -35,7 +35,13 @@ REMEDIES = {
     "drpo": _ROLLOUT | {"trust_region": "drpo", "clip_low": 0.2, "clip_high": 0.2},
     "gspo": {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "dual_clip": {"dual_clip": 3.0},
-    "dapo": {"aggregation": "token_mean", "clip_high": 0.28, "overlong_buffer": 8, "drop_equal_groups": True},
+    "dapo": {
+        "aggregation": "token_mean",
+        "clip_high": 0.28,
+        "overlong_buffer": 8,
+        "drop_equal_groups": True,
+        "refill_rounds": 9,
+    },
 }
 
 

@@ -173,7 +173,7 @@ def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM has one dtype for "
             f"weights and activations, set both alike"
         )
-    if precision in ("int8", "fp8_per_block") and dtype != "bfloat16":
+    if precision in ("int8", "fp8", "fp8_per_block") and dtype != "bfloat16":
         raise UserError(
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM computes "
             "quantised layers in bfloat16, set that"

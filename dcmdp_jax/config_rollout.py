@@ -23,17 +23,28 @@ class VllmSettings:
     tensor_parallel_size: int = setting(
         1, "Devices that each layer is split over.", unit="devices", minimum=1, limit=(1024, "each is a device")
     )
+    replicas: int = setting(
+        1, "Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt p goes to replica p mod "
+        "replicas; all load one copy of the weights.",
+        unit="sidecars", minimum=1, limit=(1024, "each is an engine with devices of its own"), free=True,
+    )  # fmt: skip
     visible_devices: str = setting(
-        "", "CUDA_VISIBLE_DEVICES of the sidecar, for GPUs of its own. Empty: the trainer's, shared.", free=True
+        "", "CUDA_VISIBLE_DEVICES of the sidecars, for GPUs of their own. Empty: the trainer's, shared.", free=True
     )
     memory_share: float = setting(
         0.4, "Share of each of its GPUs. On a shared GPU the trainer gets the rest less a tenth.", source="ours",
         minimum=0.01, maximum=1, free=True,
     )  # fmt: skip
+    sleep: int = setting(
+        0,
+        "vLLM's sleep mode, which leaves shared GPUs to the trainer while nothing is sampled. 0: off. 1: weights move "
+        "to host memory. 2: weights are dropped, and loaded again. Frees nothing in the CPU build.",
+        source="ours", minimum=0, maximum=2, free=True,
+    )  # fmt: skip
     kv_cache_gib: float = setting(
         0.0,
-        "Size of the key-value cache. 0: what memory_share leaves on a GPU; what max_rows need on a CPU, at most a "
-        "third of the free memory.",
+        "Size of each replica's key-value cache. 0: what memory_share leaves on a GPU; what max_rows need on a CPU, at "
+        "most a third of the free memory.",
         unit="GiB", minimum=0, limit=(65536, "64 TiB"), free=True,
     )  # fmt: skip
     cpu_threads: int = setting(
@@ -59,6 +70,20 @@ class VllmSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalSettings:
+    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over split rows."""
+
+    tensor: int = setting(
+        1, "Devices that heads, MLP, vocabulary and cache are split over; divides the key-value heads.", unit="devices",
+        minimum=1, limit=(1024, "each is a device"), free=True,
+    )  # fmt: skip
+    expert: int = setting(
+        1, "Devices that the experts of each layer are split over.", unit="devices", minimum=1,
+        limit=(1024, "each is a device"), free=True,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutSettings:
     """The inference engine and the distribution it samples from."""
 
@@ -69,11 +94,12 @@ class RolloutSettings:
     precision: str = setting(
         "bfloat16",
         "Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is 0. int8, fp8 "
-        "of the local engine: weights alone, quantised per output channel at each push and dequantised in each "
-        "program; an emulation that needs more memory than bfloat16. int8 of vLLM: W8A8, per channel and token.",
+        "of the local engine: weights alone, quantised per output channel at each push; products are in compute_dtype, "
+        "and a CPU dequantises all weights in each program, which takes more memory than bfloat16. int8 of vLLM: W8A8, "
+        "per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; fp8_per_block: per block of 128.",
         engine_choices={
             "local": ("exact", "float32", "bfloat16", "float16", "int8", "fp8"),
-            "vllm": ("float32", "float16", "bfloat16", "int8", "fp8_per_block"),
+            "vllm": ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_per_block"),
         },
     )  # fmt: skip
     compute_dtype: str = setting(
@@ -110,4 +136,5 @@ class RolloutSettings:
         "and counts it.",
         choices=("error", "drop"), free=True,
     )  # fmt: skip
+    local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()

@@ -117,6 +117,15 @@ def test_the_papers_constants_of_the_8b_runs():
     assert config.evaluation.temperature == 0.7 and config.warmup.steps == 0
 
 
+def test_the_fp8_runs_of_the_8b_differ_by_the_engine_alone():
+    """Table 2 of the paper: vLLM with FP8 weights and activations. lambda_0 and c are those of the BF16 runs."""
+    changed = _changes(_config("qwen3_8b"), _config("qwen3_8b", "fp8"))
+    assert {name: value for name, (_, value) in changed.items()} == {
+        "run_dir": "runs/qwen3_8b_fp8", "rollout.engine": "vllm", "rollout.precision": "fp8",
+    }  # fmt: skip
+    assert set(_changes(_config("qwen3_8b", "fp8"), _config("qwen3_8b", "fp8,grpo"))) == {"run_dir", "algorithm.method"}
+
+
 def test_the_30b_runs_differ_from_the_8b_runs_by_model_engine_and_budget():
     """Section 6.1 of the paper: lambda_0 0.05 and c 0.0050 for Qwen3-30B-A3B."""
     changed = _changes(_config("qwen3_8b"), _config("qwen3_30b_a3b"))

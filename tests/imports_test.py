@@ -44,8 +44,8 @@ _MAY_IMPORT = {
     "dcmdp_jax.theory": set(),
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {
-        "dcmdp_jax.array_checksum", "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.rollout",
-        "dcmdp_jax.types",
+        "dcmdp_jax.array_checksum", "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.parallel",
+        "dcmdp_jax.rollout", "dcmdp_jax.types",
     },
     "dcmdp_jax.rollout.vllm": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
@@ -74,7 +74,7 @@ _MAY_IMPORT = {
     "dcmdp_jax.rollout.sidecar": {
         "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types",
     },
-    "dcmdp_jax.studies": {"dcmdp_jax.evaluation", "dcmdp_jax.observe"},
+    "dcmdp_jax.studies": {"dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.observe"},
     "dcmdp_jax.rollout.engines": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
@@ -100,7 +100,7 @@ _LIBRARIES = {
     "absl": (),
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.training.checkpoint",),
-    "flax": ("dcmdp_jax.models",),
+    "flax": ("dcmdp_jax.models", "dcmdp_jax.rollout.vllm.tpu_worker"),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
     "jinja2": ("dcmdp_jax.observe.html_page",),
@@ -110,7 +110,12 @@ _LIBRARIES = {
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.tasks",),
-    "torch": ("dcmdp_jax.probe.hugging_face", "dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
+    "torch": (
+        "dcmdp_jax.probe.hugging_face",
+        "dcmdp_jax.rollout.vllm.model_check",
+        "dcmdp_jax.rollout.vllm.received",
+        "dcmdp_jax.rollout.vllm.worker",
+    ),
     "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
     "msgpack": ("dcmdp_jax.rollout.sidecar.wire",),
     "httpx": ("dcmdp_jax.rollout.vllm",),

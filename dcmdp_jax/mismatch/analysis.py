@@ -159,9 +159,14 @@ def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
 
 
 def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColouredText, ...]:
-    """Half of them the completions of the largest mean, half those around the median."""
-    means = completion_means(pairs)
-    order = np.argsort(-means, kind="stable")
+    """Half of them the completions of the largest mean, half those around the median; equal ones once."""
+    means, bounds = completion_means(pairs), pairs.starts[1:]
+    alike = {
+        (ids.tobytes(), f"{mean:.3g}"): row
+        for row, (ids, mean) in reversed(list(enumerate(zip(np.split(pairs.token_ids, bounds), means, strict=True))))
+    }
+    rows = np.sort(np.fromiter(alike.values(), np.int64))
+    order = rows[np.argsort(-means[rows], kind="stable")]
     half = _TEXTS_SHOWN // 2
     middle = max(half, len(order) // 2 - half // 2)
     shown = []

@@ -15,6 +15,7 @@ TokenText = Callable[[int], str]
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 ENTROPY_EDGES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 _TOKENS_SHOWN = 20
+_MOST_ALIKE = 50
 _WORST_SHOWN = 20
 _CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 4
 
@@ -147,11 +148,20 @@ def growth(pairs: TokenPairs) -> Growth:
 
 
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
-    """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after it."""
+    """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after it.
+
+    Completions that are the same up to a token, as those of one prompt often are, show it once.
+    """
     delta, starts, completion = pairs.discrepancy, pairs.starts, pairs.completion
-    found = []
-    for index in np.argsort(-delta, kind="stable")[:_WORST_SHOWN].tolist():
+    found, seen = [], set()
+    for index in np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE].tolist():
         row = int(completion[index])
+        same = pairs.token_ids[starts[row] : index + 1].tobytes(), f"{delta[index]:.3g}"
+        if same in seen:
+            continue
+        if len(found) == _WORST_SHOWN:
+            break
+        seen.add(same)
         begin, end = int(starts[row]), int(starts[row] + pairs.lengths[row])
         spans = (
             (max(begin, index - _CONTEXT_BEFORE), index),

@@ -1,13 +1,24 @@
-"""Tokens that each correction of the loss would keep, weigh or drop."""
+"""Tokens that each remedy would keep, weigh or drop."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, USES_ADVANTAGES, Correction, SampledTokens, parameters
+from dcmdp_jax.algorithm.corrections import (
+    CORRECTIONS,
+    USES_ADVANTAGES,
+    Corrected,
+    Correction,
+    SampledTokens,
+    parameters,
+)
+from dcmdp_jax.algorithm.losses import TRUST_REGIONS
+from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.mismatch.pairs import TokenPairs
 
 _BLOCK_TOKENS = 1 << 16
@@ -15,11 +26,11 @@ _BLOCK_TOKENS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """Effect of a correction on these tokens.
+    """Effect of a remedy on these tokens.
 
     Attributes:
-        name: key of `CORRECTIONS`.
-        dropped: share of the tokens left out of the loss.
+        name: key of `CORRECTIONS` or `TRUST_REGIONS`.
+        dropped: share of the tokens without a gradient.
         weighted: share of the kept tokens whose weight is not 1.
         mean_weight: over the kept tokens; NaN if none is kept.
         smallest, largest: weight of a kept token; NaN if none is kept.
@@ -35,18 +46,35 @@ class Effect:
     discrepancy_dropped: float
 
 
+def _trust_region(tokens: SampledTokens, *, name: str, size: float) -> Corrected:
+    """A trust region around the engine's probabilities at the first update, where the policy is p: weight p / q."""
+    ratio = jnp.exp(clamped_log_ratio(tokens.old_logprobs, tokens.rollout_logprobs))
+    region = TRUST_REGIONS[name](
+        ratio, tokens.advantages, tokens.old_logprobs, tokens.rollout_logprobs, size, size
+    )  # fmt: skip
+    return Corrected(ratio, ~(region.low | region.high), jnp.zeros_like(region.low))
+
+
+# With the sizes of configs/remedies.py.
+_REGIONS = {
+    name: functools.partial(_trust_region, name=name, size=size) for name, size in (("dppo_tv", 0.2), ("dppo_kl", 0.05))
+}
+_REMEDIES = {
+    **{name: each for name, each in CORRECTIONS.items() if None not in parameters(name).values()},
+    **_REGIONS,
+}
+_NEED_ADVANTAGES = USES_ADVANTAGES | set(_REGIONS)
+
+
 def not_computed(pairs: TokenPairs) -> list[str]:
-    """Corrections that `effects` leaves out because they look at advantages, which these tokens have none of."""
-    return [name for name in _WITH_DEFAULTS if name in USES_ADVANTAGES] if pairs.advantages is None else []
+    """Remedies that `effects` leaves out because they look at advantages, which these tokens have none of."""
+    return [name for name in _REMEDIES if name in _NEED_ADVANTAGES] if pairs.advantages is None else []
 
 
-_WITH_DEFAULTS = {name: each for name, each in CORRECTIONS.items() if None not in parameters(name).values()}
-
-
-def effects(pairs: TokenPairs, corrections: Mapping[str, Correction] = _WITH_DEFAULTS) -> list[Effect]:
-    """The effect of every correction that has default constants, with these; see `not_computed`."""
-    known = {name for name in corrections if pairs.advantages is not None or name not in USES_ADVANTAGES}
-    return [_effect(name, correction, pairs) for name, correction in corrections.items() if name in known]
+def effects(pairs: TokenPairs, remedies: Mapping[str, Correction] = _REMEDIES) -> list[Effect]:
+    """The effect of every correction that has default constants, with these, and of DPPO; see `not_computed`."""
+    known = [name for name in remedies if pairs.advantages is not None or name not in _NEED_ADVANTAGES]
+    return [_effect(name, remedies[name], pairs) for name in known]
 
 
 def _effect(name: str, correction: Correction, pairs: TokenPairs) -> Effect:

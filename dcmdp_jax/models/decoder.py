@@ -31,6 +31,9 @@ HF_OUTPUT, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], the caller's cache)."""
 
+Reduce = Callable[[jax.Array], jax.Array]
+"""Adds the partial results of the devices that share the heads and the MLP of a layer."""
+
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
 
@@ -148,14 +151,21 @@ class Block(nnx.Module):
         self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
 
     def __call__(
-        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops, mesh: Mesh | None = None
+        self,
+        x: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        ops: Ops,
+        mesh: Mesh | None = None,
+        reduce: Reduce | None = None,
     ) -> tuple[jax.Array, Any, Aux]:
+        reduce = reduce or (lambda partial: partial)
         attended, cache = self.attention(self.attention_norm(x), rotary, attend, ops)
-        x = x + attended
+        x = x + reduce(attended)
         if isinstance(self.mlp, MLP):
-            return x + self.mlp(self.mlp_norm(x), ops), cache, {}
+            return x + reduce(self.mlp(self.mlp_norm(x), ops)), cache, {}
         y, aux = self.mlp(self.mlp_norm(x), ops, mesh)
-        return x + y, cache, aux
+        return x + reduce(y), cache, aux
 
 
 class Decoder(nnx.Module):
@@ -330,6 +340,7 @@ def apply_block(
     ops: Ops,
     *,
     mesh: Mesh | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[jax.Array, Any, Aux]:
     """Run one layer with the caller's attention, for training and for engines that keep a key-value cache.
 
@@ -341,13 +352,15 @@ def apply_block(
         attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
         ops: of the platform.
         mesh: see `moe.MoE`.
+        reduce: of a caller whose `shard_map` gives each device its own heads and its own part of the MLP; `config` is
+            then that of the part. Applied to the outputs of attention and MLP. None: each device has all of them.
 
     Returns:
         The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
     """
     mlp = layer_params["mlp"]
     graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
-    return _merge(graph, layer_params)(x, rotary, attend, ops, mesh)
+    return _merge(graph, layer_params)(x, rotary, attend, ops, mesh, reduce)
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:

@@ -228,12 +228,19 @@ def _expert_parallel(
 
     Devices along the expert axis gather each other's tokens, compute those of their own experts, and send back the
     sums. Nothing depends on where tokens go, so shapes are static and no token is dropped.
+
+    Within a `shard_map` over all axes the arguments are the device's own rows and experts; so is the result, of the
+    device's own part of the experts' width.
     """
     ways, tensor = mesh.shape[EXPERT], mesh.shape["tensor"]
     if num_experts % ways:
         raise UserError(f"mesh {EXPERT}: got {ways}, must be a divisor of the {num_experts} experts")
     own = num_experts // ways
-    width = "tensor" if tensor > 1 and kernels[-1].shape[1] % tensor == 0 else None
+    # A shard_map may surround this one: then only the axes that it left are to be mapped over.
+    around = jax.sharding.get_abstract_mesh()
+    free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
+    # Where a caller has mapped over tensor, it adds the parts of the width.
+    width = "tensor" if "tensor" in free and tensor > 1 and kernels[-1].shape[1] % tensor == 0 else None
 
     def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...]) -> jax.Array:
         if ways > 1:
@@ -244,9 +251,8 @@ def _expert_parallel(
         y = y if width is None else jax.lax.psum(y, width)
         return jax.lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True) if ways > 1 else y
 
-    # A shard_map over data may surround this one: then only the other axes are left to map over.
-    around = jax.sharding.get_abstract_mesh()
-    free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
+    if not free:
+        return local(x, chosen, weights, kernels)
     rows = P(tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free))
     inward, outward = P(EXPERT, None, width), P(EXPERT, width, None)
     return jax.shard_map(

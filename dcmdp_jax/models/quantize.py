@@ -33,8 +33,11 @@ def quantized_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     return (product * kernel.scale).astype(x.dtype)
 
 
-def dequantize(weights: Params, dtype: jnp.dtype) -> Params:
+def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
     """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts anything.
+
+    With `keep_quantized` matrices in 8 bits stay so, and each product converts its own: for platforms that do it while
+    they read the matrix, where a second copy of the weights would cost what quantization saves.
 
     Exact for int8 and float8 values in float32 and bfloat16 alike (at most 7 significant bits); scales stay float32.
     XLA on CPU dequantizes a matrix in memory before each product with it, which doubled the time of a [64, 1024] x
@@ -44,7 +47,9 @@ def dequantize(weights: Params, dtype: jnp.dtype) -> Params:
     """
 
     def leaf(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
-        return QuantizedKernel(x.values.astype(dtype), x.scale) if _is_kernel(x) else x.astype(dtype)
+        if not _is_kernel(x):
+            return x.astype(dtype)
+        return x if keep_quantized else QuantizedKernel(x.values.astype(dtype), x.scale)
 
     return jax.tree.map(leaf, weights, is_leaf=_is_kernel)
 

@@ -85,17 +85,31 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 
     return make_mesh(*sizes, devices=devices)
 
 
-def sampling_mesh(training: Mesh) -> Mesh:
-    """The devices that the embedded engine splits rows over: the training mesh's, or all that the CPU was split into.
+def sampling_mesh(training: Mesh, *, tensor: int = 1, expert: int = 1) -> Mesh:
+    """The embedded engine's mesh: the training mesh's devices, or all that the CPU was split into.
 
     In a run of several processes, those of this process alone.
 
     Decoding runs many small products, for which waking a second thread costs as much as it saves: two devices with half
     of the rows each take 0.68 to 0.75 of the time of one device with both cores.
+
+    Args:
+        training: from `training_mesh`.
+        tensor, expert: devices that the engine's weights are split over; the rest of them split rows (axis data).
+
+    Raises:
+        UserError: naming the settings, if they do not divide the number of devices.
     """
-    if cpu.cpu_is_split():
-        return Mesh(np.asarray(jax.local_devices()), ("rows",))
-    return training if jax.process_count() == 1 else training.local_mesh
+    devices = np.asarray(jax.local_devices()) if cpu.cpu_is_split() else training.devices.reshape(-1)
+    if jax.process_count() > 1:
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        devices = np.asarray(own)
+    if devices.size % (tensor * expert):
+        raise UserError(
+            f"config.rollout.local (tensor={tensor}, expert={expert}): {tensor * expert} does not divide the "
+            f"{devices.size} devices"
+        )
+    return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
 
 
 def row_shards(mesh: Mesh) -> int:

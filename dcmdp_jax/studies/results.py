@@ -75,6 +75,13 @@ def _last_tenth(name: str) -> Callable[[Series], float]:
     return value
 
 
+def _growth(series: Series) -> float:
+    values = recorded(series, "discrepancy/mean")[1]
+    count = max(1, len(values) // _LAST_SHARE)
+    first = float(values[:count].mean()) if len(values) else 0.0
+    return float(values[-count:].mean()) / first if first > 0 else math.nan
+
+
 def _share_over_tolerance(series: Series) -> float:
     if not {"discrepancy/mean", "dual/tolerance"} <= series.keys():
         return math.nan
@@ -85,6 +92,7 @@ MEASURES = {
     "held_out": Measure("held-out avg@K, %", _last_held_out),
     "reward": Measure("reward, last tenth", _last_tenth("reward/mean")),
     "discrepancy": Measure("discrepancy, last tenth", _last_tenth("discrepancy/mean")),
+    "growth": Measure("discrepancy, last tenth over first", _growth),
     "over_tolerance": Measure("steps over c, %", _share_over_tolerance),
     "multiplier": Measure("lambda, last tenth", _last_tenth("dual/multiplier")),
     "entropy": Measure("entropy, last tenth, nats", _last_tenth("policy/entropy")),

@@ -99,7 +99,7 @@ class Trainer:
             floor = self._noise_floor(rollout) if step == 0 or measures else {}
             with timer.phase("pack"):
                 batch, packed = self._pack(rollout, floor, state, step)
-            with timer.phase("step"):
+            with timer.phase("step"), jax.transfer_guard("disallow"):
                 state, metrics = self.parts.train_step(state, batch, reference)
                 metrics = jax.device_get(metrics)
             step += 1

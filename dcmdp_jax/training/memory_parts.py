@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
-from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
+from dcmdp_jax.parallel.mesh import AXES, row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
-from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS
-from dcmdp_jax.rollout.local.weights import convert
 from dcmdp_jax.rollout.packing import PackingPlan
 from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
 from dcmdp_jax.rollout.vllm import launch
+from dcmdp_jax.training.memory_engine import LOGITS_HELD, EngineMemory, product_item
 from dcmdp_jax.training.memory_plan import MORE_DEVICES, Machine, MemoryPlan, Part, certain, exact
-
-# Arrays of the backward pass through the output layer: logits, their exponentials, their gradient.
-_LOGITS_HELD = 3
 
 
 def plan_memory(
@@ -56,31 +49,32 @@ def plan_memory(
         vllm_on_cpu: whether vLLM is the CPU build.
     """
     parts = [*_training_parts(config, model, mesh, machine), *_step_parts(model, compute, mesh, packing, machine)]
-    note = ""
+    note, rows = "", 0
     if config.rollout.engine == "vllm":
         parts += _vllm_parts(config, model, machine, on_cpu=vllm_on_cpu)
         if not vllm_on_cpu:
             note = (
                 f"besides: vLLM takes {config.rollout.vllm.memory_share:g} of each of its GPUs "
-                "(rollout.vllm.memory_share)"
+                f"(rollout.vllm.memory_share){', while it samples' * (config.rollout.vllm.sleep > 0)}"
             )
     else:
-        parts += _local_engine_parts(
+        local = config.rollout.local
+        engine = EngineMemory(
             model,
             machine,
+            mesh=sampling_mesh(mesh, tensor=local.tensor, expert=local.expert).abstract_mesh,
             precision=config.rollout.precision,
             compute_dtype=config.rollout.compute_dtype,
             kv_cache_dtype=config.rollout.kv_cache_dtype,
             param_dtype=config.model.param_dtype,
-            rows=min(config.rollout.max_rows, completions),
-            waiting=completions > config.rollout.max_rows,
+            completions=completions,
             prompt_lengths=prompt_lengths,
             max_completion_tokens=config.rollout.max_completion_tokens,
-            gathered=any(mesh.shape[name] > 1 for name in ("fsdp", "tensor", "expert")),
-            devices=sampling_mesh(mesh).size,
             options="rollout.",
         )
-    return MemoryPlan(tuple(parts), machine, note)
+        rows = engine.fitting_rows(config.rollout.max_rows, parts)
+        parts += engine.parts(rows)
+    return MemoryPlan(tuple(parts), machine, note, rows)
 
 
 def plan_engine_memory(
@@ -110,22 +104,21 @@ def plan_engine_memory(
     """
     size = num_params(model) * jnp.dtype(param_dtype).itemsize
     loaded = exact("parameters", **machine.on_first(size), phases=frozenset({"push"}), lower="a smaller model")
-    engine = _local_engine_parts(
+    engine = EngineMemory(
         model,
         machine,
+        mesh=AbstractMesh((machine.devices, 1, 1, 1), AXES),
         precision=precision,
         compute_dtype=compute_dtype,
         kv_cache_dtype=kv_cache_dtype,
         param_dtype=param_dtype,
-        rows=min(max_rows, completions),
-        waiting=completions > max_rows,
+        completions=completions,
         prompt_lengths=prompt_lengths,
         max_completion_tokens=max_completion_tokens,
-        gathered=False,
-        devices=machine.devices,
         options="--",
     )
-    return MemoryPlan((loaded, *engine), machine)
+    rows = engine.fitting_rows(max_rows, [loaded])
+    return MemoryPlan((loaded, *engine.parts(rows)), machine, rows=rows)
 
 
 def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[Part]:
@@ -175,7 +168,7 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
 
 def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: PackingPlan, machine: Machine) -> list[Part]:
     """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
-    shards, item = row_shards(mesh), _item(compute.dtype, machine)
+    shards, item = row_shards(mesh), product_item(compute.dtype, machine)
     most, step = (0, 0), frozenset({"step"})
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
         rows //= shards
@@ -197,7 +190,7 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
         # Scores in float32 and their exponentials, forward and backward.
         working = whole + scores * (8 + 2 * item)
         most = max(most, (model.num_layers * saved + working, tokens))
-    logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * _LOGITS_HELD
+    logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
     remat = "" if compute.remat == "full" else ", or model.remat=full"
     parts = [
         Part("activations", **machine.on_each(most[0], mesh.size), phases=step,
@@ -209,82 +202,6 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
         lower = "model.compute_dtype=float32"
         parts.append(Part("float32 copies of the output layer", **copies, phases=step, lower=lower))
     return parts
-
-
-def _local_engine_parts(
-    model: ModelConfig,
-    machine: Machine,
-    *,
-    precision: str,
-    compute_dtype: str,
-    kv_cache_dtype: str,
-    param_dtype: str,
-    rows: int,
-    waiting: bool,
-    prompt_lengths: Sequence[int],
-    max_completion_tokens: int,
-    gathered: bool,
-    devices: int,
-    options: str,
-) -> list[Part]:
-    """The embedded engine: weights replicated (in a CPU's memory once), rows split over devices.
-
-    `options` is the prefix of its settings' names.
-    """
-    cpu, sample = machine.platform == "cpu", frozenset({"sample"})
-    item = _item(compute_dtype, machine)
-    weights, dequantized = _engine_weights(model, precision, param_dtype, item)
-    lower = f"a smaller model, or {options}engine=vllm"
-    weights_lower = f"{options}precision=bfloat16, {lower}" if precision in ("exact", "float32") else lower
-    parts = []
-    if gathered:
-        size = num_params(model) * jnp.dtype(param_dtype).itemsize
-        placed = machine.on_first(size)
-        parts.append(exact("parameters gathered by a push", **placed, phases=frozenset({"push"}), lower=lower))
-    # Devices of a split CPU share the weights.
-    parts.append(exact("engine's weights", **machine.on_each(weights, 1), lower=weights_lower))
-    if dequantized:
-        # One copy in each device's program, for as long as it runs.
-        copies = machine.on_each(dequantized, devices)
-        parts.append(Part("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
-    rows = -(-rows // devices)
-    stored = 1 if kv_cache_dtype == "fp8" else jnp.dtype(compute_dtype).itemsize
-    slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored
-    block = 32 if cpu else 128
-    begin = max_completion_tokens if max_completion_tokens <= 2 * block else block
-    full = rows * (_bucket(max(prompt_lengths)) + max_completion_tokens) * slot
-    least = rows * (_bucket(min(prompt_lengths)) + begin) * slot
-    fewer = f"{options}max_rows or {options}max_completion_tokens"
-    parts.append(
-        Part("key-value cache, rows at their longest", **machine.on_each(full, devices), phases=sample, lower=fewer,
-             certain=certain(**machine.on_each(least, devices)))
-    )  # fmt: skip
-    if waiting and begin < max_completion_tokens:
-        parts.append(
-            Part("preempted caches, at most", **machine.on_each(2 * full, devices), phases=sample, lower=fewer)
-        )
-    scores = min(ATTENTION_ELEMENTS, rows * model.num_heads * _bucket(max(prompt_lengths)) ** 2)
-    working = machine.on_each(rows * model.vocab_size * 4 * _LOGITS_HELD + 4 * scores, devices)
-    parts.append(Part("sampler's logits and attention", **working, phases=sample, lower=f"{options}max_rows"))
-    return parts
-
-
-def _engine_weights(model: ModelConfig, precision: str, param_dtype: str, item: int) -> tuple[int, int]:
-    """Bytes of `weights.convert`'s tree, and of the leaves that a program first casts to `item` bytes a number."""
-    one = dataclasses.replace(model, num_layers=1)
-    tree = jax.eval_shape(lambda params: convert(params, one, precision), param_shapes(one, param_dtype))
-
-    def sizes(part: Any) -> tuple[int, int]:
-        held = cast = 0
-        for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, QuantizedKernel)):
-            values = leaf.values if isinstance(leaf, QuantizedKernel) else leaf
-            held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
-            cast += values.size * item if values.dtype.itemsize != item else 0
-        return held, cast
-
-    rest = sizes({name: leaf for name, leaf in tree.items() if name != "layers"})
-    layer = sizes(tree["layers"])
-    return tuple(outside + model.num_layers * inside for outside, inside in zip(rest, layer, strict=True))
 
 
 def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu: bool) -> list[Part]:
@@ -300,19 +217,11 @@ def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu:
             max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,
             available=max(0, (machine.host_bytes or 0) - 2 * bridge.num_bytes),
         )  # fmt: skip
-        parts.append(exact("vLLM's weights", host=bridge.num_bytes, lower=lower))
+        count = rollout.vllm.replicas
+        fewer = "rollout.vllm.replicas, " * (count > 1)
+        parts.append(exact("vLLM's weights", host=count * bridge.num_bytes, lower=fewer + lower))
         parts.append(
-            exact("vLLM's key-value cache", host=arguments["kv_cache_memory_bytes"],
-                  lower="rollout.vllm.kv_cache_gib or rollout.max_rows")
+            exact("vLLM's key-value cache", host=count * arguments["kv_cache_memory_bytes"],
+                  lower=f"{fewer}rollout.vllm.kv_cache_gib or rollout.max_rows")
         )  # fmt: skip
     return parts
-
-
-def _item(dtype: str, machine: Machine) -> int:
-    """Bytes of a number in a product: XLA's CPU backend multiplies bfloat16 in float32, and copies matrices for it."""
-    return 4 if machine.platform == "cpu" else jnp.dtype(dtype).itemsize
-
-
-def _bucket(tokens: int) -> int:
-    """The length that the embedded engine pads a prompt to."""
-    return max(16, 1 << (tokens - 1).bit_length())

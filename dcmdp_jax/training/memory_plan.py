@@ -92,11 +92,13 @@ class MemoryPlan:
         parts: by kind.
         machine: the memory available.
         note: memory that can't be computed here, or empty.
+        rows: completions that an embedded engine decodes at a time; 0 with another engine.
     """
 
     parts: tuple[Part, ...]
     machine: Machine
     note: str = ""
+    rows: int = 0
 
     def total(self, phase: str, place: str, *, certain: bool = False) -> int:
         """Bytes held in a phase: on the "first" device, on each "other" one, or in the "host"'s memory."""

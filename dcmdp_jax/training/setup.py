@@ -29,6 +29,7 @@ from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.local.layout import check_mesh
 from dcmdp_jax.rollout.packing import (
     PackingPlan,
     default_row_lengths,
@@ -98,7 +99,7 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     vllm_on_cpu = False
     if config.rollout.engine == "vllm":
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
-        vllm_on_cpu = check_installation(config.rollout.vllm, config.rollout.precision)
+        vllm_on_cpu = check_installation(config.rollout.vllm, config.rollout.precision) == "cpu"
         check_temperature(config.rollout.temperature, "config.rollout.temperature")
         check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
     if config.observe.wandb_project:
@@ -112,6 +113,7 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     tokenizer = _tokenizer(config)
     model = model or _fresh_model(config, tokenizer)
     _check_sizes(config, model, tokenizer)
+    _check_engine_mesh(config, model)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = training_mesh(*sizes, num_params=num_params(model))
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
@@ -194,6 +196,16 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
             f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
+
+
+def _check_engine_mesh(config: Config, model: ModelConfig) -> None:
+    """Refuses a mesh of the embedded engine that does not divide the model."""
+    if config.rollout.engine != "local":
+        return
+    try:
+        check_mesh(model, config.rollout.local.tensor, config.rollout.local.expert)
+    except UserError as error:
+        raise UserError(f"config.rollout.local.{error}") from None
 
 
 def _check_kernel(config: Config, platform: str, head_dim: int) -> None:
@@ -336,7 +348,8 @@ def describe(plan: Plan) -> str:
         f"devices      {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} ({mesh})",
         f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}, "
         f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}",
-        f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}",
+        f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}"
+        + _engine_size(plan),
         f"problems     {len(plan.train.problems):,} to train on ({plan.train.dropped} dropped: prompt too long)"
         + (f", {len(plan.held_out.problems):,} held out" if plan.held_out else ""),
         "rewards      " + ", ".join(f"{reward.weight:g} x {reward.function}" for reward in plan.rewards),
@@ -352,4 +365,29 @@ def describe(plan: Plan) -> str:
     if plan.hosts.count > 1:
         lines.insert(3, f"hosts        {', '.join(plan.hosts.names)}")
     lines += [("memory       " if index == 0 else " " * 13) + line for index, line in enumerate(plan.memory.table())]
-    return "\n".join(lines)
+    return "\n".join(lines + _advice(plan))
+
+
+def _engine_size(plan: Plan) -> str:
+    """The embedded engine's mesh, and how many rows it decodes; nothing for another engine."""
+    local, most = plan.config.rollout.local, plan.config.rollout.max_rows
+    if not plan.memory.rows:
+        return ""
+    split = "".join(f", {name} {ways}" for name, ways in dataclasses.asdict(local).items() if ways > 1)
+    fewer = f" (rollout.max_rows={most} does not fit)" if plan.memory.rows < most else ""
+    return f"{split}, at most {plan.memory.rows} rows at a time{fewer}"
+
+
+def _advice(plan: Plan) -> list[str]:
+    """Faster settings for a CPU, whose bfloat16 products XLA computes from float32 copies."""
+    config = plan.config
+    settings = [("model.compute_dtype", config.model.compute_dtype)]
+    if config.rollout.engine == "local":
+        settings.append(("rollout.compute_dtype", config.rollout.compute_dtype))
+    slow = [name for name, dtype in settings if dtype == "bfloat16"]
+    if plan.mesh.devices.flat[0].platform != "cpu" or not slow:
+        return []
+    sampling = ", and for sampling rollout.engine=vllm too," * (len(settings) > 1)
+    return [
+        f"advice       {' and '.join(slow)}: float32{sampling} takes less time and memory than bfloat16 on this CPU"
+    ]

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import corrections, losses, signals, stats
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, SampledTokens, chain, make_correction, parameters
+from dcmdp_jax.algorithm.corrections import (
+    CORRECTIONS,
+    USES_ADVANTAGES,
+    SampledTokens,
+    chain,
+    make_correction,
+    parameters,
+)
 
 # Parameters for which the random input below has tokens or completions on both sides of every bound.
 _GIVEN = {
@@ -98,6 +105,20 @@ def _reference(name, tokens, advantages, given):
 
 def test_every_correction_is_tested():
     assert set(_GIVEN) == set(CORRECTIONS)
+
+
+def test_the_corrections_that_look_at_advantages_are_named():
+    tokens, _ = _rows(2.0)
+    found = set()
+    for name in CORRECTIONS:
+        correction = make_correction(name, _GIVEN[name])
+        parts = [
+            correction(tokens._replace(advantages=np.full(tokens.advantages.shape, sign, np.float32)))
+            for sign in (-1.0, 1.0)
+        ]
+        if not all(np.array_equal(*pair) for pair in zip(*parts, strict=True)):
+            found.add(name)
+    assert found == USES_ADVANTAGES
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -46,7 +46,7 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     assert pair["statistics"]["mean"] == pytest.approx(np.abs(p - q).mean(), rel=1e-9)
     assert pair["recommendation"]["tolerance"] is None  # a defect is repaired, not bounded
     page = (out / "probe.html").read_text()
-    assert "Not computed: off_policy_mask, which looks at advantages, and none were recorded." in page
+    assert "Not computed: off_policy_mask, dppo_tv, dppo_kl, which look at advantages, and none were recorded." in page
     assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
     assert not re.search(r"<script|https?://|src=\"(?!data:)", page)
     assert page.count("<figure>") == len(list((out / "plots").glob("*.png"))) == 3

@@ -9,6 +9,7 @@ import pytest
 from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import mismatch_statistics
 from dcmdp_jax.mismatch import breakdown
+from dcmdp_jax.mismatch.analysis import Measured, analyse
 from dcmdp_jax.mismatch.pairs import make_pairs
 from dcmdp_jax.mismatch.remedies import effects, not_computed
 from dcmdp_jax.mismatch.statistics import measure
@@ -106,6 +107,15 @@ def test_worst_tokens_stay_within_their_completion():
     assert (worst.train, worst.rollout) == pytest.approx((0.2, 0.5), rel=1e-6)
 
 
+def test_completions_that_are_alike_up_to_a_token_show_it_once():
+    p, q = [0.5, 0.5, 0.5, 0.5, 0.5, 0.9], [0.5, 0.2, 0.5, 0.2, 0.5, 0.2]
+    pairs = _pairs(p, q, [2, 2, 2], ids=[7, 8, 7, 8, 7, 8])
+    # The third has the same tokens and another probability, so another prompt.
+    worst = breakdown.worst_tokens(pairs, str)
+    assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
+    assert [text.completion for text in analyse(Measured("pair", {}, pairs)).texts] == [2, 0]
+
+
 def test_growth_compares_quarters():
     # One completion of 8: |dp| 0 on the first two, 0.4 on the last two, and one too short to have quarters.
     p, q = [0.5] * 6 + [0.9, 0.9] + [0.9], [0.5] * 8 + [0.1]
@@ -135,7 +145,7 @@ def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
 
 def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_them():
     assert "off_policy_mask" not in [effect.name for effect in effects(_FIVE)]
-    assert not_computed(_FIVE) == ["off_policy_mask"]
+    assert not_computed(_FIVE) == ["off_policy_mask", "dppo_tv", "dppo_kl"]
     # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
     pairs = make_pairs(
         [np.array([1, 2]), np.array([3])], [np.array([-2.0, -3.0]), np.array([-4.0])],
@@ -143,6 +153,16 @@ def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_the
     )  # fmt: skip
     found = {effect.name: effect for effect in effects(pairs)}["off_policy_mask"]
     assert found.dropped == pytest.approx(2 / 3) and not_computed(pairs) == []
+
+
+def test_dppo_stops_what_leads_farther_from_the_engine():
+    # p - q is 0.3, -0.3 and 0.3; the last leads back, at A < 0.
+    logs = [np.log([value]) for value in (0.8, 0.4, 0.8)], [np.log([value]) for value in (0.5, 0.7, 0.5)]
+    pairs = make_pairs([np.array([n]) for n in range(3)], *logs, advantages=[1.0, -1.0, -1.0])
+    found = {effect.name: effect for effect in effects(pairs)}
+    assert found["dppo_tv"].dropped == pytest.approx(2 / 3) and found["dppo_tv"].largest == pytest.approx(1.6)
+    # Binary KL: 0.5 ln(5/8) + 0.5 ln(5/2) = 0.223, 0.7 ln(7/4) + 0.3 ln(1/2) = 0.184.
+    assert found["dppo_kl"].dropped == pytest.approx(2 / 3)
 
 
 def test_effects_of_corrections_by_hand():

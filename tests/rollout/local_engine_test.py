@@ -282,9 +282,9 @@ def test_quantised_weights_are_kept_in_eight_bits(precision):
 def test_a_copy_that_differs_is_refused(monkeypatch):
     from dcmdp_jax.rollout.local import engine as module
 
-    def swapped(tree: Params, config: ModelConfig, precision: str) -> Params:
-        copied = original(tree, config, precision)
-        # Two rows of one matrix change places: the plain sum of its values stays.
+    def swapped(*arguments: object) -> Params:
+        copied = original(*arguments)
+        # Two rows of W_gate and W_up change places: the plain sum of their values stays.
         kernel = copied["layers"][1]["mlp"]["gate_up"]["kernel"]
         copied["layers"][1]["mlp"]["gate_up"]["kernel"] = kernel[jnp.array([1, 0, *range(2, 32)])]
         return copied
@@ -292,7 +292,7 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
     original = module.convert
     made = engine()
     monkeypatch.setattr(module, "convert", swapped)
-    with pytest.raises(EngineError, match="weights of version 3: 1 of 18 checksums differ"):
+    with pytest.raises(EngineError, match="weights of version 3: 2 of 24 checksums differ"):
         made.push_weights(params(), 3)
     with pytest.raises(EngineError, match="no weights"):
         sample(made, prompts(), SAMPLING, seed=0, step=0)

@@ -19,6 +19,7 @@ from tests.rollout.vllm_tools import (
     TOTAL,
     assert_same_bits,
     fresh_answers,
+    pid_of,
     prompts,
     random_params,
     small_model,
@@ -192,9 +193,10 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     """Past the client's own checks: the sidecar drops what it had queued, and goes on."""
     asked = prompts(4, engine.config)
     before = sample(engine, asked, SAMPLED, seed=1, step=1)
-    sidecar = engine._supervisor._sidecar
+    sidecar = engine._replicas[0].supervisor.sidecar
     bad = {"prompt_ids": np.ones(TOTAL + 9, np.int32), "prompt_lengths": np.array([4, TOTAL + 5], np.int32)}
-    header = {"sampling": {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}}
+    sampling = {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}
+    header = {"sampling": sampling, "sleep_level": 0}
     arrays = {**bad, "prompt_of_row": np.array([0, 1, 0], np.int32), "seeds": np.arange(3, dtype=np.int64)}
     with pytest.raises(ValueError, match="request 1: .*"):
         sidecar.request("generate", header, arrays, answer="generated")
@@ -213,7 +215,7 @@ def test_publishing_disturbs_no_call_in_progress(engine, killed):
     asked = prompts(500, config)
     engine.push_weights(random_params(config, 7), 7)
     before = sample(engine, asked, SAMPLED, seed=1, step=1)
-    params, sidecar, published = random_params(config, 8), engine._supervisor._sidecar.pid, []
+    params, sidecar, published = random_params(config, 8), pid_of(engine), []
 
     def publish(complete):
         """At the first groups that are pulled, with the sidecar in the middle of the call."""
@@ -225,7 +227,7 @@ def test_publishing_disturbs_no_call_in_progress(engine, killed):
 
     during = sample(engine, asked, SAMPLED, seed=1, step=1, on_pull=publish)
     assert 0 < published[0] < 1000
-    assert (engine._supervisor._sidecar.pid != sidecar) == killed
+    assert (pid_of(engine) != sidecar) == killed
     _same(before, during)
     assert during.policy_version == 7
     after = sample(engine, asked, SAMPLED, seed=1, step=1)

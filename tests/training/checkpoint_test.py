@@ -28,7 +28,7 @@ from dcmdp_jax.training.checkpoint import (
     load_params_only,
 )
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.types import TrainState
+from dcmdp_jax.types import LossScale, TrainState
 
 _MODEL = ModelConfig(
     "qwen3", 24, 16, 32, 2, 2, 1, 8, rope_scaling=RopeScaling("linear", factor=2.0), max_position_embeddings=64
@@ -100,6 +100,19 @@ def _scored(checkpoints, step, score, name="eval"):
 
 def _on_disk(tmp_path):
     return sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def test_a_loss_scale_and_the_prompts_taken_come_back(opened):
+    state = _state()._replace(loss_scale=LossScale(jnp.float32(512), jnp.int32(7)))
+    checkpoints = opened()
+    checkpoints.save(3, state, model=_MODEL, prompts_taken=57)
+    checkpoints.save(4, _state(4), model=_MODEL)
+    checkpoints.wait()
+    _same_bits(opened().restore(_abstract(_state(4)), _MODEL), _state(4))
+    checkpoints = opened()
+    assert (checkpoints.prompts_taken(3), checkpoints.prompts_taken(4)) == (57, None)
+    checkpoints._manager.delete(4)
+    _same_bits(checkpoints.restore(_abstract(state), _MODEL), state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

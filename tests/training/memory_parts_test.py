@@ -53,38 +53,57 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     assert _part(plan, "parameters").each == 4 * share
     assert _part(plan, "Adam's moments").each == 8 * share
     assert _part(plan, "gradients").each == 4 * share
-    # The float32 tree of a push, on the first device alone: 30.5 GiB.
-    gathered = _part(plan, "parameters gathered")
-    assert (gathered.first, gathered.each, gathered.phases) == (4 * params, 0, {"push"})
-    assert round(gathered.first / _GIB, 1) == 30.5
+    # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096 twice, with both.
+    assert _part(plan, "layers on their way").each == 2 * 2 * (2 * 151_936 * 4096 + 4096)
     # bfloat16 weights, replicated: 15.3 GiB.
     assert _part(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
-    # 256 rows over 8 devices; 1,024 + 8,192 slots; 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot.
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row, 3.8 with the caches
+    # of preempted rows. State 11.4 GiB, a checkpoint's copy of it, and the engine's weights leave 21.8 of 60, less what
+    # attention of five prompts takes: 5 rows a device.
+    assert plan.rows == 8 * 5
     cache = _part(plan, "key-value cache")
-    assert cache.each == 32 * 9216 * 147_456 and cache.each / _GIB == 40.5
-    # 64 x 8 = 512 completions wait for 256 rows: twice the cache may be preempted.
+    assert cache.each == 5 * 9216 * 147_456
     assert _part(plan, "preempted caches").each == 2 * cache.each
     # For sure rows begin with 128 slots each, after their prompt's bucket.
-    assert cache.certain == (32 * (1024 + 128) * 147_456, 0, 0)
-    # The first device in a push, for sure: 3 shares of 4 bytes, the whole tree and the engine's copy.
-    assert plan.total("push", "first", certain=True) == 12 * share + 4 * params + 2 * params
-    assert plan.total("push", "other", certain=True) == 12 * share + 2 * params
+    assert cache.certain == (5 * (1024 + 128) * 147_456, 0, 0)
+    # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
+    assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
+    assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
+
+
+def test_an_engine_over_tensor_has_room_for_more_rows():
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    config = qwen3_8b.get_config()
+    config.rollout.local.tensor = 8
+    plan = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    # Norms are replicated, as above.
+    assert _part(plan, "engine's weights").each == 2 * ((8_190_735_360 - 308_224) // 8 + 308_224)
+    # All 64 rows' heads are split over eight devices, one each.
+    cache = _part(plan, "key-value cache")
+    assert cache.each == plan.rows * 9216 * 147_456 // 8
+    assert 64 < plan.rows < 256 and not plan.shortages()
+    # With more memory all of 512 completions fit into batches of 256.
+    wide = _plan(config, QWEN3_8B, machine._replace(device_bytes=200 * _GIB), (1, 8, 1))
+    assert wide.rows == 256
 
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine("gpu", 8, 40 * _GIB, 1000 * _GIB)
     plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (1, 8, 1))
+    # One row for each device, which does not fit at its longest: 38.2 GiB as above, and 3.8.
+    assert plan.rows == 8 and 42 < plan.total("sample", "first") / _GIB < 43
+    # Gradients make the step larger still.
     [line] = [line for line in plan.table() if line.startswith("does not fit")]
-    assert "the first device has 60.0 GiB and the phase 'sample' takes" in line
-    assert "preempted caches, at most 81.0; smaller with rollout.max_rows or rollout.max_completion_tokens" in line
-    # 57.2 GiB for sure, in a push: the run may work, so it is not refused.
+    assert "the first device has 40.0 GiB and the phase 'step' takes" in line
+    assert "engine's weights 15.3; smaller with a smaller model, more devices along rollout.local.tensor" in line
+    # State, engine and gradients are 11.4 + 15.3 + 3.8 GiB for sure: the run may work, so it is not refused.
     plan.check()
-    assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 57.2
+    assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 30.5
     with pytest.raises(ValueError) as caught:
-        dataclasses.replace(plan, machine=machine._replace(device_bytes=50 * _GIB)).check()
+        dataclasses.replace(plan, machine=machine._replace(device_bytes=20 * _GIB)).check()
     assert str(caught.value) == (
-        "memory: the first device has 50.0 GiB and the phase 'push' takes at least 57.2, of which parameters gathered "
-        "by a push 30.5; smaller with a smaller model, or rollout.engine=vllm"
+        "memory: the first device has 20.0 GiB and the phase 'step' takes at least 30.5, of which engine's weights "
+        "15.3; smaller with a smaller model, more devices along rollout.local.tensor, or rollout.engine=vllm"
     )
 
 
@@ -125,29 +144,32 @@ def test_a_cpus_devices_share_the_hosts_memory():
 
 
 @pytest.mark.parametrize(
-    ("precision", "compute", "kept", "cast"),
+    ("precision", "compute", "kept", "on_gpu", "on_cpu"),
     [
         # 96 hidden, 256 MLP, 3 layers: matrices 96*96 (q) + 2*96*32 (k, v) + 96*96 (o) + 3*96*256 = 98,304 a layer;
         # norms 2*96 + 2*32 = 256 a layer and 96; embedding 104 * 96 = 9,984. 305,760 in all.
-        ("exact", "float32", 4 * 305_760, 0),
-        ("bfloat16", "bfloat16", 2 * 305_760, 0),
-        ("bfloat16", "float32", 2 * 305_760, 4 * 305_760),
+        ("exact", "float32", 4 * 305_760, 0, 0),
+        ("bfloat16", "bfloat16", 2 * 305_760, 0, 4 * 305_760),
+        ("bfloat16", "float32", 2 * 305_760, 4 * 305_760, 4 * 305_760),
         # One byte for each entry of a matrix, a float32 scale for each of its 96 + 64 + 96 + 512 + 96 = 864 columns;
-        # the output layer quantised (9,984 and 104 scales) beside the embedding; norms as they were.
+        # the output layer quantised (9,984 and 104 scales) beside the embedding; norms as they were. A GPU converts
+        # the largest matrix, 96 x 512, while it multiplies; a CPU all of them first.
         ("int8", "float32", 3 * (98_304 + 4 * 864 + 4 * 256) + 4 * 96 + 4 * 9_984 + 9_984 + 4 * 104,
-         4 * (3 * 98_304 + 9_984)),
+         4 * 96 * 512, 4 * (3 * 98_304 + 9_984)),
     ],
 )  # fmt: skip
-def test_the_engines_weights_by_precision(precision, compute, kept, cast):
+def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_cpu):
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     assert num_params(model) == 305_760
-    plan = plan_engine_memory(
-        model, Machine("gpu", 2, None, None), precision=precision, compute_dtype=compute, kv_cache_dtype="auto",
-        param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
-    )  # fmt: skip
-    assert _part(plan, "engine's weights").each == kept
-    dequantized = [part.each for part in plan.parts if part.name.startswith("engine's weights, cast")]
-    assert dequantized == ([cast] if cast else [])
+    for platform, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
+        plan = plan_engine_memory(
+            model, Machine(platform, 2, None, None), precision=precision, compute_dtype=compute, kv_cache_dtype="auto",
+            param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
+        )  # fmt: skip
+        place = "first" if platform == "gpu" else "host"
+        assert _part(plan, "engine's weights").on(place) == kept
+        found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]
+        assert found == ([cast] if cast else [])
 
 
 def test_vllms_two_copies_are_counted_in_the_host():
@@ -159,10 +181,16 @@ def test_vllms_two_copies_are_counted_in_the_host():
     # Two copies of 8,190,735,360 bfloat16; every tensor of this model is a multiple of 64 bytes.
     assert _part(plan, "two copies").host == 2 * 2 * 8_190_735_360
     assert plan.note == "besides: vLLM takes 0.4 of each of its GPUs (rollout.vllm.memory_share)"
-    assert not any(part.name.startswith(("engine's", "key-value", "parameters gathered")) for part in plan.parts)
+    assert not any(part.name.startswith(("engine's", "key-value", "layers on their way")) for part in plan.parts)
     on_cpu = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
     assert _part(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
     assert _part(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
+    config.rollout.vllm.replicas = 3
+    three = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert _part(three, "two copies").host == _part(on_cpu, "two copies").host
+    assert _part(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
+    assert _part(three, "vLLM's key-value cache").host == 3 * 2 * _GIB
+    assert _part(three, "vLLM's weights").lower.startswith("rollout.vllm.replicas, ")
 
 
 def test_a_reference_policy_is_counted():

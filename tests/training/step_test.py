@@ -89,7 +89,9 @@ def _run(
         used = rescore(state.params, batch)[0] if exact else batch
         if noise_floors:
             used = used._replace(noise_floor=np.float32(noise_floors[number]))
-        state, metrics = step(state, used, ref_params)
+        # On a mesh all arguments are on the devices: a step moves nothing from or to the host by itself.
+        with jax.transfer_guard("disallow" if mesh else "allow"):
+            state, metrics = step(state, used, ref_params)
         history.append({k: np.asarray(v) for k, v in metrics.items()})
     return state, history, step
 
@@ -447,6 +449,20 @@ def test_devices_exchange_once_in_an_update():
     create, step, _ = _programs(ALGORITHM, 2, mesh, Compute(one_segment=True, logprob_chunk=16), False)
     program = step.trace(create(_params()), batch, None).jaxpr
     assert set(_exchanges(program.jaxpr)) == {1}
+
+
+def test_gradients_are_summed_in_float32_and_in_parts():
+    """Parameters over eight devices: the loop over micro-batches carries each device's eighth of a gradient."""
+    mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
+    create, step, _ = _programs(ALGORITHM, 1, mesh, Compute(one_segment=True, logprob_chunk=16), False)
+    batch = _batch(_rollout(), 1, mesh, tokens=64)
+    assert batch.rows[0].input_ids.shape[1] == 2  # micro-batches
+    text = step.lower(create(_params()), batch, None).compile().as_text()
+    # Embedding and W_gate of two layers: [31, 16] and [2, 16, 32] over the hidden size.
+    [loop] = [line for line in text.splitlines() if " while(" in line and "f32[31,2]" in line]
+    carried = loop.split(" while(")[0]
+    assert "f32[2,2,32]" in carried
+    assert "f32[31,16]" not in carried and "f32[2,16,32]" not in carried
 
 
 @pytest.mark.parametrize(

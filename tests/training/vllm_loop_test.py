@@ -37,10 +37,10 @@ def environment(tmp_path_factory):
     }
 
 
-def _start(environment, run_dir, steps):
+def _start(environment, run_dir, steps, options="debug", *settings):
     command = [
-        sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py:debug", f"--config.run_dir={run_dir}",
-        f"--config.training.steps={steps}", *SETTINGS,
+        sys.executable, "-m", "bin.train", f"--config=configs/demo_vllm.py:{options}", f"--config.run_dir={run_dir}",
+        f"--config.training.steps={steps}", *SETTINGS, *settings,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -49,6 +49,12 @@ def _start(environment, run_dir, steps):
 
 def _sidecar_of(trainer):
     """The process that runs our sidecar as a child of the trainer, or None."""
+    return next(iter(_sidecars_of(trainer)), None)
+
+
+def _sidecars_of(trainer):
+    """The processes that run our sidecars as children of the trainer."""
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -57,8 +63,8 @@ def _sidecar_of(trainer):
             except OSError:
                 continue
             if b"rollout/vllm/sidecar.py" in command and int(parent) == trainer and state != "Z":
-                return int(entry.name)
-    return None
+                found.append(int(entry.name))
+    return found
 
 
 def _records(run_dir):
@@ -116,3 +122,40 @@ def test_killing_the_sidecar_changes_nothing(environment, tmp_path, record_prope
     # Nothing of the sidecars stays but what was said and how it was started.
     assert sorted(p.name for p in (tmp_path / "killed" / "vllm").iterdir()) == ["config.json", "sidecar.log"]
     assert _sidecar_of(killed.pid) is None
+
+
+_ROUNDING = {"rel": 1e-3, "abs": 1e-4}
+
+
+@pytest.mark.long
+def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(environment, tmp_path, record_property):
+    """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random points."""
+    steps, kills = 20, 10
+    for name, replicas in (("one", 1), ("two", 2)):
+        run = _start(environment, tmp_path / name, steps, "debug,float32", f"--config.rollout.vllm.replicas={replicas}")
+        output, _ = run.communicate(timeout=HANGS_S)
+        assert run.returncode == 0, output
+    killed = _start(environment, tmp_path / "killed", steps, "debug,float32", "--config.rollout.vllm.replicas=2")
+    chance = random.Random(0)
+    for number in range(kills):
+        wait_until(lambda: _sidecars_of(killed.pid) or killed.poll() is not None, "a sidecar")
+        time.sleep(3.0 * chance.random())
+        running = _sidecars_of(killed.pid)
+        assert running, f"the run ended after {number} kills"
+        victim = chance.choice(sorted(running))
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda victim=victim: victim not in _sidecars_of(killed.pid), "the end of the killed sidecar")
+        seen = _steps(tmp_path / "killed")
+        wait_until(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None, "another step")
+    output, _ = killed.communicate(timeout=HANGS_S)
+    assert killed.returncode == 0, output
+    record_property("kills", kills)
+    one, two = _records(tmp_path / "one"), _records(tmp_path / "two")
+    assert _records(tmp_path / "killed") == two
+    assert _samples(tmp_path / "killed") == _samples(tmp_path / "two")
+    assert set(one) == set(two) == set(range(steps + 1))
+    for step, record in one.items():
+        assert two[step] == pytest.approx(record, **_ROUNDING), step
+    assert sorted(p.name for p in (tmp_path / "killed" / "vllm").rglob("*")) == [
+        "0", "1", "config.json", "sidecar.log", "sidecar.log",
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.quantize import FP8_MAX
 
@@ -82,9 +83,8 @@ def _take_of_layer(
         return jnp.pad(key, (none, none, none, (0, extra))), jnp.pad(value, (none, none, (0, extra), none))
 
     if local:
-        longer = jax.shard_map(
-            longer, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
-        )
+        specs = sharding.spec, P(sharding.spec[0])
+        longer = jax.shard_map(longer, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
     return jax.lax.with_sharding_constraint(longer(layer, rows), sharding)
 
 

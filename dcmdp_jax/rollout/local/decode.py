@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import apply_block, final_norm, output_kernel
+from dcmdp_jax.models.decoder import apply_block, final_norm
 from dcmdp_jax.models.layers import rotary_tables
-from dcmdp_jax.models.ops import Ops, choose_ops
+from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
-from dcmdp_jax.models.quantize import QuantizedKernel, dequantize
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
-from dcmdp_jax.rollout.local.sampler import choose_tokens, token_words
+from dcmdp_jax.rollout.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late, weight_specs
+from dcmdp_jax.rollout.local.sampler import token_words
+from dcmdp_jax.rollout.local.vocabulary import embed, sample_tokens
 from dcmdp_jax.types import Params
 
 _STEPS_ALONE = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """Static arguments of the compiled programs.
-
-    Attributes:
-        config: the model.
-        compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
-        cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
-        mesh: one axis, "rows": rows are data-parallel, weights are replicated.
-    """
-
-    config: ModelConfig
-    compute_dtype: str
-    cache_dtype: str
-    mesh: Mesh
-
-    @property
-    def rows(self) -> NamedSharding:
-        """Sharding of arrays whose leading axis is the row."""
-        return NamedSharding(self.mesh, P("rows"))
-
-    @property
-    def platform(self) -> str:
-        """The devices' platform: "cpu", "gpu" or "tpu"."""
-        return self.mesh.devices.flat[0].platform
-
-    @property
-    def ops(self) -> Ops:
-        """The model's operations on this platform."""
-        return choose_ops(self.platform)
 
 
 class RowState(NamedTuple):
@@ -76,30 +42,16 @@ class RowState(NamedTuple):
     done: jax.Array
 
 
-def _embedded(weights: Params, tokens: jax.Array) -> jax.Array:
-    """Look up embeddings: [..., D] for `tokens` [...]."""
-    if "embedding" in weights:
-        return weights["embedding"][tokens]
-    return jnp.moveaxis(weights["output"][:, tokens], 0, -1)
-
-
-def logits(weights: Params, hidden: jax.Array) -> jax.Array:
-    """Compute logits, [..., V] float32."""
-    kernel = output_kernel(weights)
-    values = kernel.values if isinstance(kernel, QuantizedKernel) else kernel
-    logits = jnp.matmul(hidden, values.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return logits * kernel.scale if isinstance(kernel, QuantizedKernel) else logits
-
-
 def forward_rows(
     weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Run padded rows [R, L] without a cache; return hidden states [R, L, D] and each layer's stored keys, values."""
-    config, dtype = program.config, jnp.dtype(program.compute_dtype)
+    """Run the device's padded rows [R, L] without a cache; return hidden states [R, L, D] and each layer's stored keys
+    and values."""
+    config, dtype = program.part, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
     kernel = choose_kernel("auto", dtype, program.platform)
-    # Splash needs blocks of 128, and the compiler cannot partition it over devices.
-    if kernel == "splash" and (length % 128 or program.mesh.size > 1):
+    # Splash needs blocks of 128.
+    if kernel == "splash" and length % 128:
         kernel = "xla"
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
     # The barrier keeps XLA from recomputing cosines in every layer's fusion.
@@ -110,10 +62,13 @@ def forward_rows(
         read = (load(x, dtype) for x in stored)
         return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True, ops=program.ops), stored
 
-    x = _embedded(weights, tokens).astype(dtype)
+    x = embed(weights, tokens, program).astype(dtype)
     stored = []
     for layer in weights["layers"]:
-        x, kept, _ = apply_block(layer, config, x, rotary, attend, program.ops)
+        layer, x = convert_late(layer, x, program)
+        x, kept, _ = apply_block(
+            layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+        )
         stored.append(kept)
     return final_norm(weights, config, x), stored
 
@@ -135,9 +90,9 @@ def prefill(
         The cache of the prompts, and [P, D], the normed hidden states that predict the first tokens.
     """
     local = functools.partial(_prefill_local, program=program, groups=groups)
-    split = P("rows")
+    specs = weight_specs(weights, program.config, program.mesh)
     return jax.shard_map(
-        local, mesh=program.mesh, in_specs=(P(), split, split), out_specs=(split, split), check_vma=False
+        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS), out_specs=(CACHE, ROWS), check_vma=False
     )(weights, prompts, lengths)
 
 
@@ -145,7 +100,7 @@ def _prefill_local(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array]:
     """Run `prefill` on one device, with its share of the prompts."""
-    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
+    weights = program.own_weights(weights)
 
     def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         hidden, stored = forward_rows(weights, *part, program)
@@ -185,10 +140,16 @@ def first_tokens(
     Returns:
         [R] int32 tokens and [R] float32 log-probs.
     """
-    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
+
+    def local(weights: Params, rows: jax.Array, keys: jax.Array, *draw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
+        return sample_tokens(program.own_weights(weights), rows, words, *draw, mode, program)
+
+    specs = weight_specs(weights, program.config, program.mesh)
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    words = token_words(keys, jnp.zeros(row_prompts.shape, jnp.int32))
-    return choose_tokens(logits(weights, rows), words, inverse_temperature, top_p, mode)
+    return jax.shard_map(
+        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS, P(), P()), out_specs=(ROWS, ROWS), check_vma=False
+    )(weights, rows, keys, inverse_temperature, top_p)
 
 
 class Decoded(NamedTuple):
@@ -234,8 +195,8 @@ def decode(
 ) -> tuple[Cache, Decoded]:
     """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are unfinished.
 
-    Several devices synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may take that many
-    extra steps, unless all rows are done.
+    Devices with rows of their own synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may
+    take that many extra steps, unless all rows are done. Those that share experts synchronize in every layer anyway.
 
     The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
     circular window of W slots. In each step every row writes to slot `clock % W` of the window: one slice, no scatter.
@@ -260,14 +221,15 @@ def decode(
     local = functools.partial(
         _decode_local, program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode
     )
-    split, whole = P("rows"), P()
-    decoded = Decoded(P(None, "rows"), P(None, "rows"), whole, split, split)
+    sampled, whole = P(None, ROW_AXES), P()
+    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS)
+    specs = weight_specs(weights, program.config, program.mesh)
     # Each device computes its own rows: the compiler partitions no product and no sum.
     return jax.shard_map(
         local,
         mesh=program.mesh,
-        in_specs=(whole, split, split, *6 * (whole,)),
-        out_specs=(split, decoded),
+        in_specs=(specs, CACHE, ROWS, *6 * (whole,)),
+        out_specs=(CACHE, decoded),
         check_vma=False,
     )(weights, cache, rows, clock, steps, live_floor, inverse_temperature, top_p, stop_ids)
 
@@ -289,8 +251,8 @@ def _decode_local(
     mode: str,
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
-    config, dtype = program.config, jnp.dtype(program.compute_dtype)
-    weights = dequantize(weights, dtype)
+    config = program.part
+    weights = program.own_weights(weights)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
@@ -303,13 +265,16 @@ def _decode_local(
         seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
         bias = jnp.where(seen, 0.0, HIDDEN)
         rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
-        x = _embedded(weights, last)[:, None]
+        x = embed(weights, last, program)[:, None]
         kept = []
         for layer, held in zip(weights["layers"], cache, strict=True):
+            layer, x = convert_late(layer, x, program)
             attend = functools.partial(
                 _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
             )
-            x, held, _ = apply_block(layer, config, x, rotary, attend, program.ops)
+            x, held, _ = apply_block(
+                layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+            )
             kept.append(held)
         return tuple(kept), final_norm(weights, config, x)[:, 0]
 
@@ -321,7 +286,7 @@ def _decode_local(
         step, sampled = decoded.steps, decoded.sampled
         cache, hidden = forward(cache, last, sampled, clock + step)
         words = token_words(rows.keys, sampled)
-        tokens, logprobs = choose_tokens(logits(weights, hidden), words, inverse_temperature, top_p, mode)
+        tokens, logprobs = sample_tokens(weights, hidden, words, inverse_temperature, top_p, mode, program)
         return (
             cache,
             tokens,
@@ -340,25 +305,30 @@ def _decode_local(
     shape = (window, rows.done.shape[0])
     empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
     state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done)
-    if program.mesh.size == 1:
+    if program.row_shards == 1:
         cache, _, decoded = until(state, steps, live_floor)
         return cache, decoded
 
-    # Without stop tokens no row finishes early: no need to synchronize the count.
-    period = _STEPS_ALONE if stop_ids.size else window
+    def everywhere(state: _State) -> jax.Array:
+        return jax.lax.psum(live(state), ROW_AXES)
+
+    # Devices that exchange tokens take every step together. Without stop tokens no row finishes early: no need to
+    # synchronize the count.
+    together = program.expert_mesh is not None
+    period = 1 if together else _STEPS_ALONE if stop_ids.size else window
 
     def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
         end = jnp.minimum(carry[1] + period, steps)
-        state = until(carry[0], end, 0)
-        return state, end, jax.lax.psum(live(state), "rows")
+        state = body(carry[0]) if together else until(carry[0], end, 0)
+        return state, end, everywhere(state)
 
     (cache, _, decoded), _, _ = jax.lax.while_loop(
         lambda carry: (carry[1] < steps) & (carry[2] > live_floor),
         alone,
-        (state, jnp.int32(0), jax.lax.psum(live(state), "rows")),
+        (state, jnp.int32(0), everywhere(state)),
     )
     # A device whose rows are all done has taken fewer steps; its cache is no longer used.
-    return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, "rows"))
+    return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, ROW_AXES))
 
 
 def _attend_cached(

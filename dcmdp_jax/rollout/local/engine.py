@@ -17,11 +17,18 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
-from dcmdp_jax.rollout.local import decode
 from dcmdp_jax.rollout.local.cache import FLOAT8
+from dcmdp_jax.rollout.local.layout import EXPERT, TENSOR, Program, check_mesh, engine_mesh
 from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
 from dcmdp_jax.rollout.local.score import score as score_rows
-from dcmdp_jax.rollout.local.weights import PRECISIONS, convert, fingerprint, replicate, source_fingerprint
+from dcmdp_jax.rollout.local.weights import (
+    PRECISIONS,
+    conversion_mesh,
+    convert,
+    fingerprint,
+    share_copies,
+    source_fingerprint,
+)
 from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.types import Params
 
@@ -73,8 +80,8 @@ class LocalEngine:
             cache_block: initial completion slots of the cache, doubled as rows fill them. If the first doubling would
                 hold the longest completion, the cache has that length from the start. None: 32 on CPU, where a step's
                 time is proportional to the cache, and 128 elsewhere; each length is a program.
-            mesh: devices to split rows over, whatever its axes; None is the first local device. Weights are
-                replicated.
+            mesh: from `parallel.mesh.sampling_mesh`: rows are split over data, fsdp and expert, weights over tensor and
+                expert. The devices of a mesh with other axes split rows; None is the first local device.
 
         Raises:
             ValueError: for a setting out of range, naming it.
@@ -82,9 +89,10 @@ class LocalEngine:
         _allowed("precision", precision, PRECISIONS)
         _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16", "float16"))
         _allowed("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
-        devices = np.asarray(jax.local_devices()[:1]) if mesh is None else mesh.devices.reshape(-1)
+        self._mesh = engine_mesh(mesh)
+        check_mesh(config, self._mesh.shape[TENSOR], self._mesh.shape[EXPERT])
         if cache_block is None:
-            cache_block = 32 if devices[0].platform == "cpu" else 128
+            cache_block = 32 if self._mesh.devices.flat[0].platform == "cpu" else 128
         sizes = {"max_rows": max_rows, "min_rows": min_rows, "cache_block": cache_block}
         for name, value in sizes.items():
             if value < 1:
@@ -101,9 +109,8 @@ class LocalEngine:
         self.max_total_tokens = max_total_tokens
         self._prompt_buckets = tuple(prompt_buckets) or _powers_of_two(max_total_tokens)
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
-        self._mesh = Mesh(devices, ("rows",))
         cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
-        self._program = decode.Program(config, compute_dtype, cache_dtype, self._mesh)
+        self._program = Program(config, compute_dtype, cache_dtype, self._mesh)
         self._weights: Params | None = None
         self._policy_version: int | None = None
         self._fingerprint: int | None = None
@@ -121,7 +128,8 @@ class LocalEngine:
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.
 
-        Quantized precisions quantize again at every push. The trainer may donate or delete `params` afterwards.
+        Quantized precisions quantize again at every push. The trainer may donate or delete `params` afterwards. Layers
+        are copied one by one, each part to the devices that use it (see `weights.convert`).
 
         Returns:
             An empty dict: no metrics.
@@ -131,16 +139,18 @@ class LocalEngine:
             EngineError: if the checksums of the engine's weights differ from the trainer's.
         """
         check_params(params, self.config)
-        local = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(self._mesh, P())), params)
-        placed = jax.device_put(local, self._mesh.devices.flat[0])
+        mesh, made_of = conversion_mesh(params, self._mesh), (self.config, self.precision)
+        if mesh.size == 1:
+            own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
+            params = jax.device_put(own, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.close()
-        weights = convert(placed, self.config, self.precision)
-        expected, consumed = source_fingerprint(placed, self.config, self.precision), fingerprint(weights)
+        weights = convert(params, *made_of, mesh)
+        expected, consumed = source_fingerprint(params, *made_of), fingerprint(weights, *made_of, mesh)
         if not np.array_equal(expected, consumed):
             wrong = np.flatnonzero(expected != consumed)
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
-        self._weights, self._policy_version = replicate(weights, self._mesh), policy_version
+        self._weights, self._policy_version = share_copies(weights, self._mesh), policy_version
         self._fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self._fingerprint)
         return {}
@@ -269,8 +279,7 @@ class LocalEngine:
                 for place, index in enumerate(part):
                     padded[place, : rows[index].size] = rows[index]
                     lengths[place] = rows[index].size
-                split = NamedSharding(self._mesh, P("rows"))
-                padded, lengths = jax.device_put((padded, lengths), split)
+                padded, lengths = jax.device_put((padded, lengths), self._program.rows)
                 logprobs = np.asarray(score_rows(self._weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()

@@ -13,6 +13,7 @@ import numpy as np
 
 from dcmdp_jax.rollout.local import decode as programs
 from dcmdp_jax.rollout.local.cache import Cache, insert, slots_of, take
+from dcmdp_jax.rollout.local.layout import Program
 from dcmdp_jax.rollout.local.sampler import row_keys
 from dcmdp_jax.types import Params
 
@@ -122,7 +123,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, weights: Params, completions: Completions, draw: Draw, sizes: Sizes, *, program: programs.Program
+        self, weights: Params, completions: Completions, draw: Draw, sizes: Sizes, *, program: Program
     ) -> None:
         self._weights, self._completions, self._draw = weights, completions, draw
         self._sizes, self._program, self._devices = sizes, program, program.mesh.size
@@ -195,7 +196,7 @@ class Scheduler:
                 level, clock = level + 1, 0
                 if size == places.size:
                     extra = self._slots(level) - prefix
-                    cache = take(cache, None, extra=extra, sharding=self._program.rows, release=True)
+                    cache = take(cache, None, extra=extra, sharding=self._program.cache, release=True)
                 else:
                     cache, order = self._take(cache, full, size, self._slots(level))
                     places = _ordered(places[full], order)
@@ -300,7 +301,7 @@ class Scheduler:
             if kept is None or kept.used == size:
                 part, full = full[:size], full[size:]
                 filled = np.resize(np.asarray(part, np.int32), size)
-                kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.rows), 0)
+                kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.cache), 0)
             else:
                 part, full = full[: size - kept.used], full[size - kept.used :]
                 kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
@@ -315,7 +316,7 @@ class Scheduler:
 
         Frees the old cache if `release`. Rows stay on their devices if there is room, else they are placed in order.
         """
-        rows, devices = np.asarray(rows, np.int32), self._devices
+        rows, devices = np.asarray(rows, np.int32), self._program.row_shards
         share, room = cache[0][0].shape[0] // devices, size // devices
         owners = rows // share
         local = devices > 1 and np.bincount(owners).max() <= room
@@ -330,7 +331,7 @@ class Scheduler:
         # The content of empty slots is unused.
         named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
         extra = slots - slots_of(cache)
-        sharding = self._program.rows
+        sharding = self._program.cache
         return take(cache, named, extra=extra, sharding=sharding, local=bool(local), release=release), order
 
     def _insert(self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]) -> Cache:
@@ -338,7 +339,7 @@ class Scheduler:
             part = np.asarray(rows[start : start + self._unit], np.int32)
             to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
             to[: part.size] = places[start : start + self._unit]
-            cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.rows)
+            cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.cache)
         # Wait: see `parallel.cpu.MAX_IN_FLIGHT_PROGRAMS`.
         return jax.block_until_ready(cache)
 

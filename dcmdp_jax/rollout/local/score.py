@@ -6,9 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.quantize import dequantize
-from dcmdp_jax.rollout.local.decode import Program, forward_rows, logits
+from dcmdp_jax.rollout.local.decode import forward_rows
+from dcmdp_jax.rollout.local.layout import ROWS, TENSOR, Program, weight_specs
+from dcmdp_jax.rollout.local.vocabulary import logits, own_tokens
 from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024
@@ -28,20 +30,39 @@ def score(
         program: static arguments.
 
     Returns:
-        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens at a time.
+        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens of a
+        device at a time.
     """
-    weights = dequantize(weights, jnp.dtype(program.compute_dtype))
+    local = functools.partial(_score_local, program=program)
+    specs = weight_specs(weights, program.config, program.mesh)
+    return jax.shard_map(local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS, P()), out_specs=ROWS, check_vma=False)(
+        weights, tokens, lengths, inverse_temperature
+    )
+
+
+def _score_local(
+    weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
+) -> jax.Array:
+    """Run `score` on one device, with its share of the rows."""
+    weights = program.own_weights(weights)
     hidden, _ = forward_rows(weights, tokens, lengths, program)
-    targets = tokens[:, 1:].reshape(-1)
+    targets, ours = own_tokens(tokens[:, 1:].reshape(-1), program)
     previous = hidden[:, :-1].reshape(targets.size, -1)
     chunks = -(-targets.size // _SCORE_CHUNK)
     padding = chunks * -(-targets.size // chunks) - targets.size
 
-    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def chunk(part: tuple[jax.Array, ...]) -> jax.Array:
         scaled = logits(weights, part[0]) * inverse_temperature
         chosen = jnp.take_along_axis(scaled, part[1][:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(scaled, axis=-1)
+        if not program.splits_vocab:
+            return chosen - jax.nn.logsumexp(scaled, axis=-1)
+        largest = jax.lax.pmax(jnp.max(scaled, axis=-1), TENSOR)
+        mass = jnp.sum(jnp.exp(scaled - largest[:, None]), axis=-1)
+        chosen, mass = jax.lax.psum((jnp.where(part[2], chosen, 0.0), mass), TENSOR)
+        return chosen - largest - jnp.log(mass)
 
     parts = jnp.pad(previous, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
+    if program.splits_vocab:
+        parts = (*parts, jnp.pad(ours, (0, padding)))
     logprobs = jax.lax.map(chunk, jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), parts))
     return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape[0], -1)

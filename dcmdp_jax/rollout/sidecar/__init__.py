@@ -5,11 +5,14 @@ the process runs answers these requests; `wire.PROTOCOL` counts every change of 
 
     start     engine arguments, manifest, segments        -> ready
     push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
-    generate  prompts, seeds, sampling                    -> progress ..., generated, each with what has ended since
-    score     rows                                        -> progress ..., scored
+    generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated, each with what has ended since
+    score     rows, level of sleep                        -> progress ..., scored
     cancel                                                -> cancelled, instead of the answer to a request in flight
     health                                                -> healthy
     close                                                 -> closed, and the process ends
+
+With a level of sleep above 0 the engine gives up its devices' memory before it answers, until the next request;
+at level 2 its weights too, which are then pushed again.
 
 `refused` answers a request that was not started and leaves everything as it was; `failed` says why the process ends.
 """

@@ -1,4 +1,4 @@
-"""A sidecar process that runs an inference engine: start it, watch it, restart it when it breaks."""
+"""A sidecar process that runs an inference engine: start it, ask it, watch it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import contextlib
 import dataclasses
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +26,12 @@ from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _LOG, _TEMPORARY = "sidecar.log", "tmp"
 _LAST_LINES = 20
-_FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
 _END_S = 5.0
 _CANCEL_S = 30.0
+# The longest that one sidecar is waited for before others get their turn.
+_TURN_MS = 20
 
 
 class SidecarBroken(RuntimeError):
@@ -66,15 +66,14 @@ class Launch:
 
 
 class Sidecar:
-    """A running sidecar. Any failure ends it. For one thread."""
+    """A running sidecar. Any failure ends it. For one thread.
+
+    Where it has to be waited for, its methods are generators that yield None now and then, so that several sidecars
+    can start, load and sample at the same time (`supervisor.in_turn`).
+    """
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
-        """Starts the process and waits until its engine is ready.
-
-        Raises:
-            EngineError: if the engine refuses what it is built from, with its reason.
-            SidecarBroken: if the process dies or says nothing in time.
-        """
+        """Starts the process. `wait_until_ready` comes next."""
         self._launch = launch
         self._temporary = launch.directory / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -84,7 +83,14 @@ class Sidecar:
         """Of the weights in use, as their sender counts them."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
-        began = time.monotonic()
+        self._began = time.monotonic()
+        self._engine = {
+            "protocol": wire.PROTOCOL,
+            "engine": dict(launch.engine),
+            "manifest": manifest,
+            "segments": inherited[1:],
+            "segment_bytes": segment_bytes,
+        }
         with theirs:
             self._process = subprocess.Popen(
                 [launch.python, str(launch.script), str(theirs.fileno()), str(os.getpid())],
@@ -100,27 +106,26 @@ class Sidecar:
         self._connection = wire.Connection(ours)
         # Identifies the request whose answer is not here yet; None when the sidecar waits for one.
         self._in_flight: object | None = None
+        self._ready = False
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
         self._log.start()
+
+    def wait_until_ready(self) -> Generator[None, None, None]:
+        """Build the engine. Whatever interrupts this ends the process: nobody else knows of it yet.
+
+        Raises:
+            EngineError: if the engine refuses what it is built from, with its reason.
+            SidecarBroken: if the process dies or says nothing in time.
+        """
+        limit = self._launch.start_timeout_s
         try:
-            ready = self.request(
-                "start",
-                {
-                    "protocol": wire.PROTOCOL,
-                    "engine": dict(launch.engine),
-                    "manifest": manifest,
-                    "segments": inherited[1:],
-                    "segment_bytes": segment_bytes,
-                },
-                answer="ready",
-                timeout_s=launch.start_timeout_s,
-            ).header
+            ready = yield from self.ask("start", self._engine, answer="ready", timeout_s=limit)
         except BaseException:
-            # An interrupt too: nobody else knows of the process yet.
             self.kill()
             raise
-        version, seconds = ready.get("version"), time.monotonic() - began
-        logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
+        self._ready = True
+        version, seconds = ready.header.get("version"), time.monotonic() - self._began
+        logger.info("%s %s ready after %.1f s, process %d", self._launch.name, version, seconds, self.pid)
 
     @property
     def pid(self) -> int:
@@ -139,10 +144,28 @@ class Sidecar:
         """Ask, and wait for the answer.
 
         Raises:
-            ValueError: if the sidecar refuses the request; it is unharmed.
-            SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
+            ValueError, SidecarBroken: as `stream`.
         """
         *_, last = self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s)
+        return last
+
+    def ask(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float | None = None,
+    ) -> Generator[None, None, wire.Message]:
+        """Ask; yield None until the answer is there and return it: `request` where others have their turn meanwhile.
+
+        Raises:
+            ValueError, SidecarBroken: as `stream`.
+        """
+        for message in self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s):
+            last = message
+            yield None
         return last
 
     def stream(
@@ -153,24 +176,31 @@ class Sidecar:
         *,
         answer: str,
         timeout_s: float | None = None,
-    ) -> Iterator[wire.Message]:
-        """Ask, and yield each sign of progress, then the answer. The time limit holds between two of them.
+    ) -> Iterator[wire.Message | None]:
+        """Ask, and yield each sign of progress, then the answer; None once it is asked, and while nothing comes.
 
-        Closed before the answer is there, it cancels the request, and so does the next request. A sidecar that does
-        not cancel in time is killed.
+        The time limit holds between two messages. Closed before the answer is there, it cancels the request, and so
+        does the next request. A sidecar that does not cancel in time is killed.
 
         Raises:
-            ValueError, SidecarBroken: as `request`.
+            ValueError: if the sidecar refuses the request; it is unharmed.
+            SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
         """
         limit = timeout_s or self._launch.stall_timeout_s
         self._cancel()
         self._in_flight = mine = object()
         try:
             self._connection.send(op, header, arrays, timeout_s=limit)
-            while (message := self._connection.receive(timeout_s=limit)).header["op"] == "progress":
+            message, heard = None, time.monotonic()
+            while message is None or message.header["op"] == "progress":
                 yield message
                 if self._in_flight is not mine:
                     raise EngineError(f"{op}: ended by a later request to the sidecar")
+                message = None
+                if self._has_sent():
+                    message, heard = self._connection.receive(timeout_s=limit), time.monotonic()
+                elif time.monotonic() - heard > limit:
+                    raise TimeoutError(f"waiting for a frame: nothing for {limit:g} s")
         except GeneratorExit:
             if self._in_flight is mine:
                 self._cancel()
@@ -183,6 +213,12 @@ class Sidecar:
             raise broken from error
         self._in_flight = None
         yield self._checked(message, op, answer)
+
+    def _has_sent(self) -> bool:
+        """Whether there is something to receive, the end of the connection included; waits a moment for it."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(_TURN_MS))
 
     def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
         """The answer, if it is the one that was asked for."""
@@ -206,6 +242,9 @@ class Sidecar:
         if self._in_flight is None:
             return
         self._in_flight = None
+        if not self._ready:
+            self.kill()  # an engine that is being built reads nothing
+            return
         try:
             self._connection.send("cancel", timeout_s=_CANCEL_S)
             while self._connection.receive(timeout_s=_CANCEL_S).header["op"] != "cancelled":
@@ -271,89 +310,6 @@ class Sidecar:
         if log is not None:
             log.close()
         self._process.stdout.close()
-
-
-class Supervisor:
-    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread."""
-
-    def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
-        """Starts the first sidecar.
-
-        Args:
-            name: of its engine, in errors and logs.
-            start: starts a sidecar.
-            max_restarts: failures in a row after which the run ends.
-        """
-        self._name, self._start = name, start
-        self._max_restarts = max_restarts
-        self._sidecar: Sidecar | None = self._started()
-
-    def _started(self) -> Sidecar:
-        try:
-            return self._start()
-        except SidecarBroken as error:
-            raise EngineError(f"the {self._name} sidecar does not start: {error}") from error
-
-    def _restarted(self) -> Sidecar:
-        try:
-            return self._start()
-        except EngineError as error:
-            # An engine that once stood and is refused now lacks memory or a device: that may pass.
-            raise SidecarBroken(str(error)) from error
-
-    def run(self, call: Callable[[Sidecar], T]) -> T:
-        """The result of `call` on a sidecar that works.
-
-        Args:
-            call: everything that must be asked of one sidecar; asked whole of the next if it breaks.
-
-        Raises:
-            EngineError: after `max_restarts` restarts in a row without success, with the reason and the end of the log.
-        """
-        (result,) = self.stream(lambda sidecar: iter([call(sidecar)]))
-        return result
-
-    def stream(self, call: Callable[[Sidecar], Iterator[T]]) -> Iterator[T]:
-        """Yield what `call` yields on a sidecar that works.
-
-        Args:
-            call: made again for the next sidecar if one breaks on the way; it must not repeat what it yielded.
-
-        Raises:
-            EngineError: as `run`.
-        """
-        failures = 0
-        while True:
-            try:
-                if self._sidecar is None:
-                    self._sidecar = self._restarted()
-                yield from call(self._sidecar)
-                return
-            except SidecarBroken as error:
-                failures += 1
-                self._recover(error, failures)
-
-    def _recover(self, error: SidecarBroken, failures: int) -> None:
-        """Clear away what is broken and wait a moment, or give up."""
-        lines = ""
-        if self._sidecar is not None:
-            self._sidecar.kill()
-            lines = self._sidecar.last_lines()
-            self._sidecar = None
-        if failures > self._max_restarts:
-            raise EngineError(
-                f"the {self._name} sidecar failed {failures} times in a row, at last: {error}"
-                + (f"; the end of its log:\n{lines}" if lines else "")
-            ) from error
-        pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
-        logger.warning("%s sidecar: %s; restart %d in %.1f s", self._name, error, failures, pause)
-        time.sleep(pause)
-
-    def close(self) -> None:
-        """Ends the sidecar. Safe to call twice."""
-        if self._sidecar is not None:
-            self._sidecar.close()
-            self._sidecar = None
 
 
 def _environment(launch: Launch) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""The trainer's side of vLLM: the `Engine` protocol over a sidecar."""
+"""The trainer's side of vLLM: the `Engine` protocol over one sidecar, or over several."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,51 +12,34 @@ import numpy as np
 
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import check_params
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
-from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
-from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
-from dcmdp_jax.rollout.sidecar.manifest import differing
-from dcmdp_jax.rollout.sidecar.probe import Probe, probe_ids
-from dcmdp_jax.rollout.sidecar.process import Launch, Sidecar, SidecarBroken, Supervisor
-from dcmdp_jax.rollout.sidecar.shared_memory import Segment, available_bytes
+from dcmdp_jax.rollout.episode import Episode
+from dcmdp_jax.rollout.sidecar.probe import Probe
+from dcmdp_jax.rollout.sidecar.process import Launch, Sidecar
+from dcmdp_jax.rollout.sidecar.supervisor import Supervisor, gathered, in_turn
 from dcmdp_jax.rollout.validation import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.rollout.vllm import launch
-from dcmdp_jax.rollout.vllm.replies import checked_completions
-from dcmdp_jax.rollout.vllm.seeds import request_seeds
-from dcmdp_jax.types import Array, Params
+from dcmdp_jax.rollout.vllm import devices, launch
+from dcmdp_jax.rollout.vllm.replica import Replica
+from dcmdp_jax.rollout.vllm.weights import SharedWeights
+from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
 SCRIPT = Path(__file__).with_name("sidecar.py")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Publication:
-    """Weights that lie in a segment.
-
-    Attributes:
-        serial: counts publications; its parity says which of the two.
-        policy_version: the trainer's step.
-        checksums: of what was sent, [tensors] uint64.
-        probe: the trainer's own log-probs of the probe sequences, or None without a probe.
-    """
-
-    serial: int
-    policy_version: int
-    checksums: np.ndarray
-    probe: Array | None
+# The caller can look for a signal that often.
+_PAUSE_S = 0.5
 
 
 class VllmEngine:
-    """Keeps the `Engine` protocol with stock vLLM in a process of its own.
+    """Keeps the `Engine` protocol with stock vLLM in processes of its own: `rollout.vllm.replicas` sidecars.
 
     Sampling is a function of (seed, step, row): each completion is a request with its own seed (`seeds.request_seeds`).
-    Log-probs depend on batch composition too, by rounding, so a call that is interrupted is sampled again whole: the
-    prefix cache is emptied before each call, and the same call gives the same bits.
+    Log-probs depend on batch composition too, by rounding. So the same prompts go to the same replica each time, the
+    prefix cache is emptied before each call, and a replica that is interrupted samples its part of the call again
+    whole: the same call gives the same bits, whichever sidecar was started again in the middle of it.
 
-    A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of shared memory, and
-    is asked again; log-probs that are not finite are asked for once more of a new one before they are believed.
+    All replicas load from one copy of the weights. A sidecar that fails is restarted alone (`replica.Replica`), while
+    the others go on.
 
     For one thread, but for `publish_weights`.
     """
@@ -78,13 +62,14 @@ class VllmEngine:
 
         Args:
             config: the model.
-            settings: of the sidecar.
-            directory: of the sidecar: config.json, log, temporary files. Made if it is not there.
-            precision: of the weights: "float32", "float16", "bfloat16", "int8", "fp8_per_block".
+            settings: of the sidecars.
+            directory: of the sidecar: config.json, log, temporary files. Made if it is not there. With several
+                replicas each has its log in a directory of its own in there, named by its number.
+            precision: of the weights: "float32", "float16", "bfloat16", "int8", "fp8", "fp8_per_block".
             compute_dtype: vLLM's dtype.
             kv_cache_dtype: "auto", "fp8" (e4m3), "fp8_e5m2".
             max_total_tokens: longest prompt with its completion.
-            max_rows: completions in flight; more wait in vLLM's queue.
+            max_rows: completions in flight, of all replicas together; more wait in vLLM's queues.
             probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
             script: the sidecar.
 
@@ -93,60 +78,71 @@ class VllmEngine:
             MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """
-        cpu = launch.check_installation(settings, precision)
-        launch.check_model(config)
+        platform = launch.check_installation(settings, precision)
+        launch.check_model(config, platform)
+        cpu = platform == "cpu"
         self.config = config
         self.precision = precision
         self.max_total_tokens = max_total_tokens
-        self._bridge = WeightBridge(config, dtype=compute_dtype, int8=precision == "int8")
-        size = self._bridge.num_bytes
-        if 2 * size > (available := available_bytes()):
-            raise MemoryError(
-                f"vLLM sidecar: two copies of the weights in shared memory need {2 * size / 2**30:.2f} GiB, "
-                f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or rollout.compute_dtype"
+        if cpu and settings.sleep:
+            logger.warning("rollout.vllm.sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
+        if platform == "tpu":
+            logger.warning(
+                "vLLM on a TPU: the bridge is written against tpu-inference 0.32 and was never tested on a TPU"
             )
-        directory = directory.resolve()
-        launch.write_model_config(
-            config, directory, precision=precision, compute_dtype=compute_dtype, max_total_tokens=max_total_tokens
-        )
-        how_to_start = Launch(
-            name="vLLM",
-            python=launch.interpreter(settings.python),
-            script=script,
-            directory=directory,
-            engine=launch.engine_arguments(
+        self._weights = SharedWeights(
+            config, compute_dtype=compute_dtype, int8=precision == "int8", probe=probe,
+            max_total_tokens=max_total_tokens,
+        )  # fmt: skip
+        self._replicas: list[Replica] = []
+        try:
+            directory = directory.resolve()
+            launch.write_model_config(
+                config, directory, precision=precision, compute_dtype=compute_dtype, max_total_tokens=max_total_tokens
+            )
+            engine = launch.engine_arguments(
                 config, settings, directory, precision=precision, compute_dtype=compute_dtype,
                 kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
-                available=available - 2 * size,
-            ),
-            environment=launch.environment(settings, cpu=cpu),
-            start_timeout_s=settings.start_timeout_s,
-            temporary_variables=("VLLM_RPC_BASE_PATH",),
-            stall_timeout_s=settings.stall_timeout_s,
-        )  # fmt: skip
-        self._probe = probe
-        self._probe_ids = probe_ids(config.vocab_size, max_total_tokens)
-        self._probe_tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
-        self._publication: _Publication | None = None
-        self._published = 0
-        self._segments: tuple[Segment, ...] = ()
-        try:
-            self._segments = tuple(Segment(f"dcmdp-weights-{index}", size) for index in range(2))
-            listed = [list(tensor) for tensor in self._bridge.manifest]
-            self._supervisor = Supervisor(
-                how_to_start.name,
-                lambda: Sidecar(how_to_start, listed, self._segments, size),
-                max_restarts=settings.max_restarts,
-            )
+                available=self._weights.left_bytes,
+            )  # fmt: skip
+            tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
+            for number, names in enumerate(devices.devices_of_replicas(settings, platform)):
+                one = Launch(
+                    name="vLLM" + f" replica {number}" * (settings.replicas > 1),
+                    python=launch.interpreter(settings.python),
+                    script=script,
+                    directory=directory / str(number) if settings.replicas > 1 else directory,
+                    engine=engine,
+                    environment=launch.environment(settings, platform, names),
+                    start_timeout_s=settings.start_timeout_s,
+                    temporary_variables=("VLLM_RPC_BASE_PATH",),
+                    stall_timeout_s=settings.stall_timeout_s,
+                )
+                one.directory.mkdir(exist_ok=True)
+                self._replicas.append(
+                    Replica(
+                        self._supervisor(one, settings.max_restarts), self._weights, probe_tolerance=tolerance,
+                        sleep_level=settings.sleep,
+                    )
+                )  # fmt: skip
+            gathered([replica.supervisor.started() for replica in self._replicas])
         except BaseException:
-            for segment in self._segments:
-                segment.close()
+            self.close()
             raise
+
+    def _supervisor(self, how_to_start: Launch, max_restarts: int) -> Supervisor:
+        weights = self._weights
+        listed = [list(tensor) for tensor in weights.bridge.manifest]
+        return Supervisor(
+            how_to_start.name,
+            lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes),
+            max_restarts=max_restarts,
+        )
 
     @property
     def policy_version(self) -> int | None:
         """Version of the weights last published; None before."""
-        return None if self._publication is None else self._publication.policy_version
+        return None if self._weights.published is None else self._weights.published.policy_version
 
     def publish_weights(self, params: Params, policy_version: int) -> None:
         """Writes the parameters into the free half of the double buffer; the next call has the engine load them.
@@ -157,71 +153,25 @@ class VllmEngine:
         Raises:
             ValueError: for parameters that are not those of the model.
         """
-        check_params(params, self.config)
-        serial, policy_version = self._published + 1, int(policy_version)
-        checksums = self._bridge.publish(params, self._segments[serial % 2], policy_version)
-        probe = None if self._probe is None else self._probe(params, self._probe_ids)
-        self._published = serial
-        self._publication = _Publication(serial, policy_version, checksums, probe)
+        self._weights.publish(params, policy_version)
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Publishes the parameters and has the engine load them; returns when they are proven to be in use.
+        """Publishes the parameters and has each replica load them; returns when they are proven to be in use.
 
         The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the prefix cache was
         emptied, and the engine's log-probs of fixed sequences are near the trainer's own. A sidecar that fails it is
         never used half-updated: it is started again and gets the weights again.
 
         Returns:
-            "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats.
+            "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats; of the replica with the largest.
 
         Raises:
             ValueError: for parameters that are not those of the model.
             EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
         """
-        self.publish_weights(params, policy_version)
-        publication = self._publication
-        difference = self._supervisor.run(lambda sidecar: self._load(sidecar, publication))
-        return {} if difference is None else {"mismatch/probe": difference}
-
-    def _load(self, sidecar: Sidecar, publication: _Publication) -> float | None:
-        version = publication.policy_version
-        # Until the answer is here, the sidecar has no weights that could be used.
-        sidecar.serial = None
-        header, arrays = sidecar.request(
-            "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed"
-        )
-        checksums = arrays.get("checksums", np.empty(0))
-        if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(self._bridge.manifest):
-            raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")
-        for consumed in checksums:
-            if wrong := differing(self._bridge.manifest, publication.checksums, consumed):
-                raise SidecarBroken(
-                    f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived changed"
-                )
-        if header.get("policy_version") != version:
-            raise SidecarBroken(f"weights of version {version}: the sidecar says {header.get('policy_version')}")
-        difference = None
-        if publication.probe is not None:
-            difference = self._probed(sidecar, publication)
-        sidecar.serial = publication.serial
-        return difference
-
-    def _probed(self, sidecar: Sidecar, publication: _Publication) -> float:
-        scored = self._scored(sidecar, list(self._probe_ids), [1] * len(self._probe_ids), 1.0)
-        own = np.asarray(publication.probe)
-        if not np.isfinite(own).all():
-            raise EngineError(
-                f"weights of version {publication.policy_version}: the trainer's own log-probs of the probe are not "
-                "finite; its parameters are broken"
-            )
-        difference = float(np.mean(np.abs(np.stack(scored) - own)))
-        if not difference <= self._probe_tolerance:
-            raise SidecarBroken(
-                f"weights of version {publication.policy_version}: the engine's log-probs of the probe are "
-                f"{difference:.3g} nats from the trainer's on average, allowed are {self._probe_tolerance:g} "
-                "(rollout.vllm.probe_tolerance)"
-            )
-        return difference
+        publication = self._weights.publish(params, policy_version)
+        differences = gathered([replica.load(publication) for replica in self._replicas])
+        return {} if publication.probe is None else {"mismatch/probe": max(differences)}
 
     def generate(
         self,
@@ -232,9 +182,9 @@ class VllmEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Samples `group_size` completions for each prompt.
+        """Samples `group_size` completions for each prompt; prompt `p` by replica `p` mod their number.
 
-        A sidecar that breaks on the way is started again and samples the whole call again, which gives the same bits;
+        A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
         what was yielded is not yielded again.
 
         Args:
@@ -249,66 +199,26 @@ class VllmEngine:
         Raises:
             ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
                 begun then.
-            EngineError: if no weights were published, or the sidecar fails again and again.
+            EngineError: if no weights were published, or a sidecar fails again and again.
         """
-        if self._publication is None:
+        publication = self._weights.published
+        if publication is None:
             raise EngineError("no weights: push_weights must come before generate")
         launch.check_temperature(sampling.temperature)
         prompts = checked_sequences(
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
         )  # fmt: skip
-        header = {
-            "sampling": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p if sampling.temperature else 1.0,
-                "max_tokens": sampling.max_completion_tokens,
-                "stop_token_ids": list(sampling.stop_token_ids),
-            }
-        }
-        group_size, count = sampling.group_size, len(prompts) * sampling.group_size
-        arrays = {
-            "prompt_ids": np.concatenate(prompts),
-            "prompt_lengths": np.array([prompt.size for prompt in prompts], np.int32),
-            "prompt_of_row": np.repeat(np.arange(len(prompts), dtype=np.int32), group_size),
-            "seeds": request_seeds(seed, step, first_prompt * group_size + np.arange(count)),
-        }
-        publication = self._publication
-        version = publication.policy_version
-        trust = _Trust()
-        delivered: set[int] = set()
-
-        def sample(sidecar: Sidecar) -> Iterator[list[Episode]]:
-            self._ensure(sidecar, publication)
-            rows: set[int] = set()
-            waiting = OpenGroups(group_size)
-            for message in sidecar.stream("generate", header, arrays, answer="generated"):
-                completions = checked_completions(message.arrays, count, sampling, self.config.vocab_size)
-                if message.header.get("policy_version") != version:
-                    raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
-                trust.check([completion.logprobs for completion in completions])
-                if again := [completion.row for completion in completions if completion.row in rows]:
-                    raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
-                rows.update(completion.row for completion in completions)
-                episodes = waiting.add(
-                    single_turn(
-                        prompts[row // group_size],
-                        tokens,
-                        logprobs,
-                        policy_version=version,
-                        group=row // group_size,
-                        member=row % group_size,
-                        finish_reason=reason,
-                    )
-                    for row, tokens, logprobs, reason in completions
-                )
-                fresh = [episode for episode in episodes if episode.group not in delivered]
-                delivered.update(episode.group for episode in fresh)
-                yield fresh
-            if len(rows) < count:
-                raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
-
-        return self._supervisor.stream(sample)
+        dealt = [range(first, len(prompts), len(self._replicas)) for first in range(len(self._replicas))]
+        parts = [
+            replica.sample(
+                publication, {group: prompts[group] for group in groups}, sampling, seed=seed, step=step,
+                first_prompt=first_prompt,
+            )
+            for replica, groups in zip(self._replicas, dealt, strict=True)
+            if groups
+        ]  # fmt: skip
+        return _with_pauses(in_turn(parts))
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -328,66 +238,38 @@ class VllmEngine:
         Raises:
             ValueError, EngineError: as `LocalEngine.score`.
         """
-        if self._publication is None:
+        publication = self._weights.published
+        if publication is None:
             raise EngineError("no weights: push_weights must come before score")
         if not temperature >= 0:
             raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
         prompts, rows = scored_rows(
             prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
         )
-
-        publication, trust = self._publication, _Trust()
-
-        def scored(sidecar: Sidecar) -> list[np.ndarray]:
-            self._ensure(sidecar, publication)
-            values = self._scored(sidecar, rows, [prompt.size for prompt in prompts], temperature or 1.0)
-            trust.check(values)
-            return values
-
-        results = self._supervisor.run(scored)
+        starts = [prompt.size for prompt in prompts]
+        count = len(self._replicas)
+        dealt = gathered(
+            [
+                replica.score(publication, rows[first::count], starts[first::count], temperature=temperature or 1.0)
+                for first, replica in enumerate(self._replicas[: len(rows)])
+            ]
+        )
+        results = [dealt[row % count][row // count] for row in range(len(rows))]
         check_finite(results)
         return results
 
     def close(self) -> None:
-        """Ends the sidecar and gives the shared memory back. Safe to call twice."""
-        self._supervisor.close()
-        self._publication = None
-        for segment in self._segments:
-            segment.close()
-
-    def _ensure(self, sidecar: Sidecar, publication: _Publication) -> None:
-        """Loads the publication where it is not in use: a restarted sidecar has no weights."""
-        if sidecar.serial != publication.serial:
-            self._load(sidecar, publication)
-
-    def _scored(
-        self, sidecar: Sidecar, rows: list[np.ndarray], starts: list[int], temperature: float
-    ) -> list[np.ndarray]:
-        arrays = {
-            "row_ids": np.concatenate(rows).astype(np.int32),
-            "row_lengths": np.array([row.size for row in rows], np.int32),
-            "starts": np.array(starts, np.int32),
-        }
-        reply = sidecar.request("score", {"temperature": temperature}, arrays, answer="scored")
-        logprobs = reply.arrays.get("logprobs", np.empty(0))
-        lengths = arrays["row_lengths"] - arrays["starts"]
-        if logprobs.shape != (lengths.sum(),):
-            raise SidecarBroken(f"score: {logprobs.shape} log-probs for {lengths.sum()} tokens")
-        return np.split(logprobs, np.cumsum(lengths)[:-1])
+        """Ends the sidecars and gives the shared memory back. Safe to call twice."""
+        for replica in self._replicas:
+            replica.supervisor.close()
+        self._weights.close()
 
 
-class _Trust:
-    """Doubts the first log-probs of a call that are not finite, once.
-
-    A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what becomes
-    of those is the trainer's to decide (`validation.unusable_completions`).
-    """
-
-    def __init__(self) -> None:
-        self._doubted = False
-
-    def check(self, values: Sequence[np.ndarray]) -> None:
-        """Raise SidecarBroken if a value is not finite, unless one was not finite before."""
-        if not self._doubted and not all(np.isfinite(array).all() for array in values):
-            self._doubted = True
-            raise SidecarBroken("log-probs that are not finite")
+def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode]]:
+    """The lists, and an empty one where none came for half a second."""
+    last = time.monotonic()
+    with contextlib.closing(parts):
+        for complete in parts:
+            if complete is not None or time.monotonic() - last > _PAUSE_S:
+                yield complete or []
+                last = time.monotonic()

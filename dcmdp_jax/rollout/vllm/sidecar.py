@@ -3,8 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; the requests are those of `rollout/sidecar/__init__.py`. This file and worker.py alone import torch or vllm;
-both run under the sidecar's own interpreter.
+the engine; the requests are those of `rollout/sidecar/__init__.py`. This file, model_check.py, received.py,
+worker.py and tpu_worker.py alone import torch or vllm; they run under the sidecar's own interpreter.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _find_package()
 import numpy as np  # noqa: E402
 
 from dcmdp_jax.rollout.sidecar import manifest, wire  # noqa: E402
+from dcmdp_jax.rollout.vllm.model_check import check_manifest  # noqa: E402
 from dcmdp_jax.rollout.vllm.torch_builds import check_torch_builds  # noqa: E402
 
 _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
@@ -74,25 +75,33 @@ class EngineHost:
         """
         check_torch_builds()
         import vllm
+        from vllm.platforms import current_platform
 
-        from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
+        self._tpu = current_platform.is_tpu()
+        extension = "tpu_worker.TpuWeightReceiver" if self._tpu else "worker.WeightReceiver"
+        if not self._tpu:
+            from dcmdp_jax.rollout.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
         tensors = manifest.parse(self._manifest, self._size)
-        _check_manifest(fields["engine"]["model"], tensors)
-        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls="dcmdp_jax.rollout.vllm.worker.WeightReceiver")
+        check_manifest(fields["engine"]["model"], tensors)
+        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls=f"dcmdp_jax.rollout.vllm.{extension}")
         self.engine = self.llm.llm_engine
         self.version: int | None = None
         self.vllm_version = vllm.__version__
         self._requests = 0
+        self._asleep: set[str] = set()
         self._try_out()
 
     def _try_out(self) -> None:
         """One token, sampled and scored with random weights: what the engine can't run is an error of its start."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=1, seed=None if self._tpu else 0, logprobs=0, prompt_logprobs=0, detokenize=False,
+            ignore_eos=True,
+        )  # fmt: skip
         self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -101,6 +110,7 @@ class EngineHost:
         """Loads a segment in every worker; returns checksums, [workers, tensors] uint64."""
         version = fields["policy_version"]
         self.version = None
+        self._wake_up("weights")
         path = f"/proc/{os.getpid()}/fd/{self._segments[fields['segment']]}"
         sums = self.llm.collective_rpc("dcmdp_receive", args=(path, self._size, self._manifest, version))
         self._reset_prefix_cache()
@@ -112,6 +122,21 @@ class EngineHost:
         if self.llm.reset_prefix_cache() is not True:
             raise RuntimeError("the prefix cache could not be reset")
 
+    def _sleep(self, level: int) -> None:
+        """Gives the memory of weights and cache back before a request is answered; the weights of level 2 are gone."""
+        if level:
+            self.llm.sleep(level)
+            self._asleep = {"weights", "kv_cache"}
+            if level == 2:
+                self.version = None
+
+    def _wake_up(self, *tags: str) -> None:
+        """Takes the memory of these again, weights before the cache: while they are loaded there is no cache."""
+        for tag in tags:
+            if tag in self._asleep:
+                self.llm.wake_up(tags=[tag])
+                self._asleep.remove(tag)
+
     def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
         """Samples one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
@@ -121,10 +146,13 @@ class EngineHost:
         from vllm.sampling_params import RequestOutputKind
 
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+        if self._tpu:
+            self.llm.collective_rpc("dcmdp_seed", args=(int(arrays["seeds"][0]) % 2**32,))
         params = [
             SamplingParams(
                 **fields["sampling"],
-                seed=seed,
+                # vLLM on a TPU refuses a seed.
+                seed=None if self._tpu else seed,
                 logprobs=0,
                 flat_logprobs=True,
                 ignore_eos=True,
@@ -135,6 +163,7 @@ class EngineHost:
         ]
         for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
             yield _completions(ended)
+        self._sleep(fields["sleep_level"])
         return {}
 
     def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
@@ -162,6 +191,7 @@ class EngineHost:
         for place, (row, start) in enumerate(zip(rows, arrays["starts"].tolist(), strict=True)):
             listed = outputs[place].prompt_logprobs
             scored.append(np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32))
+        self._sleep(fields["sleep_level"])
         return {"logprobs": np.concatenate(scored)}
 
     def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
@@ -171,6 +201,7 @@ class EngineHost:
         """
         if self.version is None:
             raise Refused("no weights were pushed")
+        self._wake_up("weights", "kv_cache")
         self._reset_prefix_cache()
         places: dict[str, int] = {}
         try:
@@ -215,48 +246,6 @@ def _completions(outputs: dict[int, Any]) -> dict[str, np.ndarray]:
 def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     ends = np.cumsum(lengths)
     return [ids[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
-
-
-def _check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
-    """Compare the manifest with the model that transformers builds from the same config.json, on no device.
-
-    A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.
-    """
-    import torch
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, value in model.state_dict().items():
-        expected |= _separate_experts(name, tuple(value.shape))
-    if config.tie_word_embeddings:
-        expected.pop("lm_head.weight", None)
-    given = {t.name: t.shape for t in tensors if not t.name.endswith("_scale")}
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
-            raise ValueError(
-                f"manifest: {name} has shape {given.get(name, 'missing')}, the model of {directory}/config.json has "
-                f"{expected.get(name, 'no such')}"
-            )
-
-
-def _separate_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused, experts first."""
-    module, _, part = name.rpartition(".experts.")
-    if part == "gate_up_proj":
-        count, rows, columns = shape
-        return {
-            f"{module}.experts.{expert}.{half}_proj.weight": (rows // 2, columns)
-            for expert in range(count)
-            for half in ("gate", "up")
-        }
-    if part == "down_proj":
-        return {f"{module}.experts.{expert}.down_proj.weight": shape[1:] for expert in range(shape[0])}
-    return {name: shape}
 
 
 def _one_line(error: BaseException) -> str:

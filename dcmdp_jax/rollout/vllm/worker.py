@@ -7,19 +7,16 @@ model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
 from __future__ import annotations
 
 import ctypes
-import functools
 import signal
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from dcmdp_jax.rollout.sidecar import manifest
-from dcmdp_jax.rollout.sidecar.shared_memory import attach
+from dcmdp_jax.rollout.vllm.received import attached, handed_over
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,10 +42,10 @@ class WeightReceiver:
             policy_version: of the checksums.
         """
         tensors = manifest.parse(listed, size)
-        memory = _attached(path, size)
+        memory = attached(path, size)
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
-        weights = _handed_over(memory, tensors, policy_version, sums)
+        weights = handed_over(memory, tensors, policy_version, sums)
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old ones.
             for module in self.model_runner.get_model().modules():
@@ -75,18 +72,3 @@ class WeightReceiver:
         if temperature != 1.0:
             plain = model.compute_logits
             model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
-
-
-@functools.cache
-def _attached(path: str, size: int) -> np.ndarray:
-    """One mapping for all pushes: mapping each page again costs as much as reading it."""
-    return attach(path, size)
-
-
-def _handed_over(
-    memory: np.ndarray, tensors: list[manifest.Tensor], policy_version: int, sums: dict[str, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensor in tensors:
-        data = memory[tensor.offset : tensor.offset + tensor.num_bytes]
-        sums[tensor.name] = manifest.checksum(data, policy_version)
-        yield tensor.name, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape)

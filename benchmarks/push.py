@@ -1,0 +1,118 @@
+"""Time and memory of a push from a sharded trainer to the embedded engine, on simulated devices of a CPU.
+
+    python -m benchmarks.push --size 0.6B --devices 1,2,8 --repeats 3
+
+Parameters in float32 are split over fsdp, the engine's weights in bfloat16 over tensor, both over all devices. For each
+number of devices a process of its own prints a table row:
+
+- seconds of a push: conversion, checksums on both sides, median and spread;
+- growth of the process's resident memory at its peak in a push, beside parameters that are there already; the engine's
+  weights, which stay, are part of it;
+- temporary memory on a device of the largest program of a push, by the compiler, and what of the engine's weights the
+  device keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.arguments import at_least_one
+from benchmarks.timing import median_and_spread
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
+from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
+from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.rollout.local import weights
+from dcmdp_jax.rollout.local.engine import LocalEngine
+
+_PRECISION = "bfloat16"
+_MIB = 2**20
+SIZES = {
+    "toy": ModelConfig("qwen3", 256, 64, 128, 2, 8, 8, 8, tie_word_embeddings=True),
+    "0.6B": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True),
+}
+
+
+def _resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> int:
+    """The most temporary memory on a device of a program of a push."""
+    programs = weights._converters(config, _PRECISION, mesh)
+    rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+    lowered = (
+        programs.layer.lower(params["layers"], np.int32(0)),
+        programs.outside.lower(rest),
+        weights._source_checksums.lower(params, config, _PRECISION, mesh.size == 1),
+        programs.layer_checksums.lower(jax.eval_shape(programs.layer, params["layers"], np.int32(0))),
+    )
+    return max(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)
+
+
+def measure(size: str, repeats: int) -> str:
+    """Table row for all devices of this process."""
+    config, devices = SIZES[size], jax.device_count()
+    training = make_mesh(1, devices, 1, 1)
+    mesh = sampling_mesh(training, tensor=devices)
+    shapes = param_shapes(config)
+    shardings = param_shardings(logical_axes(config), shapes, training)
+    # Time and memory do not depend on the values.
+    filled = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01), shapes), out_shardings=shardings)
+    params = jax.block_until_ready(filled())
+    engine = LocalEngine(config, precision=_PRECISION, max_total_tokens=64, mesh=mesh)
+    times, grown = [], []
+    for version in range(repeats + 1):
+        engine.close()
+        release_freed_memory()
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        began = time.perf_counter()
+        engine.push_weights(params, version)
+        if version:
+            times.append(time.perf_counter() - began)
+            grown.append((_resident("VmHWM") - before) / _MIB)
+    leaves = jax.tree.leaves(engine._weights)
+    kept = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return (
+        f"| {size} | {num_params(config):,} | {devices} | {median_and_spread(times, '.2f')} | "
+        f"{median_and_spread(grown, ',.0f')} | {_temporary(config, params, mesh) / _MIB:,.0f} | {kept / _MIB:,.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="0.6B")
+    parser.add_argument("--devices", default="1,2,8", help="numbers of devices, each divides 8")
+    parser.add_argument("--repeats", type=at_least_one, default=3)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.here:
+        print(measure(arguments.size, arguments.repeats), flush=True)
+        return
+    print("| size | parameters | devices | push, s | peak growth, MiB | temporary a device, MiB | kept a device, MiB |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for count in arguments.devices.split(","):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={int(count)}".strip()
+        command = [sys.executable, "-m", "benchmarks.push", "--here", "--size", arguments.size]
+        subprocess.run(
+            [*command, "--repeats", str(arguments.repeats)],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, check=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

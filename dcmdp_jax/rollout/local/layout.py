@@ -1,0 +1,215 @@
+"""The embedded engine's mesh: what each device holds of weights, cache and rows, by the trainer's logical axes.
+
+Rows are split over data, fsdp and expert, weights over tensor (heads, MLP, vocabulary) and expert. All programs are
+`shard_map`s over the whole mesh: each device computes its own rows with its own part of the weights, and exchanges what
+the code says: the outputs of attention and MLP are summed over tensor, tokens go to their experts and back, and each
+device samples an equal share of the rows of its tensor group from whole rows of logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import declarations
+from dcmdp_jax.models.decoder import Block, Reduce
+from dcmdp_jax.models.ops import Ops, choose_ops
+from dcmdp_jax.models.params import model_declarations
+from dcmdp_jax.models.quantize import QuantizedKernel, dequantize
+from dcmdp_jax.parallel.mesh import AXES
+from dcmdp_jax.parallel.sharding import ACTIVATION_AXES, PARAM_AXES, Axes, partition_spec
+from dcmdp_jax.types import Params
+
+TENSOR, EXPERT = "tensor", "expert"
+ROW_AXES: tuple[str, ...] = ACTIVATION_AXES["rows"]
+ROWS = P(ROW_AXES)
+CACHE = P(ROW_AXES, TENSOR)
+"""Keys [R, K, h, S] and values [R, K, S, h]."""
+# Weights are whole along fsdp: a step of decoding would gather them for one token a row.
+_WEIGHT_AXES = {**PARAM_AXES, "embed": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Static arguments of the compiled programs.
+
+    Attributes:
+        config: the model.
+        compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
+        cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
+        mesh: from `engine_mesh`.
+    """
+
+    config: ModelConfig
+    compute_dtype: str
+    cache_dtype: str
+    mesh: Mesh
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Sharding of arrays whose leading axis is the row."""
+        return NamedSharding(self.mesh, ROWS)
+
+    @property
+    def cache(self) -> NamedSharding:
+        """Sharding of keys and values."""
+        return NamedSharding(self.mesh, CACHE)
+
+    @property
+    def row_shards(self) -> int:
+        """Devices, or groups of them along tensor, that have rows of their own."""
+        return self.mesh.size // self.tensor
+
+    @property
+    def tensor(self) -> int:
+        """Devices that heads, MLP and vocabulary are split over."""
+        return self.mesh.shape[TENSOR]
+
+    @property
+    def splits_vocab(self) -> bool:
+        """Whether each device has its own part of the vocabulary; one of another size is replicated."""
+        return self.tensor > 1 and self.config.vocab_size % self.tensor == 0
+
+    @property
+    def expert_mesh(self) -> Mesh | None:
+        """The mesh for `moe.MoE`; None where each device has all experts."""
+        return self.mesh if self.mesh.shape[EXPERT] > 1 else None
+
+    @property
+    def platform(self) -> str:
+        """The devices' platform: "cpu", "gpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def ops(self) -> Ops:
+        """The model's operations on this platform."""
+        return choose_ops(self.platform)
+
+    @property
+    def keeps_quantized(self) -> bool:
+        """Whether matrices in 8 bits stay so inside the programs. XLA's CPU backend would convert them in memory at
+        each product."""
+        return self.platform != "cpu"
+
+    @property
+    def part(self) -> ModelConfig:
+        """The model as one device of a tensor group computes it."""
+        config, ways = self.config, self.tensor
+        if ways == 1:
+            return config
+        return dataclasses.replace(
+            config,
+            num_heads=config.num_heads // ways,
+            num_kv_heads=config.num_kv_heads // ways,
+            intermediate_size=max(1, config.intermediate_size // ways),
+            moe_intermediate_size=config.moe_intermediate_size // ways,
+        )
+
+    @property
+    def reduce(self) -> Reduce | None:
+        """Sum over the tensor group, for `decoder.apply_block`; None where there is nothing to add."""
+        return None if self.tensor == 1 else functools.partial(jax.lax.psum, axis_name=TENSOR)
+
+    def own_weights(self, weights: Params) -> Params:
+        """Weights of the device, inside a `shard_map`, as a loop uses them again and again.
+
+        A bias of the attention's output is added on one device of a tensor group only.
+        """
+        weights = dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized)
+        if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
+            return weights
+        once = jax.lax.axis_index(TENSOR) == 0
+
+        def layer(tree: Params) -> Params:
+            output = tree["attention"]["o"]
+            output = {**output, "bias": jnp.where(once, output["bias"], 0)}
+            return {**tree, "attention": {**tree["attention"], "o": output}}
+
+        return {**weights, "layers": [layer(tree) for tree in weights["layers"]]}
+
+
+def engine_mesh(mesh: Mesh | None) -> Mesh:
+    """The engine's mesh, with the trainer's axes: `mesh` if it has them, else its devices along data.
+
+    None is the first local device.
+    """
+    if mesh is not None and mesh.axis_names == AXES:
+        return mesh
+    devices = np.asarray(jax.local_devices()[:1]) if mesh is None else mesh.devices
+    return Mesh(devices.reshape(-1, *(1 for _ in AXES[1:])), AXES)
+
+
+def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
+    """Refuse a mesh that does not divide the model.
+
+    Raises:
+        UserError: naming the axis, the size and what it has to divide.
+    """
+    width = {"moe_intermediate_size": config.moe_intermediate_size} if config.num_experts else {}
+    sizes = {"num_kv_heads": config.num_kv_heads} | (width or {"intermediate_size": config.intermediate_size})
+    for name, size in sizes.items():
+        if size % tensor:
+            raise UserError(f"tensor: got {tensor}, must divide the model's {name}={size}")
+    if expert > 1 and (not config.num_experts or config.num_experts % expert):
+        raise UserError(f"expert: got {expert}, must divide the model's num_experts={config.num_experts}, or be 1")
+
+
+@functools.lru_cache(maxsize=32)
+def _axes(config: ModelConfig) -> dict[tuple[str, ...], Axes]:
+    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path without indices."""
+    fused = declarations(Block(config, fused_attention=True, fused_mlp=True))
+    axes = {("layers", *declared.path): declared.axes for declared in fused}
+    for declared in model_declarations(config):
+        axes[declared.path] = declared.axes[1:] if declared.path[0] == "layers" else declared.axes
+    return axes | {("output",): ("embed", "vocab")}
+
+
+def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
+    """`PartitionSpec` of each leaf of an engine's tree, or of a part of it.
+
+    Args:
+        weights: arrays or shapes, `QuantizedKernel`s among them; "layers" may be a list of layers or one.
+        config: the model.
+        mesh: the engine's.
+    """
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys = tuple(entry.key for entry in path if hasattr(entry, "key"))
+        axes = _axes(config)[keys]
+        if "router" in keys:
+            # Every device routes its own tokens.
+            axes = (None,) * len(axes)
+        if config.vocab_size % mesh.shape[TENSOR]:
+            axes = tuple(None if axis == "vocab" else axis for axis in axes)
+        if isinstance(leaf, QuantizedKernel):
+            return QuantizedKernel(partition_spec(axes, _WEIGHT_AXES), partition_spec(_of_scale(axes), _WEIGHT_AXES))
+        return partition_spec(axes, _WEIGHT_AXES)
+
+    return jax.tree_util.tree_map_with_path(spec, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+
+
+def _of_scale(axes: Axes) -> Axes:
+    """Axes of a kernel's scales, one for each output channel."""
+    return (*axes[:-2], axes[-1])
+
+
+def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Params, jax.Array]:
+    """`weights` and `x` unchanged, in a form in which XLA cannot convert quantized matrices before `x` is there.
+
+    Else it would convert those of all layers first, even before a loop: a second copy of the weights.
+    """
+    if not program.keeps_quantized or not any(
+        isinstance(leaf, QuantizedKernel)
+        for leaf in jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    ):
+        return weights, x
+    return jax.lax.optimization_barrier((weights, x))
