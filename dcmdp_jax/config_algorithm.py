@@ -156,6 +156,12 @@ class AlgorithmSettings:
         why="k1 is an estimate and no loss: its expected gradient is 0",
     )  # fmt: skip
 
+    router_aux_loss: float = setting(
+        0.0, "Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.",
+        source="ours: not stated in the paper; Qwen3-MoE's config.json has 0.001", minimum=0,
+        limit=(1e6, "the loss itself is of the order of 1"),
+    )  # fmt: skip
+
     @property
     def pid(self) -> bool:
         """Whether lambda is under PID control."""

@@ -111,7 +111,7 @@ class RolloutSettings:
         engine_choices={"local": ("auto", "fp8"), "vllm": ("auto", "fp8", "fp8_e5m2")},
     )  # fmt: skip
     max_rows: int = setting(
-        256, "Completions decoded at the same time; further ones wait.", unit="completions", minimum=1,
+        256, "Completions decoded at the same time, by all replicas; further ones wait.", unit="completions", minimum=1,
         limit=_DECODED, free=True,
     )  # fmt: skip
     min_rows: int = setting(
@@ -135,6 +135,10 @@ class RolloutSettings:
         "error", "A log-prob that is NaN or infinite: error stops and names the token, drop leaves the completion out "
         "and counts it.",
         choices=("error", "drop"), free=True,
+    )  # fmt: skip
+    router_replay: bool = setting(
+        False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "
+        "docs/moe.md).", source="paper: off",
     )  # fmt: skip
     local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()

@@ -68,10 +68,12 @@ class SharedPrompts(NamedTuple):
     Attributes:
         input_ids: [M, A, P, S] int32, every prompt without its last token, padding after it.
         lengths: [M, A, P] int32, how many of the S tokens are real.
+        routed_experts: None, or [M, A, P, S, layers, k] int16, see `Rows`.
     """
 
     input_ids: Array
     lengths: Array
+    routed_experts: Array | None = None
 
 
 class Rows(NamedTuple):
@@ -87,6 +89,8 @@ class Rows(NamedTuple):
         prompts: None: each segment holds its whole prompt. Else rows r G to r G + G - 1 are the completions of prompt
             r, one each, every one after its prompt's last token.
         policy_versions: None, or int32, the training step whose weights sampled each token; -1 where the mask is false.
+        routed_experts: None, or [M, A, R, L, layers, k] int16, the experts that the inference engine sent each token to
+            when it read it, -1 where it read none; a forward pass uses them (router replay).
     """
 
     input_ids: Array
@@ -97,6 +101,7 @@ class Rows(NamedTuple):
     rollout_logprobs: Array
     prompts: SharedPrompts | None = None
     policy_versions: Array | None = None
+    routed_experts: Array | None = None
 
 
 class Batch(NamedTuple):

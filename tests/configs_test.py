@@ -163,6 +163,24 @@ def test_the_vllm_demo_has_its_regimes(option, expected):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("", ("local", "fp8", "float32", False)),
+        ("replay", ("local", "fp8", "float32", True)),
+        ("vllm", ("vllm", "bfloat16", "bfloat16", False)),
+        ("replay,vllm", ("vllm", "bfloat16", "bfloat16", True)),
+    ],
+)
+def test_the_demo_with_experts_is_the_demo_with_another_model(option, expected):
+    config, plain = _config("demo_moe", option), _config("demo")
+    rollout = config.rollout
+    assert (rollout.engine, rollout.precision, rollout.compute_dtype, rollout.router_replay) == expected
+    assert config.run_dir == "runs/demo_moe" + "".join(f"_{name}" for name in ("vllm", "replay") if name in option)
+    changed = {name for name in _changes(plain, config) if not name.startswith(("rollout.", "model.architecture."))}
+    assert changed - {"run_dir", "algorithm.tolerance", "algorithm.dual_learning_rate"} == set()
+
+
 def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_to_move():
     config = _config("demo")
     assert config.rollout.precision in ("int8", "fp8") and config.model.compute_dtype == "float32"

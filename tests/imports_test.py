@@ -83,9 +83,13 @@ _MAY_IMPORT = {
     "bin": {
         "configs", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text", "dcmdp_jax.evaluation",
         "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
-        "dcmdp_jax.probe", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
+        "dcmdp_jax.plan", "dcmdp_jax.probe", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.vllm", "dcmdp_jax.studies", "dcmdp_jax.tasks",
         "dcmdp_jax.theory", "dcmdp_jax.training", "dcmdp_jax.types",
+    },
+    "dcmdp_jax.plan": {
+        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
+        "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
     },
     "dcmdp_jax.probe": {
         "dcmdp_jax.config", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.parallel",
@@ -114,9 +118,10 @@ _LIBRARIES = {
         "dcmdp_jax.probe.hugging_face",
         "dcmdp_jax.rollout.vllm.model_check",
         "dcmdp_jax.rollout.vllm.received",
+        "dcmdp_jax.rollout.vllm.routing",
         "dcmdp_jax.rollout.vllm.worker",
     ),
-    "vllm": ("dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
+    "vllm": ("dcmdp_jax.rollout.vllm.routing", "dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
     "msgpack": ("dcmdp_jax.rollout.sidecar.wire",),
     "httpx": ("dcmdp_jax.rollout.vllm",),
     "tensorflow": (),

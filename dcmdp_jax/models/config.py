@@ -155,6 +155,11 @@ class ModelConfig:
         """Width of all MLPs of a layer together."""
         return self.num_experts * self.moe_intermediate_size if self.num_experts else self.intermediate_size
 
+    @property
+    def routing(self) -> tuple[int, int, int]:
+        """Number of layers, experts of a token in each, and experts to choose from."""
+        return self.num_layers, self.num_experts_per_tok, self.num_experts
+
 
 def _number(name: str, value: Any) -> int | float:
     """`value` of a field in `_WHOLE` or `_REAL`, in range."""

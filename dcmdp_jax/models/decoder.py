@@ -158,13 +158,14 @@ class Block(nnx.Module):
         ops: Ops,
         mesh: Mesh | None = None,
         reduce: Reduce | None = None,
+        replayed: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Aux]:
         reduce = reduce or (lambda partial: partial)
         attended, cache = self.attention(self.attention_norm(x), rotary, attend, ops)
         x = x + reduce(attended)
         if isinstance(self.mlp, MLP):
             return x + reduce(self.mlp(self.mlp_norm(x), ops)), cache, {}
-        y, aux = self.mlp(self.mlp_norm(x), ops, mesh)
+        y, aux = self.mlp(self.mlp_norm(x), ops, mesh, replayed)
         return x + reduce(y), cache, aux
 
 
@@ -193,12 +194,14 @@ class Decoder(nnx.Module):
         constrain: Constrain,
         mesh: Mesh | None,
         prompts: SharedPrompts | None,
+        counted: jax.Array | None,
+        replayed: jax.Array | None,
     ) -> tuple[jax.Array, Aux]:
         """As `hidden_states_and_aux`."""
         config, dtype = self.config, jnp.dtype(compute.dtype)
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         kernel, ops = choose_kernel(compute.attention, dtype, platform), choose_ops(platform)
-        shape, real = (), segment_ids > 0
+        shape, counted = (), segment_ids > 0 if counted is None else counted
         if prompts is not None:
             # Prompts and rows concatenated to one long row: all but attention treats every token alike.
             shape = (*prompts.input_ids.shape, input_ids.shape[0], input_ids.shape[1] - 1)
@@ -208,8 +211,10 @@ class Decoder(nnx.Module):
                 for shared, own in ((prompts.input_ids, input_ids), (prompt_positions, position_ids))
             )
             visible = visible_of_shared(prompts.lengths, shape)
-            real_prompts = jnp.arange(shape[1]) < prompts.lengths[:, None]
-            real = jnp.concatenate([real_prompts.reshape(-1), segment_ids[:, :-1].reshape(-1) > 0])[None]
+            counted = jnp.concatenate([jnp.zeros(shape[0] * shape[1], bool), counted[:, :-1].reshape(-1)])[None]
+            if replayed is not None:
+                own = replayed[:, :-1].reshape(-1, *replayed.shape[2:])
+                replayed = jnp.concatenate([prompts.routed_experts.reshape(-1, *replayed.shape[2:]), own])[None]
         # The barrier keeps XLA from recomputing cosines in every layer's fusion.
         rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
         # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
@@ -222,10 +227,11 @@ class Decoder(nnx.Module):
             options = {"kernel": kernel, "one_segment": compute.one_segment, "ops": ops, "mesh": mesh}
             return row_attention(query, key, value, segment_ids, **options), None
 
-        def layer(x: jax.Array, layer_params: Params) -> tuple[jax.Array, Aux]:
+        def layer(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
+            layer_params, replayed = xs
             used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
-            x, _, aux = apply_block(used, config, x, rotary, attend, ops, mesh=mesh)
-            return constrain(x, axes), router_sums(aux, real) if config.num_experts else {}
+            x, _, aux = apply_block(used, config, x, rotary, attend, ops, mesh=mesh, replayed=replayed)
+            return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
 
         if compute.remat == "full":
             layer = jax.checkpoint(layer)
@@ -236,7 +242,8 @@ class Decoder(nnx.Module):
         table = constrain(self.embedding.get_value().astype(dtype), ("vocab", "hidden"))
         x = constrain(table[input_ids], axes)
         layers = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        x, aux = jax.lax.scan(layer, x, layers, unroll=compute.scan_unroll)
+        replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
+        x, aux = jax.lax.scan(layer, x, (layers, replayed), unroll=compute.scan_unroll)
         if shape:
             x = x[0, shape[0] * shape[1] :].reshape(*shape[2:], -1)
         return self.norm(x), aux
@@ -272,6 +279,8 @@ def hidden_states_and_aux(
     constrain: Constrain = _identity,
     mesh: Mesh | None = None,
     prompts: SharedPrompts | None = None,
+    counted: jax.Array | None = None,
+    replayed: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
     """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts token t + 1.
 
@@ -283,13 +292,19 @@ def hidden_states_and_aux(
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
         mesh: the mesh, for kernels that need `shard_map`.
         prompts: the rows' shared prompts [P, S], if they have any. Computed on one device with the "xla" kernel.
+        counted: [R, L] bool, the tokens that the layers report on; None: all but padding and shared prompts.
+        replayed: [R, L, layers, k] integers, the experts of each token, see `moe.MoE`; None: the router's choice. With
+            shared prompts those have theirs too.
 
     Returns:
         [R, L, D] in the compute dtype; [R, L - 1, D] with shared prompts, as no one reads a row's last token. And
         `moe.router_sums` of each layer, stacked on the first axis; nothing from a dense model.
     """
     decoder = _merge(_decoder_graph(config), params)
-    return decoder(input_ids, position_ids, segment_ids, compute, constrain=constrain, mesh=mesh, prompts=prompts)
+    return decoder(
+        input_ids, position_ids, segment_ids, compute, constrain=constrain, mesh=mesh, prompts=prompts,
+        counted=counted, replayed=replayed,
+    )  # fmt: skip
 
 
 def hidden_states(*arguments: Any, **options: Any) -> jax.Array:
@@ -341,6 +356,7 @@ def apply_block(
     *,
     mesh: Mesh | None = None,
     reduce: Reduce | None = None,
+    replayed: jax.Array | None = None,
 ) -> tuple[jax.Array, Any, Aux]:
     """Run one layer with the caller's attention, for training and for engines that keep a key-value cache.
 
@@ -351,7 +367,7 @@ def apply_block(
         rotary: `rotary_tables(config, positions)`.
         attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
         ops: of the platform.
-        mesh: see `moe.MoE`.
+        mesh, replayed: see `moe.MoE`.
         reduce: of a caller whose `shard_map` gives each device its own heads and its own part of the MLP; `config` is
             then that of the part. Applied to the outputs of attention and MLP. None: each device has all of them.
 
@@ -360,7 +376,7 @@ def apply_block(
     """
     mlp = layer_params["mlp"]
     graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
-    return _merge(graph, layer_params)(x, rotary, attend, ops, mesh, reduce)
+    return _merge(graph, layer_params)(x, rotary, attend, ops, mesh, reduce, replayed)
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:

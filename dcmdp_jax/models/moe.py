@@ -6,6 +6,7 @@ No token is dropped: the rows of each expert are computed together, however many
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -90,20 +91,30 @@ class MoE(nnx.Module):
         )  # fmt: skip
         self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
 
-    def __call__(self, x: jax.Array, ops: Ops, mesh: Mesh | None = None) -> tuple[jax.Array, Aux]:
+    def __call__(
+        self, x: jax.Array, ops: Ops, mesh: Mesh | None = None, replayed: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
         """Route [B, T, D] tokens and compute their experts.
 
         Args:
             x: [B, T, D].
             ops: of the platform.
             mesh: the mesh, if its compiler splits rows or weights; None where each device computes whole rows.
+            replayed: [B, T, k] integers, the experts to use in place of the likeliest ones, -1 for a token that has
+                none; their weights are still this router's, p of those experts. None: no token has any.
 
         Returns:
-            [B, T, D], and "routed_experts" [B, T, k] int32 and "router_probabilities" [B, T, E] float32.
+            [B, T, D], and "routed_experts" [B, T, k] int32 and "router_probabilities" [B, T, E] float32; with
+            `replayed` also "own_experts" [B, T, k] int32, the likeliest.
         """
         config = self.config
         probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(probabilities, config.num_experts_per_tok)
+        aux = {"router_probabilities": probabilities}
+        if replayed is not None:
+            aux["own_experts"] = chosen
+            chosen = jnp.where(replayed >= 0, replayed.astype(chosen.dtype), chosen)
+            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if config.norm_topk_prob:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         names = ("gate_up", "down") if self.fused else ("gate", "up", "down")
@@ -111,29 +122,68 @@ class MoE(nnx.Module):
         kernels = tuple(kernel if isinstance(kernel, QuantizedKernel) else kernel.astype(x.dtype) for kernel in kernels)
         compute = _compute if mesh is None else functools.partial(_expert_parallel, mesh=mesh)
         y = compute(x, chosen, weights.astype(x.dtype), kernels, num_experts=config.num_experts, ops=ops)
-        return y.astype(x.dtype), {"routed_experts": chosen, "router_probabilities": probabilities}
+        return y.astype(x.dtype), aux | {"routed_experts": chosen}
 
 
-def router_sums(aux: Aux, real: jax.Array) -> Aux:
-    """Sum what the router of one layer reports over tokens that are not padding.
+def router_sums(aux: Aux, counted: jax.Array) -> Aux:
+    """Sum what the router of one layer reports over the tokens that count.
 
     Args:
         aux: from `MoE`.
-        real: [B, T] bool.
+        counted: [B, T] bool.
 
     Returns:
         "router_load" [E] float32, tokens sent to each expert, k for each token; "router_probability" [E] float32, the
-        sum of its probabilities, through which a gradient flows; "router_tokens" [] float32. All are sums: add those of
-        micro-batches and devices.
+        sum of its probabilities, through which a gradient flows; "router_entropy" [] float32, the sum of the tokens'
+        entropies in nats; "router_tokens" [] float32; where experts are replayed "router_agreement" [] float32, how
+        many of the experts used are among the token's likeliest. All are sums: add those of micro-batches and devices.
     """
     probabilities = aux["router_probabilities"]
-    sent = jax.nn.one_hot(aux["routed_experts"], probabilities.shape[-1], dtype=jnp.float32).sum(axis=-2)
-    mask = real[..., None].astype(jnp.float32)
-    return {
+    sent = _sent(aux["routed_experts"], probabilities.shape[-1])
+    mask = counted[..., None].astype(jnp.float32)
+    entropy = jax.lax.stop_gradient(jnp.sum(jax.scipy.special.entr(probabilities), axis=-1, keepdims=True))
+    sums = {
         "router_load": jnp.sum(sent * mask, axis=(0, 1)),
         "router_probability": jnp.sum(probabilities * mask, axis=(0, 1)),
+        "router_entropy": jnp.sum(entropy * mask),
         "router_tokens": jnp.sum(mask),
     }
+    if "own_experts" in aux:
+        own = _sent(aux["own_experts"], probabilities.shape[-1])
+        sums["router_agreement"] = jnp.sum(sent * own * mask)
+    return sums
+
+
+def _sent(experts: jax.Array, num_experts: int) -> jax.Array:
+    """[..., E] float32, 1 where a token goes to an expert."""
+    return jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).sum(axis=-2)
+
+
+def router_metrics(sums: Aux) -> dict[str, jax.Array]:
+    """Measure how evenly a router uses the experts.
+
+    No token is dropped (`MoE`), so there is no share of dropped tokens to report.
+
+    Args:
+        sums: `router_sums` of every layer, stacked on the first axis; empty of a dense model.
+
+    Returns:
+        Metrics [] float32 named as in observe/metric_names.py: none of a dense model.
+    """
+    if not sums:
+        return {}
+    load, tokens = sums["router_load"], jnp.maximum(sums["router_tokens"], 1.0)
+    share = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
+    experts = load.shape[-1]
+    metrics = {
+        "moe/load_max_over_mean": experts * jnp.max(share),
+        "moe/load_entropy": jnp.mean(jnp.sum(jax.scipy.special.entr(share), axis=-1)) / math.log(max(experts, 2)),
+        "moe/router_entropy": jnp.mean(sums["router_entropy"] / tokens),
+        "moe/balance_loss": load_balancing_loss(sums),
+    }
+    if "router_agreement" in sums:
+        metrics["moe/routing_agreement"] = jnp.sum(sums["router_agreement"]) / jnp.maximum(jnp.sum(load), 1.0)
+    return metrics
 
 
 def load_balancing_loss(sums: Aux) -> jax.Array:

@@ -36,6 +36,7 @@ class EngineArguments:
         vllm: settings of a vLLM sidecar.
         directory: of a sidecar: its log, its config.json.
         server: address of a server that somebody else runs.
+        routed_experts: return the experts of each token with the episodes; "remote" can't.
     """
 
     model: ModelConfig
@@ -50,6 +51,7 @@ class EngineArguments:
     vllm: VllmSettings
     directory: Path
     server: str = ""
+    routed_experts: bool = False
 
 
 def _local(arguments: EngineArguments) -> Engine:
@@ -62,6 +64,7 @@ def _local(arguments: EngineArguments) -> Engine:
         max_rows=arguments.max_rows,
         min_rows=arguments.min_rows,
         mesh=arguments.mesh(),
+        routed_experts=arguments.routed_experts,
     )
 
 
@@ -76,6 +79,7 @@ def _vllm(arguments: EngineArguments) -> Engine:
         max_total_tokens=arguments.max_total_tokens,
         max_rows=arguments.max_rows,
         probe=arguments.probe(),
+        routed_experts=arguments.routed_experts,
     )
 
 

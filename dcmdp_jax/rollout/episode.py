@@ -24,6 +24,8 @@ class Episode:
         group: index of the prompt in the call of `generate`.
         member: 0 .. group_size - 1, which completion of its group.
         finish_reason: "stop" (sampled an end token) or "length".
+        routed_experts: None, or [T, layers, k] int16, the experts of each layer that the engine sent each token to when
+            it read it; -1 for a token that it did not read, such as the last.
     """
 
     token_ids: np.ndarray
@@ -33,6 +35,7 @@ class Episode:
     group: int
     member: int
     finish_reason: str
+    routed_experts: np.ndarray | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -64,6 +67,7 @@ def single_turn(
     group: int,
     member: int,
     finish_reason: str,
+    routed_experts: np.ndarray | None = None,
 ) -> Episode:
     """Make the episode of one completion: all tokens after the prompt are sampled, by one version of the policy.
 
@@ -72,6 +76,7 @@ def single_turn(
         completion_ids: [C] int32, at least one token.
         logprobs: [C] float32 nats.
         policy_version, group, member, finish_reason: see `Episode`.
+        routed_experts: None, or [P + C - 1, layers, k] integers, of all tokens but the last.
     """
     given = len(prompt_ids)
     token_ids = np.concatenate([prompt_ids, completion_ids], dtype=np.int32)
@@ -79,7 +84,12 @@ def single_turn(
     rollout_logprobs = np.zeros(token_ids.size, np.float32)
     rollout_logprobs[given:] = logprobs
     policy_versions = np.where(sampled_mask, policy_version, -1).astype(np.int32)
-    return Episode(token_ids, sampled_mask, rollout_logprobs, policy_versions, group, member, finish_reason)
+    if routed_experts is not None:
+        unread = token_ids.size - len(routed_experts)
+        routed_experts = np.pad(routed_experts.astype(np.int16), ((0, unread), (0, 0), (0, 0)), constant_values=-1)
+    return Episode(
+        token_ids, sampled_mask, rollout_logprobs, policy_versions, group, member, finish_reason, routed_experts
+    )
 
 
 class OpenGroups:

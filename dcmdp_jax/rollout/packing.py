@@ -80,7 +80,7 @@ def make_plan(
 
     Args:
         row_lengths: rising row lengths in tokens.
-        micro_batch_tokens: tokens, padding included, of one micro-batch, over all devices; at least one row a device.
+        micro_batch_tokens: tokens, padding included, of one micro-batch on one device; at least one row.
         mini_batches: M.
         completions: N of a mini-batch.
         segments_per_row: sequences in one row at most.
@@ -88,8 +88,8 @@ def make_plan(
     """
     rows, counts = [], []
     for length in row_lengths:
-        wanted = min(micro_batch_tokens // length, completions)
-        rows.append(max(1, wanted // row_shards) * row_shards)
+        on_device = min(micro_batch_tokens // length, completions // row_shards)
+        rows.append(max(1, on_device) * row_shards)
         counts.append(-(-completions // rows[-1]))
     return PackingPlan(row_lengths, tuple(rows), tuple(counts), mini_batches, completions, segments_per_row)
 
@@ -120,13 +120,14 @@ def make_shared_plan(
         max_prompt_tokens: of the longest prompt, at least 2.
         max_completion_tokens: of the longest completion.
         group_size: G; divides `completions`.
-        micro_batch_tokens: tokens, padding included, of one micro-batch, over all devices; at least one group a device.
+        micro_batch_tokens: tokens, padding included, of one micro-batch on one device; at least one group.
         mini_batches: M.
         completions: N of a mini-batch.
         row_shards: devices that groups are split over.
     """
     prompt_length, group_tokens = shared_group_shape(max_prompt_tokens, max_completion_tokens, group_size)
-    groups = max(1, min(micro_batch_tokens // group_tokens, completions // group_size) // row_shards) * row_shards
+    on_device = min(micro_batch_tokens // group_tokens, completions // group_size // row_shards)
+    groups = max(1, on_device) * row_shards
     return PackingPlan(
         row_lengths=(max_completion_tokens + 1,),
         rows_per_micro_batch=(groups * group_size,),
@@ -165,7 +166,8 @@ def pack(
 
     Raises:
         ValueError: if counts disagree, a sequence is longer than the longest row, or completions that should share a
-            prompt don't, or an episode's first token, or none, is sampled, naming them.
+            prompt don't, or an episode's first token, or none, is sampled, or some name their experts and some don't,
+            naming them.
     """
     total = plan.mini_batches * plan.completions
     if len(episodes) != total or rewards.shape != (total,):
@@ -175,6 +177,7 @@ def pack(
             which = "its first token is" if episode.sampled_mask[0] else "no token is"
             raise ValueError(f"rollout: completion {i}: {which} marked as sampled")
     dropped = np.zeros(total, bool) if dropped is None else dropped
+    routed_shape = _routed_shape(episodes)
     # What a row holds of its prompt is all of it, or the last token alone.
     apart = np.array([episode.prompt_length - 1 if plan.group_size else 0 for episode in episodes])
     lengths = np.array([len(episode.token_ids) for episode in episodes]) - apart
@@ -195,7 +198,7 @@ def pack(
     for b, (length, rows, micro) in enumerate(
         zip(plan.row_lengths, plan.rows_per_micro_batch, plan.micro_batches, strict=True)
     ):
-        block = _empty_rows(plan.mini_batches, micro * rows, length)
+        block = _empty_rows(plan.mini_batches, micro * rows, length, routed_shape)
         for m in range(plan.mini_batches):
             first = m * plan.completions
             members = first + np.flatnonzero(buckets[first : first + plan.completions] == b)
@@ -210,7 +213,7 @@ def pack(
             counts[m, b] = -(-used // rows)
         computed += int(counts[:, b].sum()) * rows * length
         whole = (plan.mini_batches, micro, rows, length)
-        blocks.append(Rows(*(None if field is None else field.reshape(whole) for field in block)))
+        blocks.append(Rows(*(None if field is None else field.reshape(whole + field.shape[3:]) for field in block)))
     if plan.group_size:
         prompts = _shared_prompts(episodes, plan, ~dropped)
         blocks = [blocks[0]._replace(prompts=prompts)]
@@ -232,11 +235,25 @@ def pack(
     return batch, PackingReport(tokens=tokens, computed_tokens=computed)
 
 
-def _empty_rows(mini_batches: int, rows: int, length: int) -> Rows:
+def _routed_shape(episodes: Sequence[Episode]) -> tuple[int, int] | None:
+    """(layers, k) of the experts that episodes name; None if they name none."""
+    shapes = [None if e.routed_experts is None else e.routed_experts.shape for e in episodes]
+    for i, (shape, episode) in enumerate(zip(shapes, episodes, strict=True)):
+        expected = shapes[0] and (len(episode.token_ids), *shapes[0][1:])
+        if shape != expected:
+            raise ValueError(f"rollout: completion {i}: routed experts of shape {shape}, expected {expected}")
+    return shapes[0] and shapes[0][1:]
+
+
+def _empty_rows(mini_batches: int, rows: int, length: int, routed_shape: tuple[int, int] | None) -> Rows:
     shape = (mini_batches, rows, length)
     integer, logical, real = (np.zeros(shape, dtype) for dtype in (np.int32, bool, np.float32))
     versions = np.full(shape, -1, np.int32)
-    return Rows(integer, integer.copy(), integer.copy(), logical, integer.copy(), real, policy_versions=versions)
+    routed = None if routed_shape is None else np.full(shape + routed_shape, -1, np.int16)
+    return Rows(
+        integer, integer.copy(), integer.copy(), logical, integer.copy(), real, policy_versions=versions,
+        routed_experts=routed,
+    )  # fmt: skip
 
 
 def _place(lengths: np.ndarray, row_length: int, segments_per_row: int) -> list[tuple[int, int, int]]:
@@ -261,6 +278,8 @@ def _shared_prompts(episodes: Sequence[Episode], plan: PackingPlan, used: np.nda
     """Every group's prompt without its last token; nothing for a group of which no completion is used."""
     shape = (plan.mini_batches, plan.micro_batches[0], plan.rows_per_micro_batch[0] // plan.group_size)
     ids, lengths = np.zeros((*shape, plan.prompt_length), np.int32), np.zeros(shape, np.int32)
+    routed_shape = _routed_shape(episodes)
+    routed = None if routed_shape is None else np.full(ids.shape + routed_shape, -1, np.int16)
     groups = plan.completions // plan.group_size
     for group, first in enumerate(range(0, len(episodes), plan.group_size)):
         prompt, last = episodes[first].prompt_ids, first + plan.group_size
@@ -276,7 +295,11 @@ def _shared_prompts(episodes: Sequence[Episode], plan: PackingPlan, used: np.nda
             place = np.unravel_index(group % groups, shape[1:])
             ids[group // groups][place][: len(prompt) - 1] = prompt[:-1]
             lengths[group // groups][place] = len(prompt) - 1
-    return SharedPrompts(ids, lengths)
+            if routed is not None:
+                # Members of a group differ by rounding: the prompt has one hidden state, so the experts of one.
+                read = episodes[first].routed_experts[: len(prompt) - 1]
+                routed[group // groups][place][: len(prompt) - 1] = read
+    return SharedPrompts(ids, lengths, routed)
 
 
 def _write(
@@ -292,3 +315,5 @@ def _write(
     rows.completion_index[row][place] = np.where(sampled, index, 0)
     rows.rollout_logprobs[row][place] = np.where(sampled, episode.rollout_logprobs[apart:], 0.0)
     rows.policy_versions[row][place] = np.where(sampled, episode.policy_versions[apart:], -1)
+    if rows.routed_experts is not None:
+        rows.routed_experts[row][place] = episode.routed_experts[apart:]

@@ -39,6 +39,41 @@ def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarr
     return unusable
 
 
+def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:
+    """Refuse experts that the model does not have: a forward pass would take others in their place, silently.
+
+    Args:
+        episodes: what an engine returned that was asked for the experts of each token.
+        layers: L of the model.
+        per_token: k, experts of a token in each layer.
+        experts: E of each layer; ids are below it.
+
+    Raises:
+        EngineError: naming the first completion whose experts are missing, of a wrong shape, out of range, or the same
+            twice for a token.
+    """
+    for i, episode in enumerate(episodes):
+        expected = (len(episode.token_ids), layers, per_token)
+        if problem := _routing_problem(episode.routed_experts, expected, experts):
+            raise EngineError(f"rollout: completion {i}: {problem} (rollout.router_replay)")
+
+
+def _routing_problem(routed: np.ndarray | None, expected: tuple[int, int, int], experts: int) -> str:
+    """Describe the first thing wrong with the experts of an episode's tokens; empty if nothing is."""
+    if routed is None:
+        return "the engine returned no routed experts"
+    if routed.shape != expected:
+        return f"routed experts of shape {routed.shape}, expected [tokens, layers, k] = {expected}"
+    read = routed[(routed != -1).any(axis=(1, 2))]
+    outside = (read < 0) | (read >= experts)
+    if outside.any():
+        return f"routed expert {read[outside][0]} is outside 0 .. {experts - 1}"
+    ordered = np.sort(read, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        return "a token was routed to the same expert twice"
+    return ""
+
+
 def checked_sequences(
     sequences: Sequence[np.ndarray], what: str, *, vocab_size: int, limit: int, reserve: int = 0
 ) -> list[np.ndarray]:

@@ -27,6 +27,7 @@ def gather_rollout(
     *,
     first_prompt: int,
     problems: Sequence[Problem],
+    routed_shape: tuple[int, int] | None = None,
 ) -> tuple[list[Episode], list[str], BatchScores]:
     """Collective: the episodes, texts and scores of all processes, in prompt order.
 
@@ -35,12 +36,13 @@ def gather_rollout(
         episodes, texts, scores: of this process's prompts.
         first_prompt: number of its first prompt in the step.
         problems: of every completion of the step.
+        routed_shape: layers and k of the episodes' routed experts; None if they have none.
     """
     if hosts.count == 1:
         return episodes, texts, scores
     arrays = hosts.gather(
         {
-            "episodes": _episode_arrays(episodes, first_prompt),
+            "episodes": _episode_arrays(episodes, first_prompt, routed_shape),
             "texts": _text_arrays(texts),
             "scores": _score_arrays(scores),
         }
@@ -61,8 +63,15 @@ def gather_evaluation(hosts: Hosts, result: EvaluationResult) -> EvaluationResul
     return dataclasses.replace(result, **found["arrays"], **summed)
 
 
-def _episode_arrays(episodes: list[Episode], first_prompt: int) -> dict[str, np.ndarray]:
+def _episode_arrays(
+    episodes: list[Episode], first_prompt: int, routed_shape: tuple[int, int] | None
+) -> dict[str, np.ndarray]:
+    routed = {}
+    if routed_shape is not None:
+        experts = [episode.routed_experts for episode in episodes]
+        routed["routed_experts"] = np.concatenate([np.zeros((0, *routed_shape), np.int16), *experts])
     return {
+        **routed,
         "lengths": np.array([len(episode.token_ids) for episode in episodes], np.int64),
         "groups": np.array([first_prompt + episode.group for episode in episodes], np.int64),
         "members": np.array([episode.member for episode in episodes], np.int64),
@@ -79,7 +88,7 @@ def _episodes(arrays: dict[str, np.ndarray]) -> list[Episode]:
     ends = np.cumsum(arrays["lengths"])
     return [
         Episode(
-            **{name: arrays[name][end - length : end] for name in _PER_TOKEN},
+            **{name: arrays[name][end - length : end] for name in (*_PER_TOKEN, "routed_experts") if name in arrays},
             group=int(group),
             member=int(member),
             finish_reason="length" if truncated else "stop",

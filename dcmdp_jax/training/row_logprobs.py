@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -13,13 +13,29 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.models import decoder, logprobs, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import quantized_leaves
 from dcmdp_jax.parallel.sharding import PARAM_AXES, constrain, data_parallel_only, shard_map_over_model_axes
 from dcmdp_jax.types import Params, Rows
 
-RowLogprobs = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
-"""(params, rows [R, L]) -> log-probs and entropy of the completion tokens, [R, L]."""
+
+class RowOutputs(NamedTuple):
+    """Result of a forward pass on rows.
+
+    Attributes:
+        logprobs, entropy: [R, L] float32 nats, of the completion tokens.
+        router: `moe.router_sums` of each layer over the positions that predict a completion token, stacked; empty of a
+            dense model. These positions are computed however prompts are laid out, and once each.
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array
+    router: Aux
+
+
+RowLogprobs = Callable[[Params, Rows], RowOutputs]
+"""(params, rows [R, L]) -> `RowOutputs`."""
 
 
 def make_row_logprobs(
@@ -32,6 +48,8 @@ def make_row_logprobs(
     head_dtype: str = "compute",
 ) -> RowLogprobs:
     """The training stack's forward pass on rows. Every log-prob of training comes from here.
+
+    A mixture of experts uses the experts that the rows name, if they do (`Rows.routed_experts`).
 
     Args:
         model: the model.
@@ -50,35 +68,48 @@ def make_row_logprobs(
     if not data_parallel_only(mesh):
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
-    def row_logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    def row_logprobs(params: Params, rows: Rows) -> RowOutputs:
         output = decoder.output_kernel(params)
         if forward_precision != "full":
             output = quantize.straight_through(output, True, forward_precision)
             layers = quantize.straight_through(params["layers"], quantized_leaves(model)["layers"], forward_precision)
             params = {**params, "layers": layers}
-        hidden = decoder.hidden_states(
-            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts, **pin
-        )
+        hidden, router = decoder.hidden_states_and_aux(
+            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts,
+            counted=logprobs.predicting(rows.completion_mask) if model.num_experts else None,
+            replayed=rows.routed_experts, **pin,
+        )  # fmt: skip
         if head_dtype != "compute":
             hidden = hidden.astype(head_dtype)
-        return token_logprobs(hidden, output, rows.input_ids, rows.completion_mask)
+        return RowOutputs(*token_logprobs(hidden, output, rows.input_ids, rows.completion_mask), router)
 
     return row_logprobs
 
 
-def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
-    """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
+def without_replay(rows: Rows) -> Rows:
+    """Rows whose experts are the router's choice: those of another policy than the one that sampled."""
+    prompts = rows.prompts if rows.prompts is None else rows.prompts._replace(routed_experts=None)
+    return rows._replace(prompts=prompts, routed_experts=None)
 
-    One gather of the output matrix a pass, and one reduction of its gradient. Left to the compiler, both would happen
-    in each chunk of tokens.
-    """
+
+def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
+    """The mesh axes that split the output matrix; a size that its axis does not divide is whole."""
     sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
     split = {
         name: PARAM_AXES[name]
         for name, size in sizes.items()
         if mesh.shape[PARAM_AXES[name]] > 1 and size % mesh.shape[PARAM_AXES[name]] == 0
     }
-    axes = logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+    return logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+
+
+def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
+    """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
+
+    Each part of the output matrix is gathered once a pass and its gradient reduced once. Left to the compiler, both
+    would happen in each chunk of tokens.
+    """
+    axes = kernel_axes(model, mesh)
     rows = P(("fsdp", "expert"))
     return shard_map_over_model_axes(
         functools.partial(token_logprobs, kernel_axes=axes), mesh,

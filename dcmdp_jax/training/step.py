@@ -20,12 +20,13 @@ from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config_algorithm import AlgorithmSettings
+from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
 from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
 from dcmdp_jax.training.loss_scale import next_loss_scale
-from dcmdp_jax.training.row_logprobs import RowLogprobs
+from dcmdp_jax.training.row_logprobs import RowLogprobs, without_replay
 from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
 from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
@@ -54,6 +55,8 @@ class _Constants(NamedTuple):
         first: [] bool, the update starts from the weights that made the batch.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         ref_params: the frozen reference policy, or None.
+        router: for the load-balancing loss, `moe.router_sums` of the whole mini-batch, and the total weight of its
+            tokens before corrections; None without that loss.
     """
 
     advantages: jax.Array
@@ -63,6 +66,7 @@ class _Constants(NamedTuple):
     first: jax.Array
     loss_scale: jax.Array | None
     ref_params: Params | None
+    router: tuple[Aux, jax.Array] | None
 
 
 class _Sums(NamedTuple):
@@ -71,12 +75,14 @@ class _Sums(NamedTuple):
     Attributes:
         gradient, loss: to be divided by the total weight of the tokens in the loss, and by the loss scale.
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the loss.
+        router: `moe.router_sums`.
         statistics: by metric name.
     """
 
     gradient: Sum
     loss: Sum
     dropped_tokens: Sum
+    router: Sum
     statistics: dict[str, Statistic]
 
 
@@ -89,11 +95,15 @@ class _Learner(NamedTuple):
     loss_scale: LossScale | None
 
 
+OLD_LOGPROBS = "old_logprobs"
+"""Name scope of the pass that computes p^Train before the updates."""
+
+
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
     """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
 
     def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-        return None, map_rows(lambda params, rows: row_logprobs(params, rows)[0], params, *xs, mesh=mesh)
+        return None, map_rows(lambda params, rows: row_logprobs(params, rows).logprobs, params, *xs, mesh=mesh)
 
     return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
 
@@ -165,7 +175,8 @@ def _train_step(
     """Algorithm 1, after sampling and rewards."""
     settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
     noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
-    old_logprobs = _recompute(parts, state.params, batch)
+    with jax.named_scope(OLD_LOGPROBS):
+        old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
         mini, old_logprobs, first = xs
@@ -177,9 +188,14 @@ def _train_step(
             losses.aggregation_weights, mini.completion_lengths, _loss_mask(parts, mini),
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
-        weights, _ = normalize()
+        weights, planned_weight = normalize()
         scale = None if learner.loss_scale is None else learner.loss_scale.scale
-        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params)
+        router = None
+        if settings.router_aux_loss:
+            router = _router_sums(parts, learner.params, mini), planned_weight
+        constants = _Constants(
+            advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params, router
+        )
         rows = tuple(zip(mini.rows, old_logprobs, strict=True))
         sums, signals = accumulate(
             functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
@@ -188,11 +204,12 @@ def _train_step(
         total_weight = total_weight if scale is None else total_weight * scale
         learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight)
         loss = Mean(sums.loss.value(), total_weight).value()
-        return learner, (sums.statistics | applied | {"policy/loss": Mean(loss, jnp.float32(1))}, signals)
+        statistics = sums.statistics | applied | {"policy/loss": Mean(loss, jnp.float32(1))}
+        return learner, (statistics, sums.router.value(), signals)
 
     first = jnp.arange(len(batch.rewards)) == 0
     learner = _Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
-    learner, (sums, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
+    learner, (sums, router, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
     totals = stats.merge_stacked(sums)
 
     mean_discrepancy = totals["discrepancy/mean"].value()
@@ -201,6 +218,7 @@ def _train_step(
     if parts.correction is not None:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
+    metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), router))
     metrics |= _state_metrics(parts, state, learner, dual, mean_discrepancy)
     return TrainState(state.step + 1, dual=dual, **learner._asdict()), metrics
 
@@ -235,26 +253,40 @@ def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array |
     return batch_logprobs(params, batch, parts.row_logprobs, parts.mesh)
 
 
+def _router_sums(parts: _Parts, params: Params, mini: Batch) -> Aux:
+    """`moe.router_sums` of a whole mini-batch, in a forward pass of its own.
+
+    The load-balancing loss is a product of two means over the mini-batch (Qiu et al. 2025, arXiv:2501.11873: over a
+    micro-batch it would balance single texts), of which one is a constant. With that known before, micro-batches and
+    devices add.
+    """
+
+    def count(params: Params, rows: Rows) -> tuple[Sum, tuple[()]]:
+        return Sum(parts.row_logprobs(params, rows).router), ()
+
+    return accumulate(count, params, mini.rows, mini.micro_batches, mesh=parts.mesh)[0].value()
+
+
 def _gradient(
     parts: _Parts, shared: tuple[Params, _Constants], micro: tuple[Rows, jax.Array | None]
 ) -> tuple[_Sums, tuple[jax.Array, jax.Array]]:
     """The gradient, loss and statistics of a micro-batch, and p^Train and delta of its tokens."""
     params, constants = shared
     gradient = jax.value_and_grad(functools.partial(_objective, parts), has_aux=True)
-    (loss, (signals, statistics)), grads = gradient(params, constants, *micro)
-    sums = _Sums(Sum(grads), Sum(loss), Sum(signals.dropped_tokens), statistics)
+    (loss, (signals, router, statistics)), grads = gradient(params, constants, *micro)
+    sums = _Sums(Sum(grads), Sum(loss), Sum(signals.dropped_tokens), Sum(router), statistics)
     return sums, (signals.old_logprobs, signals.discrepancy)
 
 
 def _objective(
     parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
-) -> tuple[jax.Array, tuple[Signals, dict[str, Statistic]]]:
+) -> tuple[jax.Array, tuple[Signals, Aux, dict[str, Statistic]]]:
     """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
 
     Times the loss scale, if there is one.
     """
     settings, mask = parts.settings, rows.completion_mask
-    train_logprobs, entropy = parts.row_logprobs(params, rows)
+    train_logprobs, entropy, router = parts.row_logprobs(params, rows)
     if old_logprobs is None:
         old_logprobs = train_logprobs
     elif not parts.always_recompute:
@@ -275,9 +307,13 @@ def _objective(
     )  # fmt: skip
     total = loss.total
     if settings.kl_coefficient:
-        reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, rows)[0])
+        reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, without_replay(rows)).logprobs)
         kl = losses.reference_kl(train_logprobs, reference, estimator=settings.kl_estimator, completion_mask=mask)
         total += settings.kl_coefficient * masked.weighted_sum(kl, signals.weights).total
+    if constants.router is not None:
+        whole, weight = constants.router
+        own = whole | {"router_probability": router["router_probability"]}
+        total += settings.router_aux_loss * weight * load_balancing_loss(own)
     statistics = {
         **{f"policy/{name}": statistic for name, statistic in clip.items()},
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), mask),
@@ -286,7 +322,7 @@ def _objective(
     }
     if constants.loss_scale is not None:
         total = total * constants.loss_scale
-    return total, (signals, statistics)
+    return total, (signals, router, statistics)
 
 
 def _apply(

@@ -11,7 +11,7 @@ import numpy as np
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores
 from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.episode import Episode, in_prompt_order
-from dcmdp_jax.rollout.validation import unusable_completions
+from dcmdp_jax.rollout.validation import check_routed_experts, unusable_completions
 from dcmdp_jax.training.across_hosts import gather_rollout
 from dcmdp_jax.training.host_metrics import PhaseTimer
 from dcmdp_jax.training.setup import Plan
@@ -157,9 +157,12 @@ class StepRollouts:
         with timer.phase("verify"), alone():
             texts, scores = scoring.finish(check_stop)
         episodes, texts, scores = gather_rollout(
-            self._plan.hosts, episodes, texts, scores, first_prompt=share.start, problems=problems
-        )
+            self._plan.hosts, episodes, texts, scores, first_prompt=share.start, problems=problems,
+            routed_shape=self._plan.model.routing[:2] if self._plan.config.rollout.router_replay else None,
+        )  # fmt: skip
         dropped = unusable_completions(episodes, drop=self._plan.config.rollout.on_non_finite == "drop")
+        if self._plan.config.rollout.router_replay:
+            check_routed_experts(episodes, *self._plan.model.routing)
         if before:
             episodes = [dataclasses.replace(episode, group=before + episode.group) for episode in episodes]
         return episodes, texts, [problem.answer for problem in problems], scores, dropped

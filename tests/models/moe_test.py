@@ -20,7 +20,7 @@ from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
-from dcmdp_jax.models.moe import MoE, load_balancing_loss
+from dcmdp_jax.models.moe import MoE, load_balancing_loss, router_metrics, router_sums
 from dcmdp_jax.models.ops import CPU, REFERENCE, Ops, tpu
 from dcmdp_jax.models.params import hf_tensors, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -65,8 +65,10 @@ def test_grouped_matmul_is_a_product_for_each_group(ops: Ops, sizes: tuple[int, 
     np.testing.assert_allclose(have_weights, want_weights, atol=1e-4)
 
 
+@pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized: bool) -> None:
+def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized: bool, replayed: bool) -> None:
+    """Or of those that are replayed, with the router's own weights; the first token has none to replay."""
     config = dataclasses.replace(CONFIG, norm_topk_prob=normalized)
     moe = MoE(config, hf_name="mlp")
     rng = np.random.default_rng(1)
@@ -79,19 +81,28 @@ def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized: bool) 
     x = rng.normal(size=(2, 3, 16))
     logits = x @ values["router"]
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    want = np.zeros_like(x)
+    want, given = np.zeros_like(x), np.stack([rng.permutation(4)[:2] for _ in range(6)]).reshape(2, 3, 2)
+    given[0, 0] = -1
+    likeliest = np.argsort(-probabilities)[..., :2]
+    used = np.where(given >= 0, given, likeliest) if replayed else likeliest
     for place in np.ndindex(2, 3):
-        chosen = np.argsort(-probabilities[place])[:2]
+        chosen = used[place]
         share = probabilities[place][chosen]
         share = share / share.sum() if normalized else share
         for expert, weight in zip(chosen, share, strict=True):
             gate = x[place] @ values["gate"][expert]
             hidden = gate / (1 + np.exp(-gate)) * (x[place] @ values["up"][expert])
             want[place] += weight * (hidden @ values["down"][expert])
-    have, aux = moe(jnp.asarray(x, jnp.float32), CPU)
+    have, aux = moe(jnp.asarray(x, jnp.float32), CPU, None, jnp.asarray(given, jnp.int16) if replayed else None)
     np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(aux["router_probabilities"], probabilities, rtol=1e-4)
-    np.testing.assert_array_equal(np.sort(aux["routed_experts"]), np.sort(np.argsort(-probabilities)[..., :2]))
+    np.testing.assert_array_equal(np.sort(aux["routed_experts"]), np.sort(used))
+    sums = router_sums(aux, jnp.ones((2, 3), bool))
+    entropies = -(probabilities * np.log(probabilities)).sum(-1)
+    assert float(sums["router_entropy"]) == pytest.approx(entropies.sum(), rel=1e-4)
+    if replayed:
+        common = sum(len(set(used[place]) & set(likeliest[place])) for place in np.ndindex(2, 3))
+        assert 2 <= common < 12 and float(sums["router_agreement"]) == common
 
 
 @pytest.mark.parametrize(("normalized", "tied"), [(True, False), (False, True)])
@@ -147,6 +158,27 @@ def test_load_and_loss_are_those_of_transformers(hf_directory: Directory) -> Non
     # Every expert alike: f = k / E, P = 1 / E, so E sum f P = E E (k / E) (1 / E) = k.
     even = {"router_load": jnp.full((3, 5), 4.0), "router_probability": jnp.full((3, 5), 2.0)}
     assert float(load_balancing_loss(even | {"router_tokens": jnp.full(3, 10.0)})) == pytest.approx(2.0)
+
+
+def test_router_metrics_by_hand() -> None:
+    """Two layers of four experts, 8 tokens with k = 1; in the second layer one expert gets half of all."""
+    sums = {
+        "router_load": jnp.array([[2.0, 2, 2, 2], [4, 2, 2, 0]]), "router_probability": jnp.full((2, 4), 2.0),
+        "router_entropy": jnp.array([4.0, 8.0]), "router_tokens": jnp.full(2, 8.0),
+    }  # fmt: skip
+    have = router_metrics(sums | {"router_agreement": jnp.array([6.0, 8.0])})
+    want = {
+        "moe/load_max_over_mean": 2.0,  # 4 over a mean of 2; over both layers together it is 6 / 4
+        # Layer 1: log 4, layer 2: log 2 / 2 + 2 log 4 / 4 = 1.5 log 2; of log 4 = 2 log 2: (1 + 0.75) / 2.
+        "moe/load_entropy": 0.875,
+        "moe/router_entropy": 0.75,  # (4 / 8 + 8 / 8) / 2
+        "moe/balance_loss": 1.0,  # P = 1/4 each, so E sum f P = sum f = k
+        "moe/routing_agreement": 14 / 16,
+    }
+    assert {name: float(value) for name, value in have.items()} == pytest.approx(want)
+    assert router_metrics({}) == {}
+    # No token counted, as in a step without completions: no NaN.
+    assert all(np.isfinite(value) for value in router_metrics(jax.tree.map(jnp.zeros_like, sums)).values())
 
 
 def _write(directory: Path, tensors: dict[str, np.ndarray], **fields: Any) -> Path:
@@ -237,6 +269,13 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     gone = {name: value for name, value in _tensors().items() if ".1.mlp.experts.3." not in name}
     source = _write(tmp_path / "n", gone)
     assert "tensor model.layers.1.mlp.experts.3.gate_proj.weight is missing and 2 more" in _refused(source)
+    fused = _fuse(_tensors())
+    fused["model.layers.0.mlp.experts.down_proj"] = fused["model.layers.0.mlp.experts.down_proj"][:3]
+    source = _write(tmp_path / "o", fused)
+    assert "tensor model.layers.0.mlp.experts.down_proj is [3, 16, 12], expected [4, 16, 12]" in _refused(source)
+    del fused["model.layers.0.mlp.experts.down_proj"]
+    source = _write(tmp_path / "p", fused)
+    assert "tensor model.layers.0.mlp.experts.0.down_proj.weight is missing and 3 more" in _refused(source)
 
 
 def test_another_number_of_experts_is_named(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def start(
         probe: bool = True,
         script: Path | None = None,
         directory: Path | None = None,
+        routed_experts: bool = False,
         **changes: object,
     ) -> VllmEngine:
         whole = precision in ("float32", "float16", "bfloat16")
@@ -68,6 +69,7 @@ def start(
             max_total_tokens=TOTAL,
             max_rows=max_rows,
             probe=trainer_probe(config) if probe else None,
+            routed_experts=routed_experts,
             **({"script": script} if script else {}),
         )
         engines.append(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,11 +12,18 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.decoder import Compute, hidden_states, hidden_states_and_aux, output_kernel
+from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
-from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.packing import make_plan, pack
+from dcmdp_jax.rollout.validation import check_routed_experts
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.types import Rows
 from tests.rollout.sampling import Rollout, sample
 
 CONFIG = ModelConfig(
@@ -87,6 +95,85 @@ def test_quantised_experts_have_scales_of_their_own(precision: str) -> None:
     assert {k.scale.shape for k in kernels if isinstance(k, QuantizedKernel)} == {(64,), (32,), (4, 48), (4, 32), (40,)}
     np.testing.assert_allclose(_differences(rollout, coarse), 0, atol=1e-3)
     assert np.abs(_differences(rollout, params)).max() > 1e-3
+
+
+def _rows(rollout: Rollout) -> Rows:
+    total = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+    count = len(rollout.completion_ids)
+    plan = make_plan(
+        row_lengths=(total,), micro_batch_tokens=total * count, mini_batches=1, completions=count, segments_per_row=1,
+        row_shards=1,
+    )  # fmt: skip
+    batch, _ = pack(rollout.episodes, np.zeros(count, np.float32), plan, mask_truncated=False)
+    return jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.rows[0])
+
+
+def _replayed(rollout: Rollout, params: Any) -> tuple[np.ndarray, float]:
+    """Log-probs of the engine less those of the training stack that replays its experts, and their agreement."""
+    rows = _rows(rollout)
+    found = jax.jit(make_row_logprobs(CONFIG, Compute(), temperature=0.8, mesh=None))(params, rows)
+    difference = (rows.rollout_logprobs - found.logprobs)[rows.completion_mask]
+    return np.asarray(difference), float(router_metrics(found.router)["moe/routing_agreement"])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (1, 1, 2, 2)], ids=str)
+def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None:
+    """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
+    sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))
+    mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
+    made = LocalEngine(
+        CONFIG, precision="float32", max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4, mesh=mesh,
+        routed_experts=True,
+    )  # fmt: skip
+    made.push_weights(_params(), 0)
+    rollout = sample(made, list(PROMPTS), sampling, seed=1, step=2)
+    episodes = rollout.episodes
+    check_routed_experts(episodes, *CONFIG.routing)
+    assert len({len(episode.token_ids) for episode in episodes}) > 3
+    for episode in episodes:
+        assert episode.routed_experts[:-1].min() >= 0 and (episode.routed_experts[-1] == -1).all()
+    rows = _rows(rollout)
+    _, sums = jax.jit(hidden_states_and_aux, static_argnums=(1, 5))(
+        _params(), CONFIG, rows.input_ids, rows.position_ids, rows.segment_ids, Compute(), replayed=rows.routed_experts
+    )
+    np.testing.assert_array_equal(sums["router_agreement"], 2 * sum(len(episode.token_ids) for episode in episodes))
+    differences, agreement = _replayed(rollout, _params())
+    np.testing.assert_allclose(differences, 0, atol=1e-4)
+    assert agreement == 1.0
+
+
+@pytest.mark.parametrize(("precision", "compute"), [("bfloat16", "bfloat16"), ("int8", "float32"), ("fp8", "float32")])
+def test_replay_brings_engine_and_trainer_nearer(precision: str, compute: str) -> None:
+    sampling = dataclasses.replace(SAMPLING, group_size=16, max_completion_tokens=16)
+    made = LocalEngine(CONFIG, precision=precision, compute_dtype=compute, max_total_tokens=32, routed_experts=True)
+    made.push_weights(_params(), 0)
+    rollout = sample(made, list(PROMPTS), sampling, seed=1, step=2)
+    replayed, agreement = _replayed(rollout, _params())
+    assert 0.9 < agreement < 1
+    assert np.abs(replayed).mean() < 0.8 * np.abs(_differences(rollout, _params())).mean()
+
+
+def test_wrong_experts_are_named() -> None:
+    """One line each, before they are trained on."""
+    routed = np.tile(np.array([0, 3], np.int16), (8, 2, 1))
+    episode = single_turn(
+        np.arange(5), np.arange(4), np.zeros(4), policy_version=0, group=0, member=0, finish_reason="length",
+        routed_experts=routed,
+    )  # fmt: skip
+    check_routed_experts([episode], *CONFIG.routing)
+    given = episode.routed_experts
+    for wrong, message in (
+        (None, "completion 1: the engine returned no routed experts"),
+        (
+            given[:-1],
+            r"completion 1: routed experts of shape \(8, 2, 2\), expected \[tokens, layers, k\] = \(9, 2, 2\)",
+        ),
+        (np.where(given == 3, 4, given), "completion 1: routed expert 4 is outside 0 .. 3"),
+        (np.where(given == 3, -2, given), "completion 1: routed expert -2 is outside 0 .. 3"),
+        (np.where(given == 3, 0, given), "completion 1: a token was routed to the same expert twice"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            check_routed_experts([episode, dataclasses.replace(episode, routed_experts=wrong)], *CONFIG.routing)
 
 
 def test_bfloat16_is_near_and_not_exact() -> None:

@@ -101,6 +101,57 @@ def test_shared_prompts_by_hand():
     assert (report.tokens, report.computed_tokens) == (12, 40)
 
 
+def _routed(rollout, layers=2, k=2):
+    """Experts of token t of completion i: 100 i + t, in all layers; of all tokens but the last."""
+    sizes = [len(p) + len(c) - 1 for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
+    return [np.tile((100 * i + np.arange(n))[:, None, None], (1, layers, k)) for i, n in enumerate(sizes)]
+
+
+def test_routed_experts_lie_with_the_tokens_that_were_read():
+    # As the two tests above: rows of 6 and 10; -1 for what was not read, the last token of each and padding.
+    rollout = _rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
+    rollout.routed_experts = _routed(rollout)
+    plan = make_plan(
+        row_lengths=(6, 10), micro_batch_tokens=12, mini_batches=2, completions=2, segments_per_row=1, row_shards=1
+    )
+    batch, _ = pack(rollout.episodes, np.zeros(4, np.float32), plan, mask_truncated=False)
+    short, long = (rows.routed_experts for rows in batch.rows)
+    assert short.shape == (2, 1, 2, 6, 2, 2) and short.dtype == np.int16
+    np.testing.assert_array_equal(short[0, 0, 0, :, 1, 0], [0, 1, 2, 3, -1, -1])
+    np.testing.assert_array_equal(short[0, 0, 1], -1)
+    np.testing.assert_array_equal(long[1, 0, 0, :, 0, 1], [*range(300, 309), -1])
+
+    rollout = _rollout([(3, 2), (3, 4), (1, 3), (1, 1)], group_size=2)
+    rollout.routed_experts = _routed(rollout)
+    plan = make_shared_plan(
+        max_prompt_tokens=4, max_completion_tokens=4, group_size=2, micro_batch_tokens=20, mini_batches=1,
+        completions=4, row_shards=1,
+    )  # fmt: skip
+    (rows,) = pack(rollout.episodes, np.zeros(4, np.float32), plan, mask_truncated=False)[0].rows
+    # A row begins with its prompt's last token; the others are the group's, as its first member read them.
+    np.testing.assert_array_equal(rows.routed_experts[0, 0, :, :, 0, 0], [[2, 3, -1, -1, -1], [102, 103, 104, 105, -1]])
+    np.testing.assert_array_equal(
+        rows.routed_experts[0, 1, :, :, 1, 1], [[200, 201, 202, -1, -1], [300, -1, -1, -1, -1]]
+    )
+    np.testing.assert_array_equal(rows.prompts.routed_experts[0, :, 0, :3, 0, 0], [[0, 1, -1], [-1, -1, -1]])
+
+
+def test_refuses_experts_of_some_completions_alone():
+    rollout = _rollout([(3, 2), (3, 3)], group_size=2)
+    plan = make_plan(
+        row_lengths=(6,), micro_batch_tokens=12, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
+    )
+    routed = _routed(rollout)
+    for wrong, message in (
+        ([routed[0], None], r"completion 1: routed experts of shape None, expected \(6, 2, 2\)"),
+        ([None, routed[1]], r"completion 1: routed experts of shape \(6, 2, 2\), expected None"),
+        ([routed[0], routed[1][:, :1]], r"completion 1: routed experts of shape \(6, 1, 2\), expected \(6, 2, 2\)"),
+    ):
+        rollout.routed_experts = wrong
+        with pytest.raises(ValueError, match=message):
+            pack(rollout.episodes, np.zeros(2, np.float32), plan, mask_truncated=False)
+
+
 def test_shared_prompts_keep_their_places_when_completions_are_dropped():
     rollout = _rollout([(2, 1)] * 6, group_size=2)
     plan = make_shared_plan(
@@ -118,10 +169,11 @@ def test_shared_prompts_keep_their_places_when_completions_are_dropped():
 
 
 def test_groups_are_split_over_devices_whole():
-    # A group is 2 x 4 + 12 = 20 tokens. 70 hold three of the five groups: over two devices two, one for each; a third
-    # micro-batch has one group and one empty place. Over four devices there is one for each in any case.
+    # A group is 2 x 4 + 12 = 20 tokens. 35 hold one group: over two devices a micro-batch has two of the five, and the
+    # third has one and an empty place. Over one device 70 hold three; over four there is one for each in any case.
     shapes = {"max_prompt_tokens": 4, "max_completion_tokens": 4, "group_size": 2, "mini_batches": 1, "completions": 10}
-    plans = [make_shared_plan(micro_batch_tokens=70, row_shards=shards, **shapes) for shards in (1, 2, 4)]
+    sizes = ((70, 1), (35, 2), (17, 4))
+    plans = [make_shared_plan(micro_batch_tokens=tokens, row_shards=shards, **shapes) for tokens, shards in sizes]
     assert [plan.rows_per_micro_batch for plan in plans] == [(6,), (4,), (8,)]
     assert [plan.micro_batches for plan in plans] == [(2,), (3,), (2,)]
     batch, _ = pack(_rollout([(3, 1)] * 10, 2).episodes, np.ones(10, np.float32), plans[1], mask_truncated=False)

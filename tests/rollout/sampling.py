@@ -21,6 +21,7 @@ class Rollout:
         group_ids: [N], index of the prompt.
         policy_version: of all tokens.
         pulled: the groups of each list that an engine yielded, in the order of finishing.
+        routed_experts: per completion, of all its tokens but the last; None if no one asked.
     """
 
     prompt_ids: list[np.ndarray]
@@ -30,17 +31,19 @@ class Rollout:
     group_ids: np.ndarray
     policy_version: int
     pulled: list[list[int]] = dataclasses.field(default_factory=list)
+    routed_experts: list[np.ndarray] | None = None
 
     @property
     def episodes(self) -> list[Episode]:
         groups = self.group_ids.tolist()
-        columns = self.prompt_ids, self.completion_ids, self.rollout_logprobs, self.finish_reasons, groups
+        routed = self.routed_experts or [None] * len(groups)
+        columns = self.prompt_ids, self.completion_ids, self.rollout_logprobs, self.finish_reasons, groups, routed
         return [
             single_turn(
                 prompt, completion, logprobs, policy_version=self.policy_version, group=group,
-                member=groups[:row].count(group), finish_reason=reason,
+                member=groups[:row].count(group), finish_reason=reason, routed_experts=experts,
             )
-            for row, (prompt, completion, logprobs, reason, group) in enumerate(zip(*columns, strict=True))
+            for row, (prompt, completion, logprobs, reason, group, experts) in enumerate(zip(*columns, strict=True))
         ]  # fmt: skip
 
 
@@ -77,4 +80,5 @@ def sample(
         np.array([episode.group for episode in episodes]),
         version,
         pulled,
+        None if episodes[0].routed_experts is None else [episode.routed_experts[:-1] for episode in episodes],
     )

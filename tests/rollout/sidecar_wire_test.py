@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 from dcmdp_jax.rollout.sidecar.wire import Connection, WireError
 from tests.waiting import HANGS_S
 
-_DTYPES = ("uint8", "int32", "int64", "uint64", "float32")
+_DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
 _MIB = 1 << 20
 
 
@@ -481,7 +481,7 @@ def test_a_peer_that_does_not_read_is_waited_for_so_long():
 
 
 _REFUSED = {
-    "float64": ({"a": np.zeros(3)}, "frame 'x': array a is float64 of 1 dimensions, allowed are uint8, int32"),
+    "float64": ({"a": np.zeros(3)}, "frame 'x': array a is float64 of 1 dimensions, allowed are uint8, int16, int32"),
     "bool": ({"fine": np.zeros(3, np.int32), "b": np.zeros(3, bool)}, "array b is bool"),
     "objects": ({"a": np.array([None])}, "array a is object"),
     # numpy calls its dtype "int32"; 1 would arrive as 2^24.

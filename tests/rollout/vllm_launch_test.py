@@ -324,6 +324,26 @@ def test_a_mixture_of_experts_in_8_bits(tmp_path):
         launch.engine_arguments(config, _settings(), tmp_path, precision="int8", **rest)
 
 
+def test_router_replay_decides_the_prefix_cache(tmp_path):
+    """Off where the sidecar records the experts of what is computed, on where vLLM keeps those of cached tokens."""
+    rest = {
+        "precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "auto", "max_total_tokens": 64,
+        "max_rows": 4, "available": 2**30, "routed_experts": True,
+    }  # fmt: skip
+    for cpu in (True, False):
+        arguments = launch.engine_arguments(CONFIG, _settings(), tmp_path, cpu=cpu, **rest)
+        assert arguments["enable_return_routed_experts"] and arguments["enable_prefix_caching"] is not cpu
+        said = "true" if cpu else "false"
+        with pytest.raises(ValueError) as raised:
+            settings = _settings(engine_args=f'{{"enable_prefix_caching": {said}}}')
+            launch.engine_arguments(CONFIG, settings, tmp_path, cpu=cpu, **rest)
+        assert _line(raised).startswith(
+            f"config.rollout.vllm.engine_args: enable_prefix_caching is {cpu}, rollout.router_replay needs {not cpu} in"
+        )
+    with pytest.raises(ValueError, match="enable_return_routed_experts is set by rollout.router_replay"):
+        launch.extra_arguments('{"enable_return_routed_experts": true}')
+
+
 def test_the_model_config_of_int8(tmp_path):
     """W8A8 as compressed-tensors writes it: a scale for each channel and, of activations, for each token."""
     fields = _written(CONFIG, tmp_path, precision="int8")["quantization_config"]

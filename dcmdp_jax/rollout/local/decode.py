@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.decoder import apply_block, final_norm
 from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
@@ -44,9 +45,12 @@ class RowState(NamedTuple):
 
 def forward_rows(
     weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Run the device's padded rows [R, L] without a cache; return hidden states [R, L, D] and each layer's stored keys
-    and values."""
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+    """Run the device's padded rows [R, L] without a cache.
+
+    Returns:
+        Hidden states [R, L, D], each layer's stored keys and values, and the tokens' experts, see `_routed`.
+    """
     config, dtype = program.part, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
     kernel = choose_kernel("auto", dtype, program.platform)
@@ -63,20 +67,28 @@ def forward_rows(
         return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True, ops=program.ops), stored
 
     x = embed(weights, tokens, program).astype(dtype)
-    stored = []
+    stored, reports = [], []
     for layer in weights["layers"]:
         layer, x = convert_late(layer, x, program)
-        x, kept, _ = apply_block(
+        x, kept, aux = apply_block(
             layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
         )
         stored.append(kept)
-    return final_norm(weights, config, x), stored
+        reports.append(aux)
+    return final_norm(weights, config, x), stored, _routed(reports, program)
+
+
+def _routed(reports: list[Aux], program: Program) -> jax.Array | None:
+    """[R, L, layers, k] int16, the experts of each token as the layers report them; None unless the program asks."""
+    if not program.routed_experts:
+        return None
+    return jnp.stack([aux["routed_experts"].astype(jnp.int16) for aux in reports], axis=2)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
 def prefill(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
-) -> tuple[Cache, jax.Array]:
+) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Run each prompt once.
 
     Args:
@@ -87,32 +99,33 @@ def prefill(
         groups: run the prompts in this many parts, one after another; divides P. Bounds the memory of attention.
 
     Returns:
-        The cache of the prompts, and [P, D], the normed hidden states that predict the first tokens.
+        The cache of the prompts; [P, D], the normed hidden states that predict the first tokens; and if the program
+        asks for them the experts of each token, [P, prompt_slots, layers, k] int16, else None.
     """
     local = functools.partial(_prefill_local, program=program, groups=groups)
     specs = weight_specs(weights, program.config, program.mesh)
     return jax.shard_map(
-        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS), out_specs=(CACHE, ROWS), check_vma=False
+        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS), out_specs=(CACHE, ROWS, ROWS), check_vma=False
     )(weights, prompts, lengths)
 
 
 def _prefill_local(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
-) -> tuple[Cache, jax.Array]:
+) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Run `prefill` on one device, with its share of the prompts."""
     weights = program.own_weights(weights)
 
-    def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-        hidden, stored = forward_rows(weights, *part, program)
-        return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored
+    def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+        hidden, stored, routed = forward_rows(weights, *part, program)
+        return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored, routed
 
     if groups == 1:
-        last, stored = run((prompts, lengths))
+        last, stored, routed = run((prompts, lengths))
     else:
         parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
         mapped = jax.lax.map(run, parts)
-        last, stored = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
-    return tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored), last
+        last, stored, routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
+    return tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored), last, routed
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
@@ -161,6 +174,8 @@ class Decoded(NamedTuple):
         logprobs: as `tokens`, float32 nats.
         steps: [] int32, steps taken.
         sampled, done: [R], see `RowState`.
+        routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token before that of
+            `tokens`, which was read to sample it.
     """
 
     tokens: jax.Array
@@ -168,6 +183,7 @@ class Decoded(NamedTuple):
     steps: jax.Array
     sampled: jax.Array
     done: jax.Array
+    routed_experts: jax.Array | None = None
 
 
 _State = tuple[Cache, jax.Array, Decoded]
@@ -222,7 +238,7 @@ def decode(
         _decode_local, program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode
     )
     sampled, whole = P(None, ROW_AXES), P()
-    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS)
+    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled)
     specs = weight_specs(weights, program.config, program.mesh)
     # Each device computes its own rows: the compiler partitions no product and no sum.
     return jax.shard_map(
@@ -258,7 +274,9 @@ def _decode_local(
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
     ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
 
-    def forward(cache: Cache, last: jax.Array, sampled: jax.Array, now: jax.Array) -> tuple[Cache, jax.Array]:
+    def forward(
+        cache: Cache, last: jax.Array, sampled: jax.Array, now: jax.Array
+    ) -> tuple[Cache, jax.Array, jax.Array | None]:
         slot = prefix_slots + now % window
         ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
         entered = sampled - 1 - (prefix_slots - prompt_slots)
@@ -266,17 +284,18 @@ def _decode_local(
         bias = jnp.where(seen, 0.0, HIDDEN)
         rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
         x = embed(weights, last, program)[:, None]
-        kept = []
+        kept, reports = [], []
         for layer, held in zip(weights["layers"], cache, strict=True):
             layer, x = convert_late(layer, x, program)
             attend = functools.partial(
                 _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
             )
-            x, held, _ = apply_block(
+            x, held, aux = apply_block(
                 layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
             )
             kept.append(held)
-        return tuple(kept), final_norm(weights, config, x)[:, 0]
+            reports.append(aux)
+        return tuple(kept), final_norm(weights, config, x)[:, 0], _routed(reports, program)
 
     def live(state: _State) -> jax.Array:
         return jnp.sum(~state[2].done, dtype=jnp.int32)
@@ -284,7 +303,9 @@ def _decode_local(
     def body(state: _State) -> _State:
         cache, last, decoded = state
         step, sampled = decoded.steps, decoded.sampled
-        cache, hidden = forward(cache, last, sampled, clock + step)
+        cache, hidden, routed = forward(cache, last, sampled, clock + step)
+        if routed is not None:
+            routed = decoded.routed_experts.at[step].set(routed[:, 0])
         words = token_words(rows.keys, sampled)
         tokens, logprobs = sample_tokens(weights, hidden, words, inverse_temperature, top_p, mode, program)
         return (
@@ -296,6 +317,7 @@ def _decode_local(
                 step + 1,
                 sampled + ~decoded.done,
                 decoded.done | jnp.any(tokens[:, None] == stop_ids, axis=-1),
+                routed,
             ),
         )
 
@@ -304,7 +326,10 @@ def _decode_local(
 
     shape = (window, rows.done.shape[0])
     empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
-    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done)
+    routed = None
+    if program.routed_experts:
+        routed = jnp.zeros((*shape, *config.routing[:2]), jnp.int16)
+    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done, routed)
     if program.row_shards == 1:
         cache, _, decoded = until(state, steps, live_floor)
         return cache, decoded

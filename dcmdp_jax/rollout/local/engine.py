@@ -63,6 +63,7 @@ class LocalEngine:
         min_rows: int = 32,
         cache_block: int | None = None,
         mesh: Mesh | None = None,
+        routed_experts: bool = False,
     ) -> None:
         """Check the settings; nothing is allocated before the first push.
 
@@ -82,6 +83,7 @@ class LocalEngine:
                 time is proportional to the cache, and 128 elsewhere; each length is a program.
             mesh: from `parallel.mesh.sampling_mesh`: rows are split over data, fsdp and expert, weights over tensor and
                 expert. The devices of a mesh with other axes split rows; None is the first local device.
+            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
 
         Raises:
             ValueError: for a setting out of range, naming it.
@@ -110,7 +112,7 @@ class LocalEngine:
         self._prompt_buckets = tuple(prompt_buckets) or _powers_of_two(max_total_tokens)
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
         cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
-        self._program = Program(config, compute_dtype, cache_dtype, self._mesh)
+        self._program = Program(config, compute_dtype, cache_dtype, self._mesh, routed_experts)
         self._weights: Params | None = None
         self._policy_version: int | None = None
         self._fingerprint: int | None = None
@@ -198,7 +200,9 @@ class LocalEngine:
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
-        sampled = Completions(prompts, group, limit, seed, step, first_prompt * group)
+        routed = self.config.routing[:2] if self._program.routed_experts else None
+        first_row = first_prompt * group
+        sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
         # Whole groups, if they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
@@ -215,6 +219,7 @@ class LocalEngine:
                 group=row // group,
                 member=row % group,
                 finish_reason="stop" if int(tokens[-1]) in stops else "length",
+                routed_experts=sampled.routed_of(row),
             )
 
         def groups() -> Iterator[list[Episode]]:

@@ -47,12 +47,14 @@ class Program:
         compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
         cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
         mesh: from `engine_mesh`.
+        routed_experts: also return the experts that each token was sent to.
     """
 
     config: ModelConfig
     compute_dtype: str
     cache_dtype: str
     mesh: Mesh
+    routed_experts: bool = False
 
     @property
     def rows(self) -> NamedSharding:

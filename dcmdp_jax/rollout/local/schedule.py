@@ -65,10 +65,21 @@ class Completions:
         sampled: [N] int32.
         keys: [N, 2] uint32, see `sampler.row_keys`; those of the rows from `first_row` on.
         prompt_lengths: [N] int32.
+        routed_experts: [N, limit, layers, k] int16, of the tokens that were read, all but a row's last; None if no one
+            asked.
+        prompt_routed_experts: the same of each prompt, [P, layers, k].
     """
 
     def __init__(
-        self, prompts: Sequence[np.ndarray], group: int, limit: int, seed: int, step: int, first_row: int
+        self,
+        prompts: Sequence[np.ndarray],
+        group: int,
+        limit: int,
+        seed: int,
+        step: int,
+        *,
+        first_row: int,
+        routed_shape: tuple[int, int] | None = None,
     ) -> None:
         self._finished: list[int] = []
         count = len(prompts) * group
@@ -78,13 +89,35 @@ class Completions:
         rows = first_row + np.arange(count, dtype=np.uint32)
         self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), rows))
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
+        self.routed_experts = None if routed_shape is None else np.empty((count, limit, *routed_shape), np.int16)
+        self.prompt_routed_experts: dict[int, np.ndarray] = {}
+        self._group = group
 
-    def add(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray) -> None:
-        """Append [steps, rows] tokens; `sampled` is each row's new length, tokens beyond it are undefined."""
+    def add(
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        sampled: np.ndarray,
+        routed: np.ndarray | None = None,
+    ) -> None:
+        """Append [steps, rows] tokens; `sampled` is each row's new length, tokens beyond it are undefined.
+
+        `routed` are the experts of the tokens before them.
+        """
         places = self.sampled[rows][:, None] + np.arange(tokens.shape[0])
         self.tokens[rows[:, None], places] = tokens.T
         self.logprobs[rows[:, None], places] = logprobs.T
+        if routed is not None:
+            self.routed_experts[rows[:, None], places - 1] = routed.swapaxes(0, 1)
         self.sampled[rows] = sampled
+
+    def routed_of(self, row: int) -> np.ndarray | None:
+        """[P + C - 1, layers, k], the experts of a row's prompt and completion without its last token."""
+        if self.routed_experts is None:
+            return None
+        own = self.routed_experts[row, : self.sampled[row] - 1]
+        return np.concatenate([self.prompt_routed_experts[row // self._group], own])
 
     def finish(self, rows: np.ndarray) -> None:
         """Note that rows are finished."""
@@ -227,7 +260,8 @@ class Scheduler:
         )  # fmt: skip
         decoded = jax.device_get(decoded)
         steps, of = int(decoded.steps), places[live]
-        completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live])
+        routed = None if decoded.routed_experts is None else decoded.routed_experts[:steps, live]
+        completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live], routed)
         ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
         places[live] = np.where(ended, -1, of)
         completions.finish(of[ended])
@@ -258,7 +292,11 @@ class Scheduler:
         for place, index in enumerate(members):
             padded[place, : self._prompts[index].size] = self._prompts[index]
             lengths[place] = self._prompts[index].size
-        cache, hidden = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
+        cache, hidden, routed = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
+        if routed is not None:
+            routed = np.asarray(routed)
+            for place, index in enumerate(members):
+                completions.prompt_routed_experts[index] = routed[place, : lengths[place]]
         rows = (np.asarray(members)[:, None] * group + np.arange(group)).reshape(-1)
         of = np.repeat(np.arange(len(members), dtype=np.int32), group)
         kept = _QueuedCache(cache, len(members))

@@ -45,7 +45,7 @@ def _score_local(
 ) -> jax.Array:
     """Run `score` on one device, with its share of the rows."""
     weights = program.own_weights(weights)
-    hidden, _ = forward_rows(weights, tokens, lengths, program)
+    hidden, _, _ = forward_rows(weights, tokens, lengths, program)
     targets, ours = own_tokens(tokens[:, 1:].reshape(-1), program)
     previous = hidden[:, :-1].reshape(targets.size, -1)
     chunks = -(-targets.size // _SCORE_CHUNK)

@@ -32,7 +32,7 @@ PROTOCOL = 5
 
 _MAGIC = b"DCM1"
 _PREFIX = struct.Struct("<4sIQ")
-_DTYPES = ("uint8", "int32", "int64", "uint64", "float32")
+_DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
 _MAX_DIMENSIONS = 4
 # linux/fcntl.h: Python has the names on Linux only, and this module must import where no sidecar can run.
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
@@ -91,7 +91,7 @@ class Connection:
         Args:
             op: what is asked or answered.
             header: further fields: numbers, strings, lists, maps of those.
-            arrays: uint8, int32, int64, uint64 or float32, of four dimensions at most.
+            arrays: uint8, int16, int32, int64, uint64 or float32, of four dimensions at most.
             share: send the arrays as shared memory.
             timeout_s: limit for the whole frame; None waits without a limit.
 

@@ -56,6 +56,7 @@ class VllmEngine:
         max_total_tokens: int,
         max_rows: int,
         probe: Probe | None,
+        routed_experts: bool = False,
         script: Path = SCRIPT,
     ) -> None:
         """Checks everything, then starts vLLM and waits until it is ready (seconds on CPU, a minute on a GPU).
@@ -71,6 +72,7 @@ class VllmEngine:
             max_total_tokens: longest prompt with its completion.
             max_rows: completions in flight, of all replicas together; more wait in vLLM's queues.
             probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
+            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
             script: the sidecar.
 
         Raises:
@@ -103,7 +105,7 @@ class VllmEngine:
             engine = launch.engine_arguments(
                 config, settings, directory, precision=precision, compute_dtype=compute_dtype,
                 kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
-                available=self._weights.left_bytes,
+                available=self._weights.left_bytes, routed_experts=routed_experts,
             )  # fmt: skip
             tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
             for number, names in enumerate(devices.devices_of_replicas(settings, platform)):
@@ -113,7 +115,7 @@ class VllmEngine:
                     script=script,
                     directory=directory / str(number) if settings.replicas > 1 else directory,
                     engine=engine,
-                    environment=launch.environment(settings, platform, names),
+                    environment=launch.environment(settings, platform, names, routed_experts=routed_experts),
                     start_timeout_s=settings.start_timeout_s,
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
                     stall_timeout_s=settings.stall_timeout_s,
@@ -122,7 +124,7 @@ class VllmEngine:
                 self._replicas.append(
                     Replica(
                         self._supervisor(one, settings.max_restarts), self._weights, probe_tolerance=tolerance,
-                        sleep_level=settings.sleep,
+                        sleep_level=settings.sleep, routed_experts=routed_experts,
                     )
                 )  # fmt: skip
             gathered([replica.supervisor.started() for replica in self._replicas])

@@ -55,6 +55,7 @@ _OURS = {
     "enable_sleep_mode": "rollout.vllm.sleep",
     "gpu_memory_utilization": "rollout.vllm.memory_share",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+    "enable_return_routed_experts": "rollout.router_replay",
 }
 
 
@@ -236,6 +237,7 @@ def engine_arguments(
     max_rows: int,
     cpu: bool,
     available: int,
+    routed_experts: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, the same for each replica.
 
@@ -248,9 +250,11 @@ def engine_arguments(
         max_rows: completions in flight, of all replicas together.
         cpu: the CPU build.
         available: bytes of memory that the CPU build may count on, all replicas together.
+        routed_experts: return the experts of each token; in the CPU build the sidecar records them itself.
 
     Raises:
-        UserError: as `extra_arguments`, or for "int8" with a mixture of experts.
+        UserError: as `extra_arguments`, or for "int8" with a mixture of experts, or a prefix cache that does not fit
+            `routed_experts`.
     """
     if precision == "int8" and config.num_experts:
         raise UserError(
@@ -300,7 +304,17 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = settings.memory_share
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
-    return arguments | extra_arguments(settings.engine_args)
+    extra = extra_arguments(settings.engine_args)
+    if routed_experts:
+        # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
+        needed = not cpu
+        if extra.get("enable_prefix_caching", needed) != needed:
+            raise UserError(
+                f"config.rollout.vllm.engine_args: enable_prefix_caching is {not needed}, rollout.router_replay needs "
+                f"{needed} in this build of vLLM; leave it out"
+            )
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}
+    return arguments | extra
 
 
 def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
@@ -310,13 +324,16 @@ def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
     return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
 
 
-def environment(settings: VllmSettings, platform: str, names: str = "") -> dict[str, str]:
+def environment(
+    settings: VllmSettings, platform: str, names: str = "", *, routed_experts: bool = False
+) -> dict[str, str]:
     """Variables of a sidecar's process besides the trainer's own.
 
     Args:
         settings: of the sidecar.
         platform: "cpu", "cuda" or "tpu".
         names: its devices, one of `devices.devices_of_replicas`.
+        routed_experts: as of `engine_arguments`.
     """
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
@@ -329,6 +346,9 @@ def environment(settings: VllmSettings, platform: str, names: str = "") -> dict[
         "PYTHONUNBUFFERED": "1",
     }
     variables |= devices.device_variables(names, platform)
+    if routed_experts and platform == "cuda":
+        # Only this runner of vLLM 0.32 returns them.
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if platform == "tpu":
         # The models in JAX take pushed weights, the torch ones don't.
         variables["MODEL_IMPL_TYPE"] = "flax_nnx"

@@ -11,7 +11,7 @@ from dcmdp_jax.rollout.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.rollout.sidecar.manifest import differing
 from dcmdp_jax.rollout.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.rollout.sidecar.supervisor import Supervisor
-from dcmdp_jax.rollout.vllm.replies import checked_completions
+from dcmdp_jax.rollout.vllm.replies import checked_completions, split_routed_experts
 from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.rollout.vllm.weights import Publication, SharedWeights
 
@@ -27,7 +27,13 @@ class Replica:
     """
 
     def __init__(
-        self, supervisor: Supervisor, weights: SharedWeights, *, probe_tolerance: float, sleep_level: int
+        self,
+        supervisor: Supervisor,
+        weights: SharedWeights,
+        *,
+        probe_tolerance: float,
+        sleep_level: int,
+        routed_experts: bool = False,
     ) -> None:
         """Starts nothing.
 
@@ -36,9 +42,11 @@ class Replica:
             weights: to load from.
             probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
             sleep_level: of vLLM's sleep mode, after each call; 0 leaves the engine awake.
+            routed_experts: the sidecar was asked for the experts of each token, so it must return them.
         """
         self.supervisor = supervisor
         self._weights, self._probe_tolerance, self._sleep_level = weights, probe_tolerance, sleep_level
+        self._routed_experts = routed_experts
 
     def load(self, publication: Publication) -> Generator[None, None, float | None]:
         """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
@@ -163,6 +171,10 @@ class Replica:
                 if again := [completion.row for completion in completions if completion.row in rows]:
                     raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
                 rows.update(completion.row for completion in completions)
+                routed: Sequence[np.ndarray | None] = [None] * len(completions)
+                if self._routed_experts and completions:
+                    lengths = [prompts[groups[c.row // group_size]].size + c.token_ids.size for c in completions]
+                    routed = split_routed_experts(message.arrays, lengths, self._weights.config)
                 episodes = waiting.add(
                     single_turn(
                         prompts[groups[row // group_size]],
@@ -172,8 +184,9 @@ class Replica:
                         group=groups[row // group_size],
                         member=row % group_size,
                         finish_reason=reason,
+                        routed_experts=experts,
                     )
-                    for row, tokens, logprobs, reason in completions
+                    for (row, tokens, logprobs, reason), experts in zip(completions, routed, strict=True)
                 )
                 fresh = [episode for episode in episodes if episode.group not in delivered]
                 delivered.update(episode.group for episode in fresh)

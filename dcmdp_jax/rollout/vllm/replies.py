@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rollout.engine import SamplingParams
 from dcmdp_jax.rollout.sidecar.process import SidecarBroken
 
@@ -25,6 +26,27 @@ class Completion(NamedTuple):
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
+
+
+def split_routed_experts(
+    arrays: Mapping[str, np.ndarray], lengths: Sequence[int], config: ModelConfig
+) -> list[np.ndarray]:
+    """[tokens, layers, k] int16 for each completion of a frame, of its prompt's tokens and its own but the last.
+
+    Args:
+        arrays: of the frame.
+        lengths: tokens of each completion with its prompt.
+        config: the model.
+
+    Raises:
+        SidecarBroken: if they are not there, or not that many. `validation.check_routed_experts` looks at the values.
+    """
+    read = np.array(lengths, np.int64) - 1
+    routed = arrays.get("routed_experts", np.empty(0))
+    expected = (int(read.sum()), *config.routing[:2])
+    if routed.shape != expected:
+        raise SidecarBroken(f"generate: routed experts of shape {routed.shape}, expected {expected}")
+    return np.split(routed, np.cumsum(read)[:-1])
 
 
 def checked_completions(

@@ -77,6 +77,8 @@ class EngineHost:
         import vllm
         from vllm.platforms import current_platform
 
+        from dcmdp_jax.rollout.vllm.routing import Routing
+
         self._tpu = current_platform.is_tpu()
         extension = "tpu_worker.TpuWeightReceiver" if self._tpu else "worker.WeightReceiver"
         if not self._tpu:
@@ -86,7 +88,9 @@ class EngineHost:
         self._manifest = fields["manifest"]
         tensors = manifest.parse(self._manifest, self._size)
         check_manifest(fields["engine"]["model"], tensors)
-        self.llm = vllm.LLM(**fields["engine"], worker_extension_cls=f"dcmdp_jax.rollout.vllm.{extension}")
+        engine = dict(fields["engine"])
+        self._routing = Routing(engine)
+        self.llm = vllm.LLM(**engine, worker_extension_cls=f"dcmdp_jax.rollout.vllm.{extension}")
         self.engine = self.llm.llm_engine
         self.version: int | None = None
         self.vllm_version = vllm.__version__
@@ -161,8 +165,9 @@ class EngineHost:
             )
             for seed in arrays["seeds"].tolist()
         ]
-        for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
-            yield _completions(ended)
+        with self._routing.recorded(self.llm):
+            for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
+                yield _completions(ended) | self._routing.arrays(self.llm, list(ended.values()))
         self._sleep(fields["sleep_level"])
         return {}
 

