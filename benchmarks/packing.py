@@ -36,11 +36,12 @@ def main() -> None:
     lengths = np.exp(np.random.default_rng(0).normal(np.log(32), 0.9, 128)).astype(int).clip(4, 240)
     lengths[0] = 240
     sampled = rollout(config, 16, lengths, 8)
+    devices = training_mesh(num_params=num_params(config)).size
     calls, padding = {}, {}
     for name, (row_lengths, segments) in _LAYOUTS.items():
         plan = make_plan(
-            row_lengths=row_lengths, micro_batch_tokens=4096, mini_batches=1, completions=128,
-            segments_per_row=segments, row_shards=training_mesh(num_params=num_params(config)).size,
+            row_lengths=row_lengths, micro_batch_tokens=4096 // devices, mini_batches=1,
+            completions=128, segments_per_row=segments, row_shards=devices,
         )  # fmt: skip
         batch, padding[name] = batch_of(sampled, plan, config)
         compute = Compute(one_segment=segments == 1, scan_unroll=config.num_layers, logprob_chunk=2048)

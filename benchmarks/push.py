@@ -23,12 +23,13 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.arguments import at_least_one
 from benchmarks.timing import median_and_spread
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
+from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.process_memory import release_freed_memory
@@ -53,11 +54,10 @@ def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> 
     """The most temporary memory on a device of a program of a push."""
     programs = weights._converters(config, _PRECISION, mesh)
     rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-    flat = mesh.size == 1
     lowered = (
         programs.layer.lower(params["layers"], np.int32(0)),
         programs.outside.lower(rest),
-        weights._source_checksums.lower(params, config, _PRECISION, flat),
+        weights._source_checksums.lower(params, config, _PRECISION, mesh.size == 1),
         programs.layer_checksums.lower(jax.eval_shape(programs.layer, params["layers"], np.int32(0))),
     )
     return max(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)
@@ -68,9 +68,11 @@ def measure(size: str, repeats: int) -> str:
     config, devices = SIZES[size], jax.device_count()
     training = make_mesh(1, devices, 1, 1)
     mesh = sampling_mesh(training, tensor=devices)
-    shardings = param_shardings(logical_axes(config), param_shapes(config), training)
-    params = jax.jit(lambda key: init_params(config, key), out_shardings=shardings)(jax.random.key(0))
-    jax.block_until_ready(params)
+    shapes = param_shapes(config)
+    shardings = param_shardings(logical_axes(config), shapes, training)
+    # Time and memory do not depend on the values.
+    filled = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01), shapes), out_shardings=shardings)
+    params = jax.block_until_ready(filled())
     engine = LocalEngine(config, precision=_PRECISION, max_total_tokens=64, mesh=mesh)
     times, grown = [], []
     for version in range(repeats + 1):

@@ -31,8 +31,8 @@ SIZES = {
 }
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
-# One group on each of two cores. More at a time take more memory and no less time.
-MICRO_BATCH_TOKENS = 16 * (PROMPT_TOKENS + NEW_TOKENS)
+# Of all devices together: one group on each of two cores. More at a time take more memory and no less time.
+_MICRO_BATCH_TOKENS = 16 * (PROMPT_TOKENS + NEW_TOKENS)
 
 
 def model(size: str) -> ModelConfig:
@@ -69,10 +69,15 @@ def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, Packin
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_shared_plan(
         max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,
-        micro_batch_tokens=MICRO_BATCH_TOKENS, mini_batches=mini_batches,
+        micro_batch_tokens=micro_batch_tokens(config), mini_batches=mini_batches,
         completions=PROMPTS * GROUP // mini_batches, row_shards=training_mesh(num_params=num_params(config)).size,
     )  # fmt: skip
     return compute, plan
+
+
+def micro_batch_tokens(config: ModelConfig) -> int:
+    """Tokens of a micro-batch on each of the devices that the step of this model uses."""
+    return _MICRO_BATCH_TOKENS // training_mesh(num_params=num_params(config)).size
 
 
 def step_inputs(config: ModelConfig, mini_batches: int) -> tuple[Compute, Batch]:

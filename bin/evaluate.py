@@ -262,23 +262,25 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
         )
     precision = {name: settings[name] for name in ("precision", "compute_dtype", "kv_cache_dtype")}
     rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
-    sidecar = VllmSettings(**rollout["vllm"])
+    sidecar, max_rows = VllmSettings(**rollout["vllm"]), settings["max_rows"]
     if settings["engine"] == "vllm":
         # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
         check_installation(sidecar, settings["precision"])
     elif settings["engine"] == "local":
-        plan_engine_memory(
+        memory = plan_engine_memory(
             model.config, this_machine(make_mesh(data=-1).devices.flat[0].platform), **precision,
-            param_dtype=model.dtype(settings["precision"]), max_rows=settings["max_rows"],
+            param_dtype=model.dtype(settings["precision"]), max_rows=max_rows,
             prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
             completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
             max_completion_tokens=settings["max_completion_tokens"],
-        ).check()  # fmt: skip
+        )  # fmt: skip
+        memory.check()
+        max_rows = memory.rows
     spec = EngineArguments(
         model=model.config,
         **precision,
         max_total_tokens=longest + settings["max_completion_tokens"],
-        max_rows=settings["max_rows"],
+        max_rows=max_rows,
         min_rows=get_config().rollout.min_rows,
         mesh=lambda: make_mesh(data=-1),
         probe=lambda: make_probe(model.config, Compute(), one_device_mesh()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import itertools
@@ -47,8 +48,26 @@ def parse(argv: Sequence[str]) -> Arguments:
         UserError: in one line, for a misspelt or ill-typed flag, a config file that is missing or fails, or a
             setting that `from_config_dict` refuses.
     """
+    config, parsed = parse_with(_parser(), argv)
+    return Arguments(config, parsed.dry_run, parsed.print_config)
+
+
+def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
+    """Read a command line that has a config beside other arguments.
+
+    Args:
+        parser: with the other arguments.
+        argv: as for `parse`.
+
+    Returns:
+        The checked config, and the other arguments.
+
+    Raises:
+        UserError: as `parse`.
+    """
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with its argument after a colon")
     given, rest = _split_overrides(argv[1:])
-    parsed = _parser().parse_args(rest)
+    parsed = parser.parse_args(rest)
     overrides = {name: parse_value(name, text) for name, text in given.items()}
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=configs/demo.py")
@@ -59,7 +78,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     # Overrides are part of the directory's name, so that two experiments never share one by default.
     if "run_dir" not in overrides:
         config = dataclasses.replace(config, run_dir=config.run_dir + name_suffix(overrides, config))
-    return Arguments(config, parsed.dry_run, parsed.print_config)
+    return config, parsed
 
 
 def _parser() -> Parser:
@@ -67,7 +86,6 @@ def _parser() -> Parser:
         prog="python -m bin.train",
         description="Train a policy. --config.section.name=value overrides a setting; the same command resumes a run.",
     )
-    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with its argument after a colon")
     parser.add_argument(
         "--dry_run", action="store_true", help="check everything, print the plan (shapes, memory, steps), and stop"
     )

@@ -40,7 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.training.steps = 40
     config.training.prompts_per_step = 48
     config.training.prompts_per_mini_batch = 24
-    config.training.micro_batch_tokens = 2464
+    config.training.micro_batch_tokens = 1232
     config.training.row_lengths = (56,)
     config.optimizer.learning_rate = 1e-4
     config.warmup.task = "arithmetic:difficulty=2,count=16384,seed=1,error_rate=0.5"

@@ -147,14 +147,15 @@ class TrainingSettings:
         minimum=1, limit=(2**20, "the paper uses 16"),
     )  # fmt: skip
     micro_batch_tokens: int = setting(
-        16384, "Tokens, padding included, of one forward and backward pass over all devices.", unit="tokens",
+        16384, "Tokens, padding included, of one forward and backward pass, per device.", unit="tokens per device",
         source="ours", minimum=1, limit=(INT32_MAX, "tokens are counted in int32"), free=True,
     )  # fmt: skip
     row_lengths: tuple[int, ...] = setting(
         (),
         "Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel. With one "
         "length, one segment a row, the xla kernel and mesh.fsdp = mesh.tensor = 1, the step computes each group's "
-        "prompt once for all its completions (micro_batch_tokens must hold one group for each device).",
+        "prompt once for all its completions (micro_batch_tokens must hold one group, a mini-batch one for each "
+        "device).",
         unit="tokens",
     )  # fmt: skip
     segments_per_row: int = setting(

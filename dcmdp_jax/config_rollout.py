@@ -111,7 +111,7 @@ class RolloutSettings:
         engine_choices={"local": ("auto", "fp8"), "vllm": ("auto", "fp8", "fp8_e5m2")},
     )  # fmt: skip
     max_rows: int = setting(
-        256, "Completions decoded at the same time; further ones wait.", unit="completions", minimum=1,
+        256, "Completions decoded at the same time, by all replicas; further ones wait.", unit="completions", minimum=1,
         limit=_DECODED, free=True,
     )  # fmt: skip
     min_rows: int = setting(

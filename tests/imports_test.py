@@ -68,7 +68,7 @@ _MAY_IMPORT = {
         "dcmdp_jax.observe.html_page",
     },
     "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
-    "dcmdp_jax.studies": {"dcmdp_jax.evaluation", "dcmdp_jax.observe"},
+    "dcmdp_jax.studies": {"dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.observe"},
     "dcmdp_jax.rollout.engines": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
@@ -77,9 +77,13 @@ _MAY_IMPORT = {
     "bin": {
         "configs", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text", "dcmdp_jax.evaluation",
         "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
-        "dcmdp_jax.probe", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
+        "dcmdp_jax.plan", "dcmdp_jax.probe", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.vllm", "dcmdp_jax.studies", "dcmdp_jax.tasks",
         "dcmdp_jax.theory", "dcmdp_jax.training", "dcmdp_jax.types",
+    },
+    "dcmdp_jax.plan": {
+        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
+        "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
     },
     "dcmdp_jax.probe": {
         "dcmdp_jax.config", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.parallel",

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks.peers.rounds import Ended, Job, Rounds, work
-from benchmarks.workload import MICRO_BATCH_TOKENS, step_inputs, step_layout, stepper
+from benchmarks.workload import micro_batch_tokens, step_inputs, step_layout, stepper
 from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models import hf_weights
@@ -135,7 +135,8 @@ def run_config(
     checkpoint: str, problems: str, scratch: str, *, prompts: int, group: int, prompt_tokens: int, new_tokens: int
 ) -> ConfigDict:
     """The run of an experiment file: one update on all completions, computed as `train` computes it."""
-    compute, _ = step_layout(read_config(checkpoint), mini_batches=1)
+    model = read_config(checkpoint)
+    compute, _ = step_layout(model, mini_batches=1)
     config = get_config()
     config.run_dir = str(Path(scratch) / "run")
     config.model.path = checkpoint
@@ -154,7 +155,7 @@ def run_config(
     config.training.prompts_per_step = prompts
     config.training.prompts_per_mini_batch = prompts
     config.training.row_lengths = (prompt_tokens + new_tokens,)
-    config.training.micro_batch_tokens = MICRO_BATCH_TOKENS
+    config.training.micro_batch_tokens = micro_batch_tokens(model)
     return config
 
 

@@ -20,12 +20,16 @@ from dcmdp_jax.types import Array
 
 Maximum = Callable[[jax.Array], jax.Array]
 
+CHUNKS = "logprob_chunks"
+"""Name scope of the loops over chunks of tokens."""
+
 
 class KernelAxes(NamedTuple):
     """Manual mesh axes, of an enclosing `shard_map`, that the output matrix [D, V] is split over.
 
     Attributes:
-        embed: the axis that splits D, gathered once in a forward and once in a backward pass; None if D is whole.
+        embed: the axis that splits D; None if D is whole. Gathered once in a forward and once in a backward pass, a
+            piece of the vocabulary at a time: the whole matrix and its float32 gradient take gigabytes.
         vocab: the axis that splits V: each device computes the logits of its own part; None if V is whole.
     """
 
@@ -33,8 +37,33 @@ class KernelAxes(NamedTuple):
     vocab: str | None = None
 
 
+_MOST_PIECES = 8
+
 WHOLE_KERNEL = KernelAxes()
 """Each device has the whole output matrix."""
+
+
+def token_blocks(tokens: int, chunk: int, vocab: int, axes: KernelAxes = WHOLE_KERNEL) -> tuple[int, int]:
+    """Number and size of the blocks of tokens in `token_logprobs`; `chunk` x `vocab` logits exist at a time.
+
+    With the vocabulary in pieces a block has as many tokens more, and blocks are alike, so that few are padding.
+
+    Args:
+        tokens: of one device, predicted ones.
+        chunk: tokens whose logits exist at one time.
+        vocab: columns of the device's kernel.
+        axes: how the kernel is split.
+    """
+    if axes.embed is None:
+        size = max(1, min(chunk, tokens))
+        return -(-tokens // size), size
+    blocks = max(1, -(-tokens // (chunk * _pieces(vocab))))
+    return blocks, max(1, -(-tokens // blocks))
+
+
+def _pieces(vocab: int) -> int:
+    """Pieces that the vocabulary is computed in: a divisor of it."""
+    return next(count for count in range(_MOST_PIECES, 0, -1) if vocab % count == 0)
 
 
 def token_logprobs(
@@ -88,17 +117,15 @@ def token_logprobs(
     width = hidden.shape[-1]
     previous = hidden[:, : length - 1]
     wanted, total = mask[:, 1:].reshape(-1), rows * (length - 1)
-    size = max(1, min(chunk, total))
-    blocks = -(-total // size)
+    blocks, size = token_blocks(total, chunk, kernel.shape[-1], kernel_axes)
     order, place = _wanted_first(wanted)
     padding = blocks * size - total
     gathered = jnp.pad(permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
     targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
     count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
     options = _Options(1.0 / temperature, ops.softmax_maximum, kernel_axes)
-    results = _blocked_logprobs(
-        gathered.reshape(blocks, size, width), targets.reshape(blocks, size), kernel, count, options
-    )
+    compute = _blocked_logprobs if kernel_axes.embed is None else _pieced_logprobs
+    results = compute(gathered.reshape(blocks, size, width), targets.reshape(blocks, size), kernel, count, options)
     results = [x.reshape(-1)[:total][place].reshape(rows, length - 1) for x in results]
     logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in results)
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
@@ -124,12 +151,6 @@ class _Options(NamedTuple):
     scale: float
     maximum: Maximum
     axes: KernelAxes
-
-
-def _whole_width(kernel: jax.Array, dtype: jnp.dtype, axes: KernelAxes) -> jax.Array:
-    """[D, V of this device] in the compute dtype. Cast before it travels."""
-    kernel = kernel.astype(dtype)
-    return kernel if axes.embed is None else lax.all_gather(kernel, axes.embed, axis=0, tiled=True)
 
 
 def _across_vocab(x: jax.Array, axes: KernelAxes) -> jax.Array:
@@ -170,7 +191,7 @@ def _blocked_logprobs(
 def _blocked_forward(
     hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
-    whole = _whole_width(kernel, hidden.dtype, options.axes)
+    whole = kernel.astype(hidden.dtype)
     if len(hidden) == 1:
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, whole, options.scale)
@@ -182,7 +203,8 @@ def _blocked_forward(
         return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
+    with jax.named_scope(CHUNKS):
+        logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
     return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, None)
 
 
@@ -191,7 +213,7 @@ def _blocked_backward(
 ) -> tuple[Array | None, ...]:
     hidden, targets, kernel, count, normalizer, entropy, kept = saved
     axes = options.axes
-    whole = _whole_width(kernel, hidden.dtype, axes)
+    whole = kernel.astype(hidden.dtype)
     # A shard_map without vma divides the cotangents of replicated results by the devices that hold them.
     logprob_bar, entropy_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, kernel.shape[-1], axes)
@@ -199,12 +221,8 @@ def _blocked_backward(
     def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gradients of block i's hidden states and, from it, of the kernel."""
         block = hidden[i]
-        centered = logits - normalizer[i][..., None]
-        # d logprob / d z = onehot - p;  d entropy / d z = -p (log p + entropy)
-        pull = logprob_bar[i][..., None] + entropy_bar[i][..., None] * (centered + entropy[i][..., None])
-        onehot = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == own[i][..., None]
-        logits_bar = (jnp.where(onehot, logprob_bar[i][..., None], 0.0) - jnp.exp(centered) * pull) * options.scale
-        logits_bar = logits_bar.astype(block.dtype)
+        logits_bar = _logits_bar(logits, own[i], normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i])
+        logits_bar = (logits_bar * options.scale).astype(block.dtype)
         tokens = tuple(range(block.ndim - 1))
         product = lax.dot_general(block, logits_bar, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
         return jnp.matmul(logits_bar, whole.T).astype(block.dtype), product
@@ -218,11 +236,137 @@ def _blocked_backward(
         hidden_bar = block_bar[None]
     else:
         zeros = jnp.zeros_like(hidden), jnp.zeros(whole.shape, jnp.float32)
-        hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
-    if axes.embed is not None:
-        kernel_bar = lax.psum_scatter(kernel_bar, axes.embed, scatter_dimension=0, tiled=True)
+        with jax.named_scope(CHUNKS):
+            hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
     none = np.zeros(targets.shape, jax.dtypes.float0)
     return hidden_bar, none, kernel_bar.astype(kernel.dtype), np.zeros((), jax.dtypes.float0)
 
 
 _blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _logits_bar(
+    logits: jax.Array,
+    own: jax.Array,
+    normalizer: jax.Array,
+    entropy: jax.Array,
+    logprob_bar: jax.Array,
+    entropy_bar: jax.Array,
+) -> jax.Array:
+    """Gradient of scaled logits [T, V]: d logprob / d z = onehot - p, d entropy / d z = -p (log p + entropy)."""
+    centered = logits - normalizer[..., None]
+    pull = logprob_bar[..., None] + entropy_bar[..., None] * (centered + entropy[..., None])
+    onehot = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == own[..., None]
+    return jnp.where(onehot, logprob_bar[..., None], 0.0) - jnp.exp(centered) * pull
+
+
+class _Running(NamedTuple):
+    """Sums over the pieces of the vocabulary so far, [C, T] float32 each.
+
+    Attributes:
+        largest: m, the largest logit.
+        mass: sum of exp(z - m).
+        weighted: sum of exp(z - m) z.
+        chosen: the logit of the target, 0 before its piece.
+    """
+
+    largest: jax.Array
+    mass: jax.Array
+    weighted: jax.Array
+    chosen: jax.Array
+
+
+def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed: str) -> jax.Array:
+    """[D, V / pieces] in the compute dtype. Cast before it travels."""
+    width = kernel.shape[-1] // _pieces(kernel.shape[-1])
+    own = lax.dynamic_slice_in_dim(kernel, piece * width, width, axis=1)
+    return lax.all_gather(own.astype(dtype), embed, axis=0, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _pieced_logprobs(
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
+) -> tuple[jax.Array, jax.Array]:
+    """`_blocked_logprobs` of a kernel whose width is split over devices, by a softmax that runs over the pieces."""
+    return _pieced_forward(hidden, targets, kernel, count, options)[0]
+
+
+def _pieced_forward(
+    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    axes, vocab = options.axes, kernel.shape[-1]
+    pieces, own = _pieces(vocab), _own_targets(targets, vocab, axes)
+
+    def piece(p: jax.Array, running: _Running) -> _Running:
+        part = _gathered_piece(kernel, p, hidden.dtype, axes.embed)
+        width = part.shape[-1]
+
+        def block(i: jax.Array, running: _Running) -> _Running:
+            before = _Running(*(x[i] for x in running))
+            logits, place = _logits(hidden[i], part, options.scale), own[i] - p * width
+            largest = jnp.maximum(before.largest, options.maximum(logits)[..., 0])
+            shrink, exponentials = jnp.exp(before.largest - largest), jnp.exp(logits - largest[..., None])
+            found = jnp.take_along_axis(logits, jnp.clip(place, 0, width - 1)[..., None], axis=-1)[..., 0]
+            after = _Running(
+                largest,
+                before.mass * shrink + jnp.sum(exponentials, axis=-1),
+                before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1),
+                before.chosen + jnp.where((place >= 0) & (place < width), found, 0.0),
+            )
+            return _Running(*(x.at[i].set(value) for x, value in zip(running, after, strict=True)))
+
+        with jax.named_scope(CHUNKS):
+            return lax.fori_loop(0, count, block, running)
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    running = lax.fori_loop(0, pieces, piece, _Running(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros))
+    largest = running.largest
+    if axes.vocab is not None:
+        # Once, after the last piece.
+        largest = lax.pmax(running.largest, axes.vocab)
+        shrink = jnp.exp(running.largest - largest)
+        sums = running.mass * shrink, running.weighted * shrink, running.chosen
+        running = _Running(largest, *lax.psum(sums, axes.vocab))
+    normalizer = largest + jnp.log(running.mass)
+    logprobs, entropy = running.chosen - normalizer, normalizer - running.weighted / running.mass
+    computed = (jnp.arange(len(targets)) < count)[:, None]
+    logprobs, entropy, normalizer = (jnp.where(computed, x, 0.0) for x in (logprobs, entropy, normalizer))
+    return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy)
+
+
+def _pieced_backward(
+    options: _Options, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Array | None, ...]:
+    hidden, targets, kernel, count, normalizer, entropy = saved
+    axes, vocab = options.axes, kernel.shape[-1]
+    logprob_bar, entropy_bar = (_across_vocab(x, axes) for x in cotangents)
+    own = _own_targets(targets, vocab, axes)
+
+    def piece(p: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        part = _gathered_piece(kernel, p, hidden.dtype, axes.embed)
+        width = part.shape[-1]
+
+        def block(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            hidden_bar, part_bar = grads
+            logits = _logits(hidden[i], part, options.scale)
+            bars = normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i]
+            logits_bar = (_logits_bar(logits, own[i] - p * width, *bars) * options.scale).astype(hidden.dtype)
+            pulled = jnp.matmul(logits_bar, part.T, preferred_element_type=jnp.float32)
+            product = lax.dot_general(
+                hidden[i], logits_bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            return hidden_bar.at[i].add(pulled), part_bar + product
+
+        hidden_bar, kernel_bar = grads
+        with jax.named_scope(CHUNKS):
+            hidden_bar, part_bar = lax.fori_loop(0, count, block, (hidden_bar, jnp.zeros(part.shape, jnp.float32)))
+        part_bar = lax.psum_scatter(part_bar, axes.embed, scatter_dimension=0, tiled=True)
+        return hidden_bar, lax.dynamic_update_slice_in_dim(kernel_bar, part_bar, p * width, axis=1)
+
+    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
+    hidden_bar, kernel_bar = lax.fori_loop(0, _pieces(vocab), piece, zeros)
+    none = np.zeros(targets.shape, jax.dtypes.float0)
+    return hidden_bar.astype(hidden.dtype), none, kernel_bar.astype(kernel.dtype), np.zeros((), jax.dtypes.float0)
+
+
+_pieced_logprobs.defvjp(_pieced_forward, _pieced_backward)

@@ -45,7 +45,10 @@ def make_mesh(
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if len(devices) % fixed:
-            raise UserError(f"config.mesh ({given}): {fixed} does not divide the {len(devices)} devices")
+            allowed = ", ".join(str(n) for n in range(1, len(devices) + 1) if len(devices) % n == 0)
+            raise UserError(
+                f"config.mesh ({given}): {fixed} does not divide the {len(devices)} devices; that do {allowed}"
+            )
         sizes[open_axes[0]] = len(devices) // fixed
     elif fixed != len(devices):
         raise UserError(
@@ -105,6 +108,35 @@ def sampling_mesh(training: Mesh, *, tensor: int = 1, expert: int = 1) -> Mesh:
             f"{devices.size} devices"
         )
     return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
+
+
+def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, completions: int) -> None:
+    """Refuse a mesh that a model or its batch cannot be split over.
+
+    Args:
+        mesh: from `make_mesh`.
+        num_heads: query heads, split over tensor.
+        num_experts: experts of a layer, split over expert; 0 in a dense model.
+        completions: of a mini-batch; every device that rows are split over needs one.
+
+    Raises:
+        UserError: naming the setting, its value and what would do.
+    """
+    for axis, count, what in (("tensor", num_heads, "query heads"), ("expert", num_experts, "experts")):
+        ways = mesh.shape[axis]
+        if count and count % ways:
+            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise UserError(
+                f"config.mesh.{axis}: got {ways}, must divide the model's {count} {what}; that do {allowed}"
+            )
+    if not num_experts and mesh.shape["expert"] > 1:
+        raise UserError(f"config.mesh.expert: got {mesh.shape['expert']}, the model has no experts; must be 1")
+    if row_shards(mesh) > completions:
+        raise UserError(
+            f"config.mesh: data x fsdp x expert = {row_shards(mesh)} devices split the rows of a mini-batch, which has "
+            f"{completions} completions; use at most that many and mesh.tensor for the rest, or raise "
+            "training.prompts_per_mini_batch"
+        )
 
 
 def row_shards(mesh: Mesh) -> int:

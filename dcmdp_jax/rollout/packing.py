@@ -80,7 +80,7 @@ def make_plan(
 
     Args:
         row_lengths: rising row lengths in tokens.
-        micro_batch_tokens: tokens, padding included, of one micro-batch, over all devices; at least one row a device.
+        micro_batch_tokens: tokens, padding included, of one micro-batch on one device; at least one row.
         mini_batches: M.
         completions: N of a mini-batch.
         segments_per_row: sequences in one row at most.
@@ -88,8 +88,8 @@ def make_plan(
     """
     rows, counts = [], []
     for length in row_lengths:
-        wanted = min(micro_batch_tokens // length, completions)
-        rows.append(max(1, wanted // row_shards) * row_shards)
+        on_device = min(micro_batch_tokens // length, completions // row_shards)
+        rows.append(max(1, on_device) * row_shards)
         counts.append(-(-completions // rows[-1]))
     return PackingPlan(row_lengths, tuple(rows), tuple(counts), mini_batches, completions, segments_per_row)
 
@@ -120,13 +120,14 @@ def make_shared_plan(
         max_prompt_tokens: of the longest prompt, at least 2.
         max_completion_tokens: of the longest completion.
         group_size: G; divides `completions`.
-        micro_batch_tokens: tokens, padding included, of one micro-batch, over all devices; at least one group a device.
+        micro_batch_tokens: tokens, padding included, of one micro-batch on one device; at least one group.
         mini_batches: M.
         completions: N of a mini-batch.
         row_shards: devices that groups are split over.
     """
     prompt_length, group_tokens = shared_group_shape(max_prompt_tokens, max_completion_tokens, group_size)
-    groups = max(1, min(micro_batch_tokens // group_tokens, completions // group_size) // row_shards) * row_shards
+    on_device = min(micro_batch_tokens // group_tokens, completions // group_size // row_shards)
+    groups = max(1, on_device) * row_shards
     return PackingPlan(
         row_lengths=(max_completion_tokens + 1,),
         rows_per_micro_batch=(groups * group_size,),

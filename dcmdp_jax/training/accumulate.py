@@ -28,6 +28,14 @@ RowFunction = Callable[[Any, Any], tuple[Any, Any]]
 
 _ROWS = P(None, DATA)
 
+MICRO_BATCHES = "micro_batches"
+"""Name scope of the work on micro-batches, by which `plan` finds their loop in a compiled program."""
+
+
+def bucket_scope(bucket: int) -> str:
+    """Name scope, inside `MICRO_BATCHES`, of the loop over the micro-batches of a bucket."""
+    return f"bucket_{bucket}"
+
 
 def accumulate(
     function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array, *, mesh: Mesh | None
@@ -80,7 +88,8 @@ def _over_micro_batches(
 ) -> tuple[Any, tuple[Any, ...]]:
     if len(rows) > 1 or len(jax.tree.leaves(rows)[0]) > 1:
         return _loop(function, shared, rows, micro_batches)
-    statistics, outputs = function(shared, jax.tree.map(lambda x: x[0], rows[0]))
+    with jax.named_scope(MICRO_BATCHES):
+        statistics, outputs = function(shared, jax.tree.map(lambda x: x[0], rows[0]))
     return stats.merge(stats.empty(statistics), statistics), (jax.tree.map(lambda x: x[None], outputs),)
 
 
@@ -102,6 +111,7 @@ def _loop(
             buffers = jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, output)
             return stats.merge(merged, statistics), buffers
 
-        merged, buffers = lax.fori_loop(0, micro_batches[bucket], body, (merged, buffers))
+        with jax.named_scope(f"{MICRO_BATCHES}/{bucket_scope(bucket)}"):
+            merged, buffers = lax.fori_loop(0, micro_batches[bucket], body, (merged, buffers))
         outputs.append(buffers)
     return merged, tuple(outputs)

@@ -25,12 +25,10 @@ from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.training.checkpoint import Checkpoints
-from dcmdp_jax.training.loss_scale import initial_loss_scale
-from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.setup import Plan
-from dcmdp_jax.training.state import batch_shardings, initial_dual, train_state_shardings
-from dcmdp_jax.training.step import make_rescore, make_train_step
+from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
 
@@ -91,38 +89,19 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
         config.run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
     stack.callback(checkpoints.close)
-    schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
-    optimizer = make_optimizer(config.optimizer, schedule)
-    dual = initial_dual(config.algorithm)
-    loss_scale = initial_loss_scale(config.model.compute_dtype)
-    shardings = train_state_shardings(plan.model, optimizer, dual, config.model.param_dtype, plan.mesh, loss_scale)
-    exact = config.rollout.precision == "exact"
-    row_logprobs = make_row_logprobs(
-        plan.model, plan.compute, temperature=config.rollout.temperature, mesh=plan.mesh,
-        forward_precision=config.model.forward_precision, head_dtype=config.model.head_dtype,
-    )  # fmt: skip
-    train_step = make_train_step(
-        row_logprobs=row_logprobs,
-        settings=config.algorithm,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        optimizer=optimizer,
-        schedule=schedule,
-        mesh=plan.mesh,
-        always_recompute=exact,
-        shardings=shardings,
-    )
+    programs = make_step_programs(config, plan.model, plan.compute, plan.mesh)
     return Parts(
         engine=engine,
         verifier=verifier,
         scorer=scorer,
         checkpoints=checkpoints,
-        optimizer=optimizer,
-        dual=dual,
-        loss_scale=loss_scale,
-        shardings=shardings,
+        optimizer=programs.optimizer,
+        dual=programs.dual,
+        loss_scale=programs.loss_scale,
+        shardings=programs.shardings,
         batch_shardings=batch_shardings(plan.mesh, buckets=len(plan.packing.row_lengths)),
-        train_step=train_step,
-        rescore=make_rescore(row_logprobs, mesh=plan.mesh) if exact else None,
+        train_step=programs.train_step,
+        rescore=programs.rescore,
     )
 
 

@@ -92,19 +92,24 @@ def without_replay(rows: Rows) -> Rows:
     return rows._replace(prompts=prompts, routed_experts=None)
 
 
-def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
-    """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
-
-    One gather of the output matrix a pass, and one reduction of its gradient. Left to the compiler, both would happen
-    in each chunk of tokens.
-    """
+def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
+    """The mesh axes that split the output matrix; a size that its axis does not divide is whole."""
     sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
     split = {
         name: PARAM_AXES[name]
         for name, size in sizes.items()
         if mesh.shape[PARAM_AXES[name]] > 1 and size % mesh.shape[PARAM_AXES[name]] == 0
     }
-    axes = logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+    return logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+
+
+def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
+    """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
+
+    Each part of the output matrix is gathered once a pass and its gradient reduced once. Left to the compiler, both
+    would happen in each chunk of tokens.
+    """
+    axes = kernel_axes(model, mesh)
     rows = P(("fsdp", "expert"))
     return shard_map_over_model_axes(
         functools.partial(token_logprobs, kernel_axes=axes), mesh,

@@ -23,7 +23,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.observe.metrics_io import require_wandb
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
-from dcmdp_jax.parallel.mesh import row_shards, training_mesh
+from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
@@ -104,12 +104,15 @@ def make_plan_of_run(config: Config) -> Plan:
     model = _saved_model(config)
     _check_kernel(config, jax.devices()[0].platform, (model or config.model.architecture).head_dim)
     tokenizer = _tokenizer(config)
-    model = model or _fresh_model(config, tokenizer)
+    model = model or fresh_model(config, tokenizer)
     _check_sizes(config, model, tokenizer)
     _check_engine_mesh(config, model)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = training_mesh(*sizes, num_params=num_params(model))
-    _check_experts(config, model, mesh)
+    check_training_mesh(
+        mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
+    )
+    _check_experts(config, model)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)
@@ -125,7 +128,7 @@ def make_plan_of_run(config: Config) -> Plan:
             config, tokenizer, "evaluation.task", split="test", limit=config.evaluation.max_problems
         )
     worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
-    compute, packing = _layout(config, mesh)
+    compute, packing = layout(config, mesh)
     sampling = SamplingParams(
         group_size=config.rollout.group_size,
         max_completion_tokens=config.rollout.max_completion_tokens,
@@ -166,7 +169,8 @@ def _saved_model(config: Config) -> ModelConfig | None:
     return model
 
 
-def _fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """The model of `model.architecture`, with the tokenizer's vocabulary."""
     try:
         return ModelConfig(
             vocab_size=len(tokenizer),
@@ -192,17 +196,13 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
         )
 
 
-def _check_experts(config: Config, model: ModelConfig, mesh: Mesh) -> None:
-    """Refuses settings of a mixture of experts for another model, and experts that the mesh can't split."""
-    experts, ways = model.num_experts, mesh.shape["expert"]
-    if experts and experts % ways:
-        fitting = ", ".join(str(count) for count in range(1, experts + 1) if experts % count == 0)
-        raise UserError(f"config.mesh.expert: got {ways}, must divide the model's {experts} experts: {fitting}")
+def _check_experts(config: Config, model: ModelConfig) -> None:
+    """Refuses settings of a mixture of experts for another model."""
     for name, value in (
         ("algorithm.router_aux_loss", config.algorithm.router_aux_loss),
         ("rollout.router_replay", config.rollout.router_replay),
     ):
-        if value and not experts:
+        if value and not model.num_experts:
             raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
 
@@ -290,7 +290,8 @@ def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tup
     return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]
 
 
-def _layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
+def layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
+    """How the training stack computes on a mesh, and the shapes of a batch."""
     platform = mesh.devices.flat[0].platform
     kernel = choose_kernel(config.model.attention, np.dtype(jnp.dtype(config.model.compute_dtype)), platform)
     skips = kernel == "splash"
@@ -328,16 +329,17 @@ def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[
     """Whether a group's prompt is computed once for all its completions, and not in each of their rows.
 
     Rows of one length say that completions are about as long as each other: then a row for each in its group's place
-    costs nothing. Only the "xla" kernel can do it, only where whole rows are computed on one device, and a micro-batch
-    has to hold a group for each.
+    costs nothing. Only the "xla" kernel can do it, only where whole rows are computed on one device, and a device's
+    part of a micro-batch has to hold a group.
     """
     alike = segments == 1 and len(row_lengths) == 1
     several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
     _, group_tokens = shared_group_shape(
         config.task.max_prompt_tokens, config.rollout.max_completion_tokens, config.rollout.group_size
     )
-    groups = min(config.training.micro_batch_tokens // group_tokens, config.training.prompts_per_mini_batch)
-    return alike and several and kernel == "xla" and data_parallel_only(mesh) and groups >= row_shards(mesh)
+    fits = group_tokens <= config.training.micro_batch_tokens
+    enough = config.training.prompts_per_mini_batch >= row_shards(mesh)
+    return alike and several and kernel == "xla" and data_parallel_only(mesh) and fits and enough
 
 
 def describe(plan: Plan) -> str:

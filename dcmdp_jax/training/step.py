@@ -94,6 +94,10 @@ class _Learner(NamedTuple):
     loss_scale: LossScale | None
 
 
+OLD_LOGPROBS = "old_logprobs"
+"""Name scope of the pass that computes p^Train before the updates."""
+
+
 def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
     """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
 
@@ -169,7 +173,8 @@ def _train_step(
     """Algorithm 1, after sampling and rewards."""
     settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
     noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
-    old_logprobs = _recompute(parts, state.params, batch)
+    with jax.named_scope(OLD_LOGPROBS):
+        old_logprobs = _recompute(parts, state.params, batch)
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
         mini, old_logprobs, first = xs

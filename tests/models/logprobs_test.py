@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.logprobs import KernelAxes, token_blocks, token_logprobs
 from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import shard_map_over_model_axes
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 10, 8, 31
 # Logits up to 20 carry 1e-6 each in float32, and gradients up to 10 are sums of 31 of them.
@@ -183,3 +186,44 @@ def test_shapes_must_agree() -> None:
     x = _inputs()
     with pytest.raises(ValueError, match="rows must agree"):
         token_logprobs(x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, ops=CPU)
+
+
+@pytest.mark.parametrize("vocab", [48, 31 * 2])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2)])
+def test_a_kernel_split_over_devices_gives_the_same(sizes: tuple[int, int, int], vocab: int) -> None:
+    """fsdp, tensor, expert. The vocabulary comes in pieces, 62 / 2 = 31 in one, and padding tokens in none."""
+    fsdp, tensor, expert = sizes
+    mesh = make_mesh(1, fsdp, tensor, expert, devices=jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(8, LENGTH, WIDTH)).astype(np.float32)
+    kernel = rng.normal(size=(WIDTH, vocab)).astype(np.float32)
+    ids, mask = rng.integers(0, vocab, (8, LENGTH)).astype(np.int32), rng.random((8, LENGTH)) < 0.6
+    mask[:, 0], mask[3] = False, False
+    bars = rng.normal(size=(2, 8, LENGTH)).astype(np.float32)
+    axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
+    rows = P(("fsdp", "expert"))
+    split = shard_map_over_model_axes(
+        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes), mesh,
+        in_specs=(rows, P(*axes), rows, rows), out_specs=(rows, rows),
+    )  # fmt: skip
+    whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU)
+
+    def run(function: Any) -> Any:
+        def objective(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+            results = function(hidden, kernel, ids, mask)
+            return sum(jnp.sum(bar * x) for bar, x in zip(bars, results, strict=True)), results
+
+        (_, results), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, kernel)
+        return jax.tree.leaves((results, grads))
+
+    for ours, expected in zip(run(split), run(whole), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=ROUNDING)
+
+
+def test_blocks_of_tokens() -> None:
+    # The whole kernel: as many as the chunk, the last one padded. In 8 pieces of 48: 10 x 8 tokens at a time hold as
+    # many logits; 100 tokens are two blocks of 50.
+    assert token_blocks(100, 30, 48) == (4, 30) and token_blocks(7, 30, 48) == (1, 7)
+    assert token_blocks(100, 10, 48, KernelAxes("fsdp")) == (2, 50)
+    # 31 is prime: one piece.
+    assert token_blocks(100, 10, 31, KernelAxes("fsdp")) == (10, 10)

@@ -8,6 +8,10 @@ def length(prompts, completions, completion_ids, **columns):
     return [len(ids) for ids in completion_ids]
 
 
+def begins_with_a_multiple_of_eight(completions, completion_ids, **columns):
+    return [float(ids[0] % 8 == 0) for ids in completion_ids]
+
+
 async def starts_like_the_prompt(prompts, completions, **columns):
     return [float(completion.startswith(prompt)) for prompt, completion in zip(prompts, completions, strict=True)]
 

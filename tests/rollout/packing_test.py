@@ -169,10 +169,11 @@ def test_shared_prompts_keep_their_places_when_completions_are_dropped():
 
 
 def test_groups_are_split_over_devices_whole():
-    # A group is 2 x 4 + 12 = 20 tokens. 70 hold three of the five groups: over two devices two, one for each; a third
-    # micro-batch has one group and one empty place. Over four devices there is one for each in any case.
+    # A group is 2 x 4 + 12 = 20 tokens. 35 hold one group: over two devices a micro-batch has two of the five, and the
+    # third has one and an empty place. Over one device 70 hold three; over four there is one for each in any case.
     shapes = {"max_prompt_tokens": 4, "max_completion_tokens": 4, "group_size": 2, "mini_batches": 1, "completions": 10}
-    plans = [make_shared_plan(micro_batch_tokens=70, row_shards=shards, **shapes) for shards in (1, 2, 4)]
+    sizes = ((70, 1), (35, 2), (17, 4))
+    plans = [make_shared_plan(micro_batch_tokens=tokens, row_shards=shards, **shapes) for tokens, shards in sizes]
     assert [plan.rows_per_micro_batch for plan in plans] == [(6,), (4,), (8,)]
     assert [plan.micro_batches for plan in plans] == [(2,), (3,), (2,)]
     batch, _ = pack(_rollout([(3, 1)] * 10, 2).episodes, np.ones(10, np.float32), plans[1], mask_truncated=False)

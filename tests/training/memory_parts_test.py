@@ -29,7 +29,7 @@ def _plan(config, model, machine, shape, *, prompts=(1024,), vllm_on_cpu=False):
     config = from_config_dict(config)
     devices = shape[0] * shape[1] * shape[2]
     mesh = make_mesh(*shape, devices=jax.devices()[:devices])
-    compute, packing = setup._layout(config, mesh)
+    compute, packing = setup.layout(config, mesh)
     if machine.platform == "gpu":
         compute = dataclasses.replace(compute, attention="cudnn")
     completions = config.training.prompts_per_step * config.rollout.group_size

@@ -55,12 +55,12 @@ def test_others_have_their_prompts_to_themselves(tmp_path, changes):
 
 
 def test_devices_with_whole_rows_share_prompts_too(tmp_path):
-    # 16,384 tokens hold 51 groups, a mini-batch has 24: three each on eight devices.
+    # 16,384 tokens of a device hold 51 groups, a mini-batch has 24: three each on eight devices.
     packing, told = _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=16384)
     assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
-    # One token less than eight groups, and a device has none.
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316)[0].rows_per_micro_batch == (64,)
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=8 * 316 - 1)[0].group_size == 0
+    # One token less than a group, and a device has none.
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=316)[0].rows_per_micro_batch == (64,)
+    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=315)[0].group_size == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
@@ -71,7 +71,7 @@ def test_devices_that_split_parameters_have_prompts_in_their_rows(tmp_path, shap
 @pytest.mark.parametrize(
     ("source", "shape", "changes", "message"),
     [
-        (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts: 1, 2, 4, 8"),
+        (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, 4, 8"),
         (
             demo, (1, 1, 1), {"rollout__router_replay": True},
             "config.rollout.router_replay: got True, the model is a qwen3, which has no experts",
@@ -94,3 +94,22 @@ def test_more_experts_for_a_token_than_there_are(tmp_path):
     config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
     with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
         setup.make_plan_of_run(from_config_dict(config))
+
+
+def test_the_plan_advises_float32_on_a_cpu(tmp_path):
+    assert "advice" not in _packing(tmp_path)[1]
+    _, told = _packing(tmp_path, model__compute_dtype="bfloat16", rollout__compute_dtype="bfloat16")
+    said = "float32, and for sampling rollout.engine=vllm too, takes less time and memory than bfloat16 on this CPU"
+    assert told.splitlines()[-1] == f"advice       model.compute_dtype and rollout.compute_dtype: {said}"
+
+
+def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
+    wide = {
+        "model__architecture": {**demo.get_config().model.architecture.to_dict(), "num_heads": 4, "num_kv_heads": 4}
+    }
+    _, told = _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 4, "expert": 1}, **wide)
+    assert ", tensor 4, at most 512 rows at a time" in told
+    with pytest.raises(ValueError, match=r"config.rollout.local.tensor: got 3, must divide the model's num_kv_heads=4"):
+        _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 3, "expert": 1}, **wide)
+    with pytest.raises(ValueError, match=r"config.rollout.local \(tensor=4, expert=1\): 4 does not divide the 2 dev"):
+        _packing(tmp_path, (1, 2, 1), rollout__local={"tensor": 4, "expert": 1}, **wide)

@@ -138,15 +138,14 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(environme
     killed = _start(environment, tmp_path / "killed", steps, "debug,float32", "--config.rollout.vllm.replicas=2")
     chance = random.Random(0)
     for number in range(kills):
-        wait_until(lambda: _sidecars_of(killed.pid) or killed.poll() is not None, "a sidecar")
-        time.sleep(3.0 * chance.random())
-        running = _sidecars_of(killed.pid)
-        assert running, f"the run ended after {number} kills"
-        victim = chance.choice(sorted(running))
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda victim=victim: victim not in _sidecars_of(killed.pid), "the end of the killed sidecar")
+        # A sidecar that dies before the run has begun ends it.
         seen = _steps(tmp_path / "killed")
         wait_until(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None, "another step")
+        time.sleep(3.0 * chance.random())
+        assert killed.poll() is None, f"ended after {number} kills: {killed.communicate()[0]}"
+        victim = chance.choice(sorted(_sidecars_of(killed.pid)))
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda victim=victim: victim not in _sidecars_of(killed.pid), "the end of the killed sidecar")
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)

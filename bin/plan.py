@@ -1,0 +1,61 @@
+"""What a run takes at full size, from its own programs compiled on a machine without an accelerator.
+
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
+
+Prints memory by kind, what fits, collectives, operations and a lower bound of the time; docs/plan.md explains them.
+`pip install -e '.[plan]'` installs the compilers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bin.cli import Parser, run_main
+from bin.flags import parse_with
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.plan.report import describe_plan, plan_record
+from dcmdp_jax.plan.run_plan import PROGRAMS, plan_run
+from dcmdp_jax.plan.search import search
+from dcmdp_jax.plan.topologies import known_topologies, load_topology, set_environment
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
+    parser = Parser(prog="python -m bin.plan", description="Memory, communication and time of a run at full size.")
+    parser.add_argument("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
+    parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
+    parser.add_argument(
+        "--search", action="store_true", help="compile the step for other meshes and micro-batches; rank those that fit"
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    config, arguments = parse_with(parser, argv)
+    if arguments.topology is None:
+        raise UserError(f"--topology is missing; known are {known_topologies()}")
+    only = tuple(name for name in arguments.programs.split(",") if name)
+    if unknown := [name for name in only if name not in PROGRAMS]:
+        raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")
+    set_environment()
+    topology = load_topology(arguments.topology)
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    if arguments.search:
+        found = search(config, topology, tell=tell)
+        record, code = found.record(), 0 if found.fitting else 1
+        tell(found.table())
+    else:
+        plan = plan_run(config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ..."))
+        record, code = plan_record(plan), 0 if plan.fits else 1
+        tell(describe_plan(plan))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        tell(f"wrote {arguments.json}")
+    return code
+
+
+if __name__ == "__main__":
+    run_main(main)

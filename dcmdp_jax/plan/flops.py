@@ -1,0 +1,157 @@
+"""Floating-point operations of the matrix products in a compiled program, and those that the model needs.
+
+A product of [m, k] and [k, n] has 2 m k n. Everything else is counted as nothing, as is usual.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.plan.hlo import Array, Instruction, Module, TripCounts, Visit, walk
+
+# Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels compute q k again.
+# Splash has one kernel for the gradients of keys and values and one for those of queries, cuDNN one for all.
+_KERNELS = {
+    "dkv": 4, "dq": 3, "splash": 2, "fmhaSoftmaxBackward": 5, "fmhaScaleBiasSoftmaxBackward": 5, "fmhaSoftmax": 2,
+    "fmhaScaleBiasSoftmax": 2,
+}  # fmt: skip
+
+
+class CompiledFlops(NamedTuple):
+    """Operations of one run of a program on one device.
+
+    Attributes:
+        products: of the matrix products that the HLO shows.
+        attention: of attention kernels, which are custom calls, by the shapes of their operands: causal, so half of
+            the square of a row that holds one sequence.
+        uncounted: names of other custom calls that may hold products.
+    """
+
+    products: float
+    attention: float
+    uncounted: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.products + self.attention
+
+
+def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
+    """Count the products of a program."""
+    products = attention = 0.0
+    uncounted = set()
+    for visit in walk(module, trip_counts):
+        instruction = visit.instruction
+        if instruction.opcode == "dot":
+            products += visit.count * _dot(visit)
+        elif instruction.opcode == "convolution":
+            products += visit.count * _convolution(visit)
+        elif instruction.opcode == "custom-call":
+            target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+            name = target.group(1) if target else ""
+            if "gemm" in name or "matmul" in name:
+                products += visit.count * _library_product(visit)
+            elif (kernel := _attention_kernel(name, instruction)) is not None:
+                attention += visit.count * kernel * _one_attention_product(visit)
+            elif name in ("tpu_custom_call", "__triton", "xla.gpu.triton"):
+                uncounted.add(instruction.op_name.rsplit("/", 1)[-1] or instruction.name)
+    return CompiledFlops(products, attention, tuple(sorted(uncounted)))
+
+
+def forward_flops(model: ModelConfig, length: int) -> float:
+    """Products of a forward pass, per token of a row of `length` tokens that is one sequence.
+
+    Matrices: 2 per weight that multiplies (a token's own experts only). Causal attention: q k and p v over half of the
+    row, 2 x 2 x heads x head_dim x length / 2 in each layer.
+    """
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_mlp_width + model.num_experts)
+    matrices = model.num_layers * layer + model.hidden_size * model.vocab_size
+    return 2.0 * matrices + model.num_layers * 2.0 * queries * length
+
+
+def step_flops(model: ModelConfig, *, length: int, tokens: float, recomputed_tokens: float) -> float:
+    """Products of a training step: a gradient costs three forward passes; p^Train of later mini-batches one.
+
+    Args:
+        model: the model.
+        length: of a row.
+        tokens: of the step, padding included.
+        recomputed_tokens: tokens whose p^Train needs a pass of its own.
+    """
+    return forward_flops(model, length) * (3 * tokens + recomputed_tokens)
+
+
+def _dot(visit: Visit) -> float:
+    left = visit.computation.operands(visit.instruction)[0]
+    contracted = _numbers(r"lhs_contracting_dims=\{([\d,]*)\}", visit.instruction.attributes)
+    return 2.0 * visit.instruction.results[0].size * math.prod(left.dims[i] for i in contracted)
+
+
+def _library_product(visit: Visit) -> float:
+    left = visit.computation.operands(visit.instruction)[0]
+    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', visit.instruction.attributes)
+    contracted = [int(n) for n in re.findall(r"\d+", found.group(1))] if found else [len(left.dims) - 1]
+    return 2.0 * visit.instruction.results[0].size * math.prod(left.dims[i] for i in contracted)
+
+
+def _convolution(visit: Visit) -> float:
+    """TPU writes products as convolutions; a batch axis becomes a dilated spatial one, of which most taps are holes."""
+    instruction, (left, right) = visit.instruction, visit.computation.operands(visit.instruction)[:2]
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if labels is None:
+        return 0.0
+    of_left, of_right, of_out = labels.groups()
+    out = instruction.results[0]
+    window = _window(instruction.attributes)
+    total = 2.0 * right.dims[of_right.index("i")]
+    total *= out.dims[of_out.index("b")] * out.dims[of_out.index("f")]
+    for axis in range(len(of_left) - 2):
+        digit = str(axis)
+        total *= _taps(
+            left.dims[of_left.index(digit)], right.dims[of_right.index(digit)], out.dims[of_out.index(digit)],
+            {name: values[axis] for name, values in window.items() if axis < len(values)},
+        )  # fmt: skip
+    return total
+
+
+def _window(attributes: str) -> dict[str, list[tuple[int, ...]]]:
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    fields = dict(part.split("=") for part in found.group(1).split()) if found else {}
+    return {name: [tuple(map(int, one.split("_"))) for one in value.split("x")]
+            for name, value in fields.items() if name in ("stride", "pad", "lhs_dilate", "rhs_dilate")}  # fmt: skip
+
+
+def _taps(left: int, right: int, out: int, window: dict[str, tuple[int, ...]]) -> int:
+    """Pairs of an output and a kernel position that meet an element of the input, not padding or a hole."""
+    (stride,), (low, *_) = window.get("stride", (1,)), window.get("pad", (0, 0))
+    (spread,), (apart,) = window.get("lhs_dilate", (1,)), window.get("rhs_dilate", (1,))
+    places = (o * stride + k * apart - low for o in range(out) for k in range(right))
+    return sum(1 for place in places if place >= 0 and place % spread == 0 and place // spread < left)
+
+
+def _attention_kernel(target: str, instruction: Instruction) -> int | None:
+    """Products that an attention kernel computes; None if it is none."""
+    name = target if "fmha" in target else f"{instruction.name} {instruction.op_name}" if target == "tpu_custom_call" \
+        else ""  # fmt: skip
+    if not any(part in name for part in ("fmha", "splash")):
+        return None
+    return next(count for part, count in _KERNELS.items() if part in name)
+
+
+def _one_attention_product(visit: Visit) -> float:
+    """Operations of one product of q and k: causal, over half of the square."""
+    operands = [array for array in visit.computation.operands(visit.instruction) if len(array.dims) >= 3]
+    query = max(operands, key=lambda array: array.size, default=Array("f32", ()))
+    # [.., heads, length, head_dim] in splash, [rows, length, heads, head_dim] in cuDNN: the longest axis is the row's.
+    length = max(query.dims, default=0)
+    return 2.0 * query.size * length / 2
+
+
+def _numbers(pattern: str, text: str) -> list[int]:
+    found = re.search(pattern, text)
+    return [int(n) for n in found.group(1).split(",") if n] if found else []

@@ -1,0 +1,270 @@
+"""Reader of optimized HLO text: every instruction with the number of times that one execution of the program runs it.
+
+XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its loop runs: by the trip count
+that the compiler knows, or, for a loop whose end is data, by the count that the caller states for its name scope.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+_BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
+    "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
+}  # fmt: skip
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<= ]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Applied to scalars, element by element: nothing in them is a product or a collective.
+_ELEMENTWISE = frozenset(
+    ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort", "map",
+     "select-and-scatter", "reduce-scatter-start")
+)  # fmt: skip
+
+
+class Array(NamedTuple):
+    """Type of an array: dtype in HLO's spelling, and dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, without the padding of a tiled layout."""
+        width = 1 if self.dtype.startswith("f8") else _BYTES.get(self.dtype, 0)
+        return math.ceil(self.size * width)
+
+
+class Instruction(NamedTuple):
+    """One instruction.
+
+    Attributes:
+        name: unique in its computation.
+        opcode: such as "dot".
+        results: its arrays; those of a tuple in order.
+        operands: names of instructions of the same computation.
+        attributes: the text after the operands.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def op_name(self) -> str:
+        """Path of JAX's name scopes and primitives; empty if the compiler dropped it."""
+        found = _OP_NAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+
+class Computation(NamedTuple):
+    """A computation: its instructions by name, in order."""
+
+    name: str
+    instructions: dict[str, Instruction]
+
+    def operands(self, instruction: Instruction) -> list[Array]:
+        """Types of an instruction's operands, tuples flattened."""
+        return [array for name in instruction.operands if name in self.instructions
+                for array in self.instructions[name].results]  # fmt: skip
+
+
+class Module(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+        computations: by name.
+        entry: name of the one that runs.
+        devices: partitions times replicas.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    devices: int
+
+
+class Loop(NamedTuple):
+    """A loop around an instruction.
+
+    Attributes:
+        op_name: the loop's name scopes.
+        trips: number of times that its body runs.
+        known: whether the count is the compiler's or the caller's; an unknown loop counts once.
+    """
+
+    op_name: str
+    trips: float
+    known: bool
+
+
+class Visit(NamedTuple):
+    """An instruction as a run of the program meets it.
+
+    Attributes:
+        instruction, computation: the instruction and where it is.
+        count: number of executions; a branch of a conditional counts as if it were taken.
+        loops: the loops around it, outermost first.
+    """
+
+    instruction: Instruction
+    computation: Computation
+    count: float
+    loops: tuple[Loop, ...]
+
+    def inside(self, scope: str) -> bool:
+        """Whether a loop of that name scope surrounds it."""
+        return any(in_scope(loop.op_name, scope) for loop in self.loops)
+
+
+TripCounts = Callable[[str], float | None]
+"""The number of iterations of a loop whose end is data, from its op_name; None if there is nothing to say."""
+
+
+def in_scope(op_name: str, scope: str) -> bool:
+    """Whether an op_name is inside a name scope, which transformations such as `jvp` may wrap."""
+    return any(re.fullmatch(rf"(\w+\()*{re.escape(scope)}\)*", part) for part in op_name.split("/"))
+
+
+def parse(text: str) -> Module:
+    """Read the text of an optimized HLO module, as `jax.stages.Compiled.as_text` gives it.
+
+    Raises:
+        ValueError: if there is no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    header = text.split("\n", 1)[0]
+    devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            opened = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
+            if opened and not line.startswith("HloModule"):
+                current = Computation(opened.group(2), {})
+                computations[current.name] = current
+                entry = current.name if opened.group(1) else entry
+        elif current is not None and (instruction := _instruction(line)) is not None:
+            current.instructions[instruction.name] = instruction
+    if not entry:
+        raise ValueError("HLO text: it has no ENTRY computation")
+    return Module(computations, entry, devices)
+
+
+def walk(module: Module, trip_counts: TripCounts = lambda op_name: None) -> Iterator[Visit]:
+    """Visit every instruction of the program, those of called computations included.
+
+    Args:
+        module: the program.
+        trip_counts: for loops whose count the compiler does not know.
+    """
+    return _walk(module, module.entry, 1.0, (), trip_counts)
+
+
+def _walk(module: Module, name: str, count: float, loops: tuple[Loop, ...], trip_counts: TripCounts) -> Iterator[Visit]:
+    computation = module.computations[name]
+    for instruction in computation.instructions.values():
+        yield Visit(instruction, computation, count, loops)
+        if instruction.opcode in _ELEMENTWISE or instruction.opcode.endswith(("-done", "-update")):
+            continue
+        inner, around = count, loops
+        if instruction.opcode == "while":
+            loop = _loop(module, instruction, trip_counts)
+            inner, around = count * loop.trips, (*loops, loop)
+        for called in _called(instruction):
+            if called in module.computations:
+                yield from _walk(module, called, inner, around, trip_counts)
+
+
+def _called(instruction: Instruction) -> list[str]:
+    # A metadata string may hold anything.
+    attributes = re.sub(r"metadata=\{[^}]*\}", "", instruction.attributes)
+    names = _CALLED.findall(attributes)
+    for branches in _BRANCHES.findall(attributes):
+        names += [branch.strip().lstrip("%") for branch in branches.split(",")]
+    return names
+
+
+def _loop(module: Module, instruction: Instruction, trip_counts: TripCounts) -> Loop:
+    op_name = instruction.op_name
+    if known := _KNOWN_TRIPS.search(instruction.attributes):
+        return Loop(op_name, int(known.group(1)), True)
+    if (bound := _constant_bound(module, instruction)) is not None:
+        return Loop(op_name, bound, True)
+    stated = trip_counts(op_name)
+    return Loop(op_name, 1.0 if stated is None else stated, stated is not None)
+
+
+def _constant_bound(module: Module, instruction: Instruction) -> int | None:
+    """n of a condition `i < n` with a constant n: JAX's loops count from 0 by 1."""
+    found = re.search(r"\bcondition=%?([\w.\-]+)", instruction.attributes)
+    condition = module.computations.get(found.group(1)) if found else None
+    if condition is None:
+        return None
+    compares = [one for one in condition.instructions.values() if one.opcode == "compare"]
+    if len(compares) != 1 or "direction=LT" not in compares[0].attributes:
+        return None
+    limit = condition.instructions.get(compares[0].operands[-1])
+    if limit is None or limit.opcode != "constant" or not limit.operands or not limit.operands[0].isdigit():
+        return None
+    return int(limit.operands[0])
+
+
+def _instruction(line: str) -> Instruction | None:
+    matched = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if matched is None:
+        return None
+    start = matched.end()
+    stop = _closing(line, start) + 1 if line[start] == "(" else line.find(" ", start)
+    opcode = re.match(r"\s*([\w\-]+)\(", line[stop:])
+    if opcode is None:
+        return None
+    first = stop + opcode.end() - 1
+    last = _closing(line, first)
+    return Instruction(
+        matched.group(1), opcode.group(1), _arrays(line[start:stop]), _operands(line[first + 1 : last]),
+        line[last + 1 :],
+    )  # fmt: skip
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the bracket that closes the one at `start`; the end if there is none."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match.group() == "(" else -1
+        if not depth:
+            return match.start()
+    return len(text)
+
+
+def _arrays(text: str) -> tuple[Array, ...]:
+    return tuple(
+        Array(dtype, tuple(int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()))
+        for dtype, dims in _ARRAY.findall(text)
+    )
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """The last word of each operand, without the type that some versions print before it."""
+    text = re.sub(r"/\*.*?\*/", "", text)
+    names, depth, start = [], 0, 0
+    for place, character in enumerate(f"{text},"):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and not depth:
+            words = text[start:place].split()
+            names += [words[-1].lstrip("%")] if words else []
+            start = place + 1
+    return tuple(names)

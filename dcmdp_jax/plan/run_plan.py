@@ -1,0 +1,188 @@
+"""A run at full size: its programs compiled for a topology, its memory by kind, what fits, what it communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from dcmdp_jax.config import Config
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.parallel.mesh import check_training_mesh, make_mesh
+from dcmdp_jax.plan.compiled import Compiled, compile_program
+from dcmdp_jax.plan.engine_programs import EnginePlan, plan_engine
+from dcmdp_jax.plan.flops import step_flops
+from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
+from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.plan.step_program import StepPlan, plan_step
+from dcmdp_jax.plan.topologies import Topology
+from dcmdp_jax.training.memory_parts import plan_memory
+from dcmdp_jax.training.memory_plan import Machine
+
+GIB = 2**30
+PROGRAMS = ("step", "prefill", "decode", "score")
+"""Names of the programs of a run; the last three are the embedded engine's."""
+# JAX leaves this share of a GPU that it shares with vLLM to neither.
+_UNUSED_SHARE = 0.1
+
+
+class Phase(NamedTuple):
+    """What one device holds in a phase of the run.
+
+    Attributes:
+        name: "step", or an engine's program.
+        peak: of the compiled program, bytes.
+        beside: bytes that live through the phase and are no argument of its program, by kind.
+    """
+
+    name: str
+    peak: int
+    beside: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.peak + sum(self.beside.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """What a run takes on a topology.
+
+    Attributes:
+        topology, mesh: the devices.
+        config, model: the run.
+        step: the training step.
+        engine: the embedded engine; None with vLLM, whose programs are not ours.
+        programs: compiled, by name.
+        least: the least communication of the step.
+        model_flops: of the products that the step needs, all devices together.
+        usable: bytes of a device that the run may use.
+        usable_reason: what that is.
+    """
+
+    topology: Topology
+    mesh: Mesh
+    config: Config
+    model: ModelConfig
+    step: StepPlan
+    engine: EnginePlan | None
+    programs: dict[str, Compiled]
+    least: LeastBytes
+    model_flops: float
+    usable: int
+    usable_reason: str
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Every compiled program with what stays in memory beside its arguments."""
+        state = dict(self.step.program.held)
+        found = []
+        for name, compiled in self.programs.items():
+            beside: dict[str, int] = {}
+            if name != "step":
+                beside = state
+            elif self.engine is not None:
+                beside = {"engine's weights": self.engine.weights_bytes}
+            found.append(Phase(name, compiled.peak, beside))
+        return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase is within what a device has."""
+        refused = any(compiled.refused is not None for compiled in self.programs.values())
+        return not refused and all(phase.total <= self.usable for phase in self.phases)
+
+    @property
+    def flops_ratio(self) -> float:
+        """Compiled operations of the step over those that the model needs; 0 if the step was not compiled."""
+        return self.programs["step"].flops.total * self.mesh.size / self.model_flops
+
+    @property
+    def traffic_ratio(self) -> float:
+        """Received bytes of the step's collectives over `least`; infinite where nothing has to be communicated."""
+        moved = sum(one.received_bytes for one in self.programs["step"].collectives)
+        return moved / sum(self.least) if sum(self.least) else float("inf" if moved else 1)
+
+
+def plan_run(
+    config: Config,
+    topology: Topology,
+    *,
+    only: Sequence[str] = (),
+    on_program: Callable[[str], None] = lambda name: None,
+) -> RunPlan:
+    """Compile the programs of a run for a topology.
+
+    Args:
+        config: the settings; `config.mesh` has to fit the topology.
+        topology: the devices.
+        only: names of the programs to compile; empty for all.
+        on_program: called with a program's name before it is compiled.
+
+    Raises:
+        UserError: if the mesh does not fit the devices or the model.
+    """
+    model = model_of(config)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+    mesh = make_mesh(*sizes, devices=topology.devices)
+    check_training_mesh(
+        mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
+    )
+    step = plan_step(config, model, mesh)
+    usable, reason = _usable(config, topology)
+    engine = None
+    if config.rollout.engine == "local":
+        engine = plan_engine(config, model, mesh, max_rows=_fitting_rows(config, model, mesh, step, usable))
+    programs: dict[str, Compiled] = {}
+    for program in (step.program, *(engine.programs if engine else ())):
+        if not only or program.name in only:
+            on_program(program.name)
+            programs[program.name] = compile_program(program)
+            jax.clear_caches()
+    packing = step.packing
+    updates = packing.mini_batches * step.micro_batches
+    recomputed = updates - step.micro_batches
+    # As the step's trip counts: every completion has the longest length.
+    tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
+    return RunPlan(
+        topology=topology,
+        mesh=mesh,
+        config=config,
+        model=model,
+        step=step,
+        engine=engine,
+        programs=programs,
+        least=least_bytes(
+            model, mesh, compute_dtype=config.model.compute_dtype, updates=updates, recomputations=recomputed,
+            mini_batches=packing.mini_batches,
+        ),
+        model_flops=step_flops(
+            model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
+        ),
+        usable=usable,
+        usable_reason=reason,
+    )  # fmt: skip
+
+
+def _fitting_rows(config: Config, model: ModelConfig, mesh: Mesh, step: StepPlan, usable: int) -> int:
+    """The completions that the embedded engine would decode at a time, as the run decides it."""
+    machine = Machine(mesh.devices.flat[0].platform, mesh.size, usable, None)
+    memory = plan_memory(
+        config, model, step.compute, mesh, step.packing, machine, prompt_lengths=[config.task.max_prompt_tokens],
+        completions=config.training.prompts_per_step * config.rollout.group_size,
+    )  # fmt: skip
+    return memory.rows
+
+
+def _usable(config: Config, topology: Topology) -> tuple[int, str]:
+    """Bytes of each device that JAX may use."""
+    chip, vllm = topology.chip, config.rollout.vllm
+    if config.rollout.engine == "vllm" and not vllm.visible_devices:
+        share = 1 - vllm.memory_share - _UNUSED_SHARE
+        reason = f"{chip.memory_gib:g} GiB less vLLM's share of {vllm.memory_share:g} and a tenth"
+        return int(chip.memory_gib * share * GIB), reason
+    return int(chip.usable_gib * GIB), f"of {chip.memory_gib:g} GiB"

@@ -1,0 +1,134 @@
+"""Search over mesh shapes and micro-batch sizes for the fastest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from dcmdp_jax.config import Config, MeshSettings
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.plan.roofline import roofline
+from dcmdp_jax.plan.run_plan import GIB, RunPlan, plan_run
+from dcmdp_jax.plan.topologies import Topology
+
+_WIDEST_TENSOR = 8
+# Rows of the splash kernel have a multiple of this length.
+_ROW_MULTIPLE = 512
+_ROWS = (1, 2, 4)
+
+
+class Tried(NamedTuple):
+    """A candidate and its plan.
+
+    Attributes:
+        mesh: the settings.
+        micro_batch_tokens: on each device.
+        plan: with the step compiled; None if the mesh does not fit the model.
+        refused: why, if so.
+        seconds_per_token: lower bound of the step's time, all devices together.
+    """
+
+    mesh: MeshSettings
+    micro_batch_tokens: int
+    plan: RunPlan | None
+    refused: str = ""
+    seconds_per_token: float = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """All candidates, those that fit first, the fastest of them first."""
+
+    tried: tuple[Tried, ...]
+
+    @property
+    def fitting(self) -> tuple[Tried, ...]:
+        """The candidates that fit."""
+        return tuple(one for one in self.tried if one.plan is not None and one.plan.fits)
+
+    def table(self) -> str:
+        """A line for each candidate."""
+        lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB  tokens/s at most (estimate)"]
+        for rank, one in enumerate(self.tried, 1):
+            mesh = one.mesh
+            shape = f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  {one.micro_batch_tokens:18}"
+            if one.plan is None:
+                lines.append(f"   -  {shape}  {one.refused}")
+            elif not one.plan.fits:
+                lines.append(f"   -  {shape}  {_peak(one.plan) / GIB:8.2f}  does not fit")
+            else:
+                lines.append(f"{rank:4}  {shape}  {_peak(one.plan) / GIB:8.2f}  {1 / one.seconds_per_token:,.0f}")
+        return "\n".join(lines)
+
+    def record(self) -> dict[str, Any]:
+        """The table as a tree for JSON."""
+        return {
+            "candidates": [
+                {
+                    "mesh": dataclasses.asdict(one.mesh),
+                    "micro_batch_tokens": one.micro_batch_tokens,
+                    "refused": one.refused,
+                    "fits": one.plan is not None and one.plan.fits,
+                    "peak_bytes": _peak(one.plan) if one.plan else None,
+                    "seconds_per_token": one.seconds_per_token if one.plan and one.plan.fits else None,
+                }
+                for one in self.tried
+            ]
+        }
+
+
+def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> Found:
+    """Compile the step for every candidate; minutes for each of a large model.
+
+    Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp. Micro-batches of 1, 2
+    and 4 rows on each device; no more once one does not fit.
+
+    Args:
+        config: the settings.
+        topology: the devices.
+        tell: called with a line for each candidate.
+    """
+    tried: list[Tried] = []
+    longest = -(-config.max_total_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    for mesh in candidates(len(topology.devices), model_of(config).num_experts > 0):
+        for rows in _ROWS:
+            tokens = rows * longest
+            one = _try(config, topology, mesh, tokens)
+            tried.append(one)
+            result = one.refused or f"{_peak(one.plan) / GIB:.2f} GiB{'' if one.plan.fits else ', does not fit'}"
+            tell(f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a device: {result}")
+            if one.plan is None or not one.plan.fits:
+                break
+    return Found(tuple(sorted(tried, key=lambda one: one.seconds_per_token)))
+
+
+def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:
+    """Meshes to try, the ones without a tensor axis first."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= _WIDEST_TENSOR]
+    for expert in sizes if experts else (1,):
+        for tensor in sizes:
+            if devices % (expert * tensor) == 0:
+                yield MeshSettings(data=1, fsdp=devices // (expert * tensor), tensor=tensor, expert=expert)
+
+
+def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) -> Tried:
+    changed = dataclasses.replace(
+        config, mesh=mesh, training=dataclasses.replace(config.training, micro_batch_tokens=tokens)
+    )
+    try:
+        plan = plan_run(changed, topology, only=("step",))
+    except UserError as error:
+        return Tried(mesh, tokens, None, str(error))
+    seconds = float("inf")
+    if plan.fits:
+        packing = plan.step.packing
+        rows = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
+        per_step = rows * packing.micro_batches[-1] * packing.mini_batches
+        seconds = roofline(plan.programs["step"], topology.chip).overlapped / per_step
+    return Tried(mesh, tokens, plan, seconds_per_token=seconds)
+
+
+def _peak(plan: RunPlan) -> int:
+    return max(phase.total for phase in plan.phases)

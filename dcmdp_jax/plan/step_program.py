@@ -1,0 +1,164 @@
+"""The training step of a run, with abstract arguments, ready to be compiled for any mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dcmdp_jax.config import Config
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
+from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.plan.hlo import TripCounts, in_scope
+from dcmdp_jax.rollout.packing import PackingPlan
+from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
+from dcmdp_jax.training.programs import make_step_programs
+from dcmdp_jax.training.row_logprobs import kernel_axes
+from dcmdp_jax.training.setup import layout
+from dcmdp_jax.training.state import batch_shardings, new_state
+from dcmdp_jax.training.step import OLD_LOGPROBS
+from dcmdp_jax.types import Batch, Rows, SharedPrompts, TrainState
+
+
+class Lowerable(NamedTuple):
+    """A program of the run, not compiled yet.
+
+    Attributes:
+        name: "step", "prefill", ...
+        lower: gives the lowered program.
+        trip_counts: of loops whose end is data, in the worst case.
+        held: bytes on each device of its arguments that live longer than it, by kind.
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    trip_counts: TripCounts
+    held: dict[str, int]
+
+
+class StepPlan(NamedTuple):
+    """A training step to compile.
+
+    Attributes:
+        program: the step.
+        compute, packing: how it computes, and the shapes of a batch.
+        params_bytes, optimizer_bytes: on each device.
+        micro_batches: of one mini-batch in the worst case: all completions of the longest length.
+    """
+
+    program: Lowerable
+    compute: Compute
+    packing: PackingPlan
+    params_bytes: int
+    optimizer_bytes: int
+    micro_batches: int
+
+
+def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
+    """The step that `bin.train` would run on that mesh. Nothing is allocated.
+
+    Args:
+        config: the settings.
+        model: the model.
+        mesh: the training devices.
+    """
+    compute, packing = layout(config, mesh)
+    programs = make_step_programs(config, model, compute, mesh)
+    shapes = param_shapes(model, config.model.param_dtype)
+    state = jax.eval_shape(
+        lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
+    )
+    state: TrainState = sharded(state, programs.shardings)
+    batch = abstract_batch(packing)
+    if config.algorithm.tolerance_steps:
+        batch = batch._replace(noise_floor=jax.ShapeDtypeStruct((), jnp.float32))
+    batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
+    reference = state.params if config.algorithm.kl_coefficient else None
+    params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
+    held = {"parameters": params, "optimizer": optimizer}
+    if reference is not None:
+        held["reference policy"] = params
+    return StepPlan(
+        program=Lowerable(
+            "step", lambda: programs.train_step.lower(state, batch, reference),
+            _trip_counts(model, compute, packing, mesh), held,
+        ),
+        compute=compute,
+        packing=packing,
+        params_bytes=params,
+        optimizer_bytes=optimizer,
+        micro_batches=packing.micro_batches[-1],
+    )  # fmt: skip
+
+
+def abstract_batch(packing: PackingPlan) -> Batch:
+    """The shapes of a batch that `packing.pack` makes."""
+    shapes = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    rows = tuple(_abstract_rows(packing, *shape) for shape in shapes)
+    completions = packing.mini_batches, packing.completions
+    per_completion = {
+        "rewards": jnp.float32, "group_ids": jnp.int32, "completion_lengths": jnp.int32, "loss_mask": jnp.bool_,
+        "valid": jnp.bool_,
+    }  # fmt: skip
+    counts = jax.ShapeDtypeStruct((packing.mini_batches, len(rows)), jnp.int32)
+    rest = {name: jax.ShapeDtypeStruct(completions, dtype) for name, dtype in per_completion.items()}
+    return Batch(rows=rows, micro_batches=counts, **rest)
+
+
+def _abstract_rows(packing: PackingPlan, micro_batches: int, rows: int, length: int) -> Rows:
+    shape = (packing.mini_batches, micro_batches, rows, length)
+    integers = ("input_ids", "position_ids", "segment_ids", "completion_index", "policy_versions")
+    dtypes = dict.fromkeys(integers, jnp.int32) | {"completion_mask": jnp.bool_, "rollout_logprobs": jnp.float32}
+    prompts = None
+    if packing.group_size:
+        groups = (packing.mini_batches, micro_batches, rows // packing.group_size)
+        prompts = SharedPrompts(
+            jax.ShapeDtypeStruct((*groups, packing.prompt_length), jnp.int32), jax.ShapeDtypeStruct(groups, jnp.int32)
+        )
+    return Rows(**{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}, prompts=prompts)
+
+
+def sharded(tree: Any, shardings: Any) -> Any:
+    """Shapes with shardings, of which `shardings` has one for each leaf or for a whole subtree."""
+
+    def attach(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+
+    return jax.tree.map(attach, shardings, tree)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that each device holds of arrays with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
+    """Every completion has the longest length: the bucket of the longest rows is full, the others are empty.
+
+    All tokens of a row count as wanted by the output layer, as they do for the model's operations.
+    """
+    last = len(packing.row_lengths) - 1
+    tokens = packing.rows_per_micro_batch[-1] // row_shards(mesh) * (packing.row_lengths[-1] - 1)
+    axes = kernel_axes(model, mesh)
+    vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
+    blocks, _ = token_blocks(tokens, compute.logprob_chunk, vocab, axes)
+
+    def trips(op_name: str) -> float | None:
+        if in_scope(op_name, CHUNKS):
+            return blocks
+        if not in_scope(op_name, MICRO_BATCHES):
+            return None
+        if not in_scope(op_name, bucket_scope(last)):
+            return 0
+        # The first mini-batch's own update gives its p^Train.
+        share = 1 - 1 / packing.mini_batches if in_scope(op_name, OLD_LOGPROBS) else 1
+        return packing.micro_batches[-1] * share
+
+    return trips

@@ -1,0 +1,165 @@
+"""Accelerators that programs can be compiled for on a machine that has none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from dcmdp_jax.errors import UserError
+
+
+class Chip(NamedTuple):
+    """What a roofline needs of a device, from the vendor's data sheet.
+
+    Attributes:
+        name: in words.
+        flops: bfloat16 operations a second, dense.
+        memory_bandwidth: bytes a second.
+        memory_gib: of the device, GiB.
+        usable_gib: what the compiler or JAX's allocator can use of it, GiB.
+        link_bandwidth: bytes a second that a device receives from others in one slice or host.
+        far_bandwidth: the same from other hosts, where that is another network.
+        devices_near: devices that share the fast network.
+        shapes: example topologies.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory_gib: float
+    usable_gib: float
+    link_bandwidth: float
+    far_bandwidth: float
+    devices_near: int
+    shapes: tuple[str, ...]
+
+
+_POD = 1 << 20
+# Link bandwidth of a TPU: all its links in one direction. A collective along one mesh axis may use fewer of them.
+CHIPS = {
+    "v5e": Chip("TPU v5e", 197e12, 819e9, 16, 15.75, 2e11, 2e11, _POD, ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")),
+    "v5p": Chip("TPU v5p", 459e12, 2765e9, 95, 95.74, 6e11, 6e11, _POD,
+                ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4")),
+    "v6e": Chip("TPU v6e", 918e12, 1640e9, 32, 31.25, 4.48e11, 4.48e11, _POD,
+                ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")),
+    "h100": Chip("H100 80GB SXM", 989e12, 3352e9, 80, 79.1 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
+}  # fmt: skip
+
+# The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are none.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+
+INSTALL = "pip install -e '.[plan]'"
+
+# An H100 as XLA's compiler describes it; JAX asks a device that is present, here there is none.
+_H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class Topology(NamedTuple):
+    """Devices to compile for.
+
+    Attributes:
+        name: as it was asked for, "v5p:4x4x4" or "h100:8".
+        chip: of all devices.
+        devices: for `parallel.mesh.make_mesh`.
+    """
+
+    name: str
+    chip: Chip
+    devices: Sequence[Any]
+
+
+def known_topologies() -> str:
+    """The topologies of `load_topology`, for messages."""
+    return "; ".join(f"{kind}:" + f", {kind}:".join(chip.shapes) for kind, chip in CHIPS.items())
+
+
+def chip_and_count(name: str) -> tuple[Chip, int]:
+    """The chip of a topology, and how many there are.
+
+    Raises:
+        UserError: for a name that is none, with those known.
+    """
+    kind, _, shape = name.partition(":")
+    pattern = r"[1-9]\d{0,4}" if kind == "h100" else r"[1-9]\d?(x[1-9]\d?){1,2}"
+    if kind not in CHIPS or not re.fullmatch(pattern, shape):
+        raise UserError(f"--topology: got {name!r}, known are {known_topologies()}")
+    count = math.prod(int(size) for size in shape.split("x"))
+    near = CHIPS[kind].devices_near
+    if count > near and count % near:
+        raise UserError(f"--topology: got {name!r}, more than {near} {kind} must be a multiple of {near}, a host each")
+    return CHIPS[kind], count
+
+
+def set_environment() -> None:
+    """Let libtpu start without a TPU and beside others. Call before the first use of JAX."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+    # Autotuning runs kernels, for which there is no device.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_autotune_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+
+
+def _load_cudnn() -> None:
+    """Load cuDNN into the process, where its package is installed: the compiler of attention looks for it there."""
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    for place in (found.submodule_search_locations or ()) if found else ():
+        for library in sorted((Path(place) / "lib").glob("libcudnn*.so.*")):
+            # Some parts of it run kernels, and need the driver; the compiler does without them.
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def load_topology(name: str) -> Topology:
+    """The devices of a topology, from the vendor's compiler.
+
+    Args:
+        name: "v5e:4x4", "v5p:4x4x4", "v6e:8x8" or "h100:8".
+
+    Raises:
+        UserError: for an unknown topology, or if its compiler is not installed.
+    """
+    chip, count = chip_and_count(name)
+    gpu = name.startswith("h100")
+    module, package = ("jax_cuda12_plugin", "jax-cuda12-plugin") if gpu else ("libtpu", "libtpu")
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}")
+    try:
+        if gpu:
+            _load_cudnn()
+            hosts = -(-count // chip.devices_near)
+            description = topologies.get_topology_desc(
+                "h100", platform="cuda", target_config=_H100, topology=f"1x{hosts}x{min(count, chip.devices_near)}"
+            )
+        else:
+            description = topologies.get_topology_desc(name, platform="tpu")
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"--topology: {name}: the compiler refuses it ({reason}); known are {known_topologies()}") \
+            from error  # fmt: skip
+    return Topology(name, chip, description.devices)

@@ -1,0 +1,185 @@
+"""The HLO reader on programs whose products, collectives and loops are counted by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.plan.collectives import collectives
+from dcmdp_jax.plan.flops import compiled_flops
+from dcmdp_jax.plan.hlo import Array, in_scope, parse, walk
+from dcmdp_jax.plan.traffic import memory_traffic
+
+
+def _mesh():
+    return make_mesh(1, 8, devices=jax.devices()[:8])
+
+
+def _module(function, *arguments):
+    return parse(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def _shape(*dims, spec=None):
+    sharding = None if spec is None else NamedSharding(_mesh(), spec)
+    return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=sharding)
+
+
+def _none(op_name):
+    return None
+
+
+def test_a_loop_of_known_length_counts_its_body_that_often():
+    def function(x, kernels):
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)[0]
+
+    # Five products of [3, 7] and [7, 7]: 5 x 2 x 3 x 7 x 7. A cost analysis that counts the body once says 294.
+    flops = compiled_flops(_module(function, _shape(3, 7), _shape(5, 7, 7)), _none)
+    assert (flops.products, flops.attention) == (5 * 294, 0)
+
+
+def test_loops_inside_loops_multiply():
+    def function(x, kernel):
+        inner = lambda _, x: jnp.tanh(x @ kernel)  # noqa: E731
+        return jax.lax.fori_loop(0, 4, lambda _, x: jnp.sin(jax.lax.fori_loop(0, 3, inner, x)), x)
+
+    assert compiled_flops(_module(function, _shape(3, 7), _shape(7, 7)), _none).products == 12 * 294
+
+
+def test_a_loop_whose_end_is_data_has_the_stated_length():
+    def function(x, kernel, count):
+        with jax.named_scope("outer/tokens"):
+            return jax.lax.fori_loop(0, count, lambda _, x: jnp.tanh(x @ kernel), x)
+
+    module = _module(function, _shape(3, 7), _shape(7, 7), jax.ShapeDtypeStruct((), jnp.int32))
+    stated = compiled_flops(module, lambda op_name: 9 if in_scope(op_name, "tokens") else None)
+    assert stated.products == 9 * 294
+    # Without a word about it the body counts once, and the loop is told.
+    assert compiled_flops(module, _none).products == 294
+    assert {loop.known for visit in walk(module) for loop in visit.loops} == {False}
+
+
+def test_products_with_a_batch_axis():
+    def function(x, y):
+        return jnp.einsum("bij,bkj->bik", x, y)
+
+    # Four products of [3, 5] and [5, 6]: 4 x 2 x 3 x 5 x 6.
+    assert compiled_flops(_module(function, _shape(4, 3, 5), _shape(4, 6, 5)), _none).products == 720
+
+
+_REDUCTION = """HloModule jit_f, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[3,4], y: f32[5]) -> (f32[3,4], f32[5]) {
+  %x = f32[3,4]{1,0} parameter(0)
+  %y = f32[5]{0} parameter(1)
+  ROOT %r = (f32[3,4]{1,0}, /*index=1*/f32[5]{0}) all-reduce(%x, /*index=1*/%y), replica_groups=GROUPS, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [("{{0,1,2,3},{4,5,6,7}}", 4), ("[4,2]<=[8]", 2), ("[1,8]<=[8]", 8), ("mesh['a'=2,'b'=4] {'b'}", 4),
+     ("mesh['a'=2,'b'=4] {'a','b'}", 8), ("mesh['a'=2,'b'=4] {'b':(1)2}", 2), ("{}", 8)],
+)  # fmt: skip
+def test_every_spelling_of_groups(groups, size):
+    found = collectives(parse(_REDUCTION.replace("GROUPS", groups)), _none, micro_batch_scope="micro_batches")
+    # One collective of two arrays, as the compiler combines small ones.
+    assert [(one.array.dims, one.devices) for one in found] == [((3, 4), size), ((5,), size)]
+
+
+_CONVOLUTION = """HloModule jit_f, num_partitions=1
+
+ENTRY %main (a: bf16[8,512,64], b: bf16[8,64,256]) -> bf16[8,512,256] {
+  %a = bf16[8,512,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[8,64,256]{2,1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %c = bf16[8,512,256]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+}
+"""
+
+
+def test_a_batched_product_that_a_tpu_writes_as_a_dilated_convolution():
+    # lhs_dilate 8 spreads 8 elements over 57 places; stride 7 and 8 taps: output o meets places 7 o .. 7 o + 7, of
+    # which one is a multiple of 8. So 8 pairs, each a product of [512, 64] and [64, 256].
+    assert compiled_flops(parse(_CONVOLUTION), _none).products == 8 * 2 * 512 * 64 * 256
+
+
+def test_a_gather_in_a_loop():
+    mesh = _mesh()
+
+    def function(x, kernels):
+        def layer(x, kernel):
+            whole = jax.lax.with_sharding_constraint(kernel, NamedSharding(mesh, P()))
+            return jnp.tanh(x @ whole), None
+
+        return jax.lax.scan(layer, x, kernels)[0]
+
+    module = _module(function, _shape(16, 24, spec=P("fsdp")), _shape(5, 24, 24, spec=P(None, "fsdp")))
+    assert module.devices == 8
+    (gather,) = [one for one in collectives(module, _none, micro_batch_scope="micro_batches")]
+    assert (gather.kind, gather.array.size, gather.devices, gather.count) == ("all-gather", 24 * 24, 8, 5)
+    # Each device receives 7/8 of a [24, 24] float32, five times.
+    assert gather.received_bytes == 5 * 24 * 24 * 4 * 7 / 8
+    assert not gather.in_micro_batch
+    # A device has 2 of the 16 rows.
+    assert compiled_flops(module, _none).products == 5 * 2 * 2 * 24 * 24
+
+
+def test_a_reduction_inside_the_loop_over_micro_batches():
+    def function(x, count):
+        def body(_, total):
+            return total + jnp.sum(x * total[0])
+
+        with jax.named_scope("micro_batches/bucket_0"):
+            return jax.lax.fori_loop(0, count, body, jnp.zeros(3))
+
+    module = _module(function, _shape(16, 24, spec=P("fsdp")), jax.ShapeDtypeStruct((), jnp.int32))
+    trips = lambda op_name: 6 if in_scope(op_name, "micro_batches") else None  # noqa: E731
+    (reduction,) = collectives(module, trips, micro_batch_scope="micro_batches")
+    assert (reduction.kind, reduction.array, reduction.count) == ("all-reduce", Array("f32", ()), 6)
+    # Half of the bytes to add up, half to tell: 2 x 7/8 x 4 bytes.
+    assert reduction.in_micro_batch and reduction.received_bytes == 6 * 7
+
+
+def test_groups_of_devices():
+    mesh = make_mesh(2, 4, devices=jax.devices()[:8])
+
+    def function(x):
+        return jax.shard_map(lambda x: jax.lax.psum(x, "fsdp"), mesh=mesh, in_specs=P(("data", "fsdp")),
+                             out_specs=P("data"))(x)  # fmt: skip
+
+    module = _module(function, jax.ShapeDtypeStruct((8, 6), jnp.float32))
+    (reduction,) = collectives(module, _none, micro_batch_scope="micro_batches")
+    assert reduction.devices == 4 and reduction.received_bytes == 2 * 3 / 4 * 6 * 4
+
+
+def test_memory_traffic_of_a_product_and_of_a_slice():
+    # Two operands read, one result written, by hand 4 x (3 x 7 + 7 x 5 + 3 x 5).
+    module = _module(lambda x, y: x @ y, _shape(3, 7), _shape(7, 5))
+    assert memory_traffic(module, _none) == 4 * (21 + 35 + 15)
+
+    # A scan reads the layer's slice of the stacked kernels, not all 50 of them.
+    def function(x, kernels):
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)[0]
+
+    once = 4 * 50 * 64 * 64
+    assert once < memory_traffic(_module(function, _shape(1, 64), _shape(50, 64, 64)), _none) < 4 * once
+
+
+def test_scopes():
+    assert in_scope("jit(f)/a/while/body/transpose(jvp(b))/while", "b")
+    assert in_scope("jit(f)/a/while", "a") and not in_scope("jit(f)/ab/while", "a")
+
+
+def test_text_that_is_no_program():
+    with pytest.raises(ValueError, match="HLO text: it has no ENTRY computation"):
+        parse("HloModule nothing")
