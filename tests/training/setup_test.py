@@ -71,7 +71,7 @@ def test_devices_that_split_parameters_have_prompts_in_their_rows(tmp_path, shap
 @pytest.mark.parametrize(
     ("source", "shape", "changes", "message"),
     [
-        (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, 4, 8"),
+        (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, .*"),
         (
             demo, (1, 1, 1), {"rollout__router_replay": True},
             "config.rollout.router_replay: got True, the model is a qwen3, which has no experts",
