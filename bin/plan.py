@@ -1,4 +1,4 @@
-"""What a run takes at full size, from its own programs compiled on a machine without an accelerator.
+"""Memory, communication and time of a run at full size, from its own programs, compiled without an accelerator.
 
     python -m bin.plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
     python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json

@@ -1,1 +1,1 @@
-"""What a run takes at full size, read from its compiled programs on a machine without the hardware."""
+"""Memory and communication of a run at full size, read from its compiled programs without the hardware."""

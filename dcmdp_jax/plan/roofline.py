@@ -40,7 +40,7 @@ class Roofline(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """Which one is the longest."""
+        """Name of the longest one."""
         return max(self._fields, key=lambda name: getattr(self, name))
 
 

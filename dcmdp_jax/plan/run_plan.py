@@ -30,7 +30,7 @@ _UNUSED_SHARE = 0.1
 
 
 class Phase(NamedTuple):
-    """What one device holds in a phase of the run.
+    """Memory of one device in a phase of the run.
 
     Attributes:
         name: "step", or an engine's program.
@@ -50,7 +50,7 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """What a run takes on a topology.
+    """Memory, communication and time of a run on a topology.
 
     Attributes:
         topology, mesh: the devices.

@@ -19,7 +19,7 @@ from dcmdp_jax.errors import UserError
 
 
 class Chip(NamedTuple):
-    """What a roofline needs of a device, from the vendor's data sheet.
+    """Figures of a device for a roofline, from the vendor's data sheet.
 
     Attributes:
         name: in words.

@@ -197,7 +197,7 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
 
 
 def _check_experts(config: Config, model: ModelConfig) -> None:
-    """Refuses settings of a mixture of experts for another model."""
+    """Refuse settings of a mixture of experts for another model."""
     settings = config.algorithm.router_aux_loss, config.rollout.router_replay
     for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
         if value and not model.num_experts:
@@ -289,7 +289,7 @@ def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
-    """How the training stack computes on a mesh, and the shapes of a batch."""
+    """Computation of the training stack on a mesh, and the shapes of a batch."""
     platform = mesh.devices.flat[0].platform
     kernel = choose_kernel(config.model.attention, np.dtype(jnp.dtype(config.model.compute_dtype)), platform)
     skips = kernel == "splash"

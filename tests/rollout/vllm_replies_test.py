@@ -15,7 +15,7 @@ CONFIG = ModelConfig(
 
 
 def test_experts_are_split_by_completion() -> None:
-    """Of 4, 1 and 3 tokens with their prompts all but the last are read: 3, 0 and 2."""
+    """All but the last token is read, prompts included: 3, 0 and 2 of 4, 1 and 3."""
     routed = np.arange(5 * 3 * 2).reshape(5, 3, 2).astype(np.int16)
     parts = split_routed_experts({"routed_experts": routed}, [4, 1, 3], CONFIG)
     assert [part.shape for part in parts] == [(3, 3, 2), (0, 3, 2), (2, 3, 2)]

@@ -65,7 +65,29 @@ def test_devices_with_whole_rows_share_prompts_too(tmp_path):
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
 def test_devices_that_split_parameters_have_prompts_in_their_rows(tmp_path, shape):
-    assert _packing(tmp_path, shape)[0].group_size == 0
+    # The demo has three query heads, which tensor must divide.
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    architecture = {**demo.get_config().model.architecture.to_dict(), **heads}
+    assert _packing(tmp_path, shape, model__architecture=architecture)[0].group_size == 0
+
+
+def test_the_plan_advises_float32_on_a_cpu(tmp_path):
+    assert "advice" not in _packing(tmp_path)[1]
+    _, told = _packing(tmp_path, model__compute_dtype="bfloat16", rollout__compute_dtype="bfloat16")
+    said = "float32, and for sampling rollout.engine=vllm too, takes less time and memory than bfloat16 on this CPU"
+    assert told.splitlines()[-1] == f"advice       model.compute_dtype and rollout.compute_dtype: {said}"
+
+
+def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
+    wide = {
+        "model__architecture": {**demo.get_config().model.architecture.to_dict(), "num_heads": 4, "num_kv_heads": 4}
+    }
+    _, told = _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 4, "expert": 1}, **wide)
+    assert ", tensor 4, at most 512 rows at a time" in told
+    with pytest.raises(ValueError, match=r"config.rollout.local.tensor: got 3, must divide the model's num_kv_heads=4"):
+        _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 3, "expert": 1}, **wide)
+    with pytest.raises(ValueError, match=r"config.rollout.local \(tensor=4, expert=1\): 4 does not divide the 2 dev"):
+        _packing(tmp_path, (1, 2, 1), rollout__local={"tensor": 4, "expert": 1}, **wide)
 
 
 @pytest.mark.parametrize(
@@ -94,22 +116,3 @@ def test_more_experts_for_a_token_than_there_are(tmp_path):
     config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
     with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
         setup.make_plan_of_run(from_config_dict(config))
-
-
-def test_the_plan_advises_float32_on_a_cpu(tmp_path):
-    assert "advice" not in _packing(tmp_path)[1]
-    _, told = _packing(tmp_path, model__compute_dtype="bfloat16", rollout__compute_dtype="bfloat16")
-    said = "float32, and for sampling rollout.engine=vllm too, takes less time and memory than bfloat16 on this CPU"
-    assert told.splitlines()[-1] == f"advice       model.compute_dtype and rollout.compute_dtype: {said}"
-
-
-def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
-    wide = {
-        "model__architecture": {**demo.get_config().model.architecture.to_dict(), "num_heads": 4, "num_kv_heads": 4}
-    }
-    _, told = _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 4, "expert": 1}, **wide)
-    assert ", tensor 4, at most 512 rows at a time" in told
-    with pytest.raises(ValueError, match=r"config.rollout.local.tensor: got 3, must divide the model's num_kv_heads=4"):
-        _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 3, "expert": 1}, **wide)
-    with pytest.raises(ValueError, match=r"config.rollout.local \(tensor=4, expert=1\): 4 does not divide the 2 dev"):
-        _packing(tmp_path, (1, 2, 1), rollout__local={"tensor": 4, "expert": 1}, **wide)

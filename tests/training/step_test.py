@@ -458,8 +458,8 @@ def test_gradients_are_summed_in_float32_and_in_parts():
     batch = _batch(_rollout(), 1, mesh, tokens=64)
     assert batch.rows[0].input_ids.shape[1] == 2  # micro-batches
     text = step.lower(create(_params()), batch, None).compile().as_text()
-    # Embedding and W_gate of two layers: [31, 16] and [2, 16, 32] over the hidden size. (The table that tokens are looked
-    # up in is whole, and gathered once before the loop.)
+    # Embedding and W_gate of two layers: [31, 16] and [2, 16, 32] over the hidden size. (The table of token embeddings
+    # is whole, and gathered once before the loop.)
     [loop] = [line for line in text.splitlines() if " while(" in line and "f32[31,2]" in line]
     carried = loop.split(" while(")[0]
     assert "f32[2,2,32]" in carried and "f32[2,16,32]" not in carried
