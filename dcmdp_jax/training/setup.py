@@ -205,10 +205,8 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
 
 def _check_experts(config: Config, model: ModelConfig) -> None:
     """Refuse settings of a mixture of experts for another model."""
-    for name, value in (
-        ("algorithm.router_aux_loss", config.algorithm.router_aux_loss),
-        ("rollout.router_replay", config.rollout.router_replay),
-    ):
+    settings = config.algorithm.router_aux_loss, config.rollout.router_replay
+    for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
         if value and not model.num_experts:
             raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
