@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from dcmdp_jax.config_algorithm import AlgorithmSettings, check_algorithm
 from dcmdp_jax.config_checks import engine_choices, validate
 from dcmdp_jax.config_fields import INT32_MAX, build, declared, nearest_name, parse_text, setting
+from dcmdp_jax.config_hosts import HostSettings, check_hosts
 from dcmdp_jax.config_rewards import RewardSettings, check_rewards
 from dcmdp_jax.config_rollout import ENGINES, HIGHEST_TEMPERATURE, MOST_TOKENS, RolloutSettings
 from dcmdp_jax.config_rollout import VllmSettings as VllmSettings
@@ -295,6 +296,7 @@ class Config:
     training: TrainingSettings = TrainingSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     mesh: MeshSettings = MeshSettings()
+    hosts: HostSettings = HostSettings()
     warmup: WarmupSettings = WarmupSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -330,6 +332,7 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
     made = build(Config, config.to_dict() if isinstance(config, ConfigDict) else config, unknown_setting)
     validate(made)
     check_rewards(made.rewards)
+    check_hosts(made.hosts, made.training.prompts_per_step)
     check_algorithm(made.algorithm, made.rollout.max_completion_tokens)
     return made
 

@@ -12,7 +12,8 @@ _INTRODUCTION = """\
 # Settings
 
 Written by `python -m bin.settings > docs/settings.md` from the declarations in `dcmdp_jax/config.py`,
-`dcmdp_jax/config_algorithm.py`, `dcmdp_jax/config_rewards.py` and `dcmdp_jax/config_rollout.py`; change those.
+`dcmdp_jax/config_algorithm.py`, `dcmdp_jax/config_hosts.py`, `dcmdp_jax/config_rewards.py` and
+`dcmdp_jax/config_rollout.py`; change those.
 
 `--config.section.name=value` overrides a setting of a config file; `--print_config` prints all of them and marks what
 differs from the defaults below. "paper" is the DC-GRPO paper with its section in brackets, "ours" a reading or a choice

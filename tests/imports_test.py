@@ -21,15 +21,17 @@ _MAY_IMPORT = {
     "dcmdp_jax.config_saved": {"dcmdp_jax.inputs"},
     "dcmdp_jax.config_algorithm": {"dcmdp_jax.algorithm", "dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
     "dcmdp_jax.config_rewards": {"dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
+    "dcmdp_jax.config_hosts": {"dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
     "dcmdp_jax.config_rollout": {"dcmdp_jax.config_fields"},
+    "dcmdp_jax.global_arrays": set(),
     "dcmdp_jax.config_checks": {"dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.inputs"},
     "dcmdp_jax.config": {
-        "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.config_rewards",
-        "dcmdp_jax.config_rollout", "dcmdp_jax.config_saved", "dcmdp_jax.inputs",
+        "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.config_hosts",
+        "dcmdp_jax.config_rewards", "dcmdp_jax.config_rollout", "dcmdp_jax.config_saved", "dcmdp_jax.inputs",
     },
     "dcmdp_jax.config_text": {"dcmdp_jax.config", "dcmdp_jax.config_fields"},
     "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
-    "dcmdp_jax.models": {"dcmdp_jax.inputs", "dcmdp_jax.types"},
+    "dcmdp_jax.models": {"dcmdp_jax.global_arrays", "dcmdp_jax.inputs", "dcmdp_jax.types"},
     "dcmdp_jax.parallel": {"dcmdp_jax.types"},
     "dcmdp_jax.rewards.worker_process": set(),
     "dcmdp_jax.rewards.worker_pool": {"dcmdp_jax.rewards.worker_process"},
@@ -42,7 +44,8 @@ _MAY_IMPORT = {
     "dcmdp_jax.theory": set(),
     "dcmdp_jax.rollout": {"dcmdp_jax.types"},
     "dcmdp_jax.rollout.local": {
-        "dcmdp_jax.array_checksum", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.types",
+        "dcmdp_jax.array_checksum", "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.parallel",
+        "dcmdp_jax.rollout", "dcmdp_jax.types",
     },
     "dcmdp_jax.rollout.vllm": {
         "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
@@ -59,15 +62,18 @@ _MAY_IMPORT = {
     "dcmdp_jax.training": {
         "dcmdp_jax.algorithm", "dcmdp_jax.array_checksum", "dcmdp_jax.atomic_write", "dcmdp_jax.config",
         "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation",
-        "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel", "dcmdp_jax.process_memory", "dcmdp_jax.rewards",
-        "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.types",
+        "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
+        "dcmdp_jax.process_memory", "dcmdp_jax.rewards", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
+        "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
+        "dcmdp_jax.tasks", "dcmdp_jax.types",
     },
     "dcmdp_jax.mismatch": {
         "dcmdp_jax.algorithm", "dcmdp_jax.atomic_write", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
         "dcmdp_jax.observe.html_page",
     },
-    "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
+    "dcmdp_jax.rollout.sidecar": {
+        "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types",
+    },
     "dcmdp_jax.studies": {"dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.observe"},
     "dcmdp_jax.rollout.engines": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",

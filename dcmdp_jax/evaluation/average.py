@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
 from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, SamplingParams
+from dcmdp_jax.rollout.episode import Episode
 from dcmdp_jax.tasks.grading import Grading
 
 
@@ -122,6 +123,7 @@ def evaluate(
     *,
     task: str,
     seed: int,
+    first_prompt: int = 0,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Samples K = `sampling.group_size` completions for each prompt with the weights the engine has, and judges them.
@@ -138,13 +140,18 @@ def evaluate(
         sampling: K, temperature, length limit.
         task: name for the record.
         seed: of the samples.
+        first_prompt: number of the first prompt, where these are a share of the task.
         check_stop: called now and then while sampling; what it raises ends the evaluation.
     """
     grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
 
     shape = len(prompts), sampling.group_size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    with contextlib.closing(engine.generate(prompts, sampling, seed=seed, step=0)) as groups:
+    with contextlib.ExitStack() as stack:
+        groups: Iterable[list[Episode]] = ()
+        if prompts:  # a process of several may have no share of a short task
+            sampled = engine.generate(prompts, sampling, seed=seed, step=0, first_prompt=first_prompt)
+            groups = stack.enter_context(contextlib.closing(sampled))
         for episodes in groups:
             check_stop()
             rows = [episode.group * sampling.group_size + episode.member for episode in episodes]

@@ -18,6 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.global_arrays import to_host
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.models.config import ModelConfig, to_hf
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
@@ -118,7 +119,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
     """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it is asked for.
 
     Args:
-        params: as `params.init_params`; jax (any sharding this process can address) or numpy arrays.
+        params: as `params.init_params`; jax (any sharding; over several processes, all iterate alike) or numpy arrays.
         config: the model.
         dtype: "float32" or "bfloat16" of the results.
 
@@ -145,7 +146,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
             leaf = leaf[key]
         tensor: Array = leaf[place.index] if place.index else leaf
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it is a view.
-        host = np.asarray(tensor.astype(target))
+        host = to_host(tensor.astype(target))
         host = np.ascontiguousarray(host.T if place.transposed else host)
         if not all_finite(host):
             raise UserError(

@@ -186,6 +186,16 @@ class MetricsWriter:
         self.close()
 
 
+class NoWriter:
+    """Takes what a `MetricsWriter` does and writes nothing: for processes other than the first."""
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Do nothing."""
+
+    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing."""
+
+
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
     """Whether a metric of `step` whose name starts with `prefix` is on disk."""
     records = jsonl.read(Path(run_dir) / METRICS_FILE)

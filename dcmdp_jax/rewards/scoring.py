@@ -112,6 +112,18 @@ class RewardScorer:
         """Kill the processes of the functions. Harmless when called again."""
         self.pool.close()
 
+    def no_scores(self) -> BatchScores:
+        """Scores of no completions."""
+        none = np.zeros(0, np.float32)
+        functions = [name for function, name in self.names.items() if function != MATH]
+        return BatchScores(
+            totals=none,
+            values=dict.fromkeys(self.names.values(), none),
+            failed=dict.fromkeys(functions, 0),
+            grades=Grades(none, 0, 0, 0, 0) if MATH in self.names else None,
+            sources=() if self.by_source else None,
+        )
+
     def warn_once(self, function: str, problem: str) -> None:
         """Log the first failure of a function."""
         if function not in self._warned:
@@ -155,6 +167,8 @@ class BatchScoring:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
         scorer = self._scorer
+        if not self._problems:
+            return [], scorer.no_scores()
         texts = self._grading.texts()
         scorer.pool.begin(
             [problem.prompt for problem in self._problems], texts,

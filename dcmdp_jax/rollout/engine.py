@@ -50,7 +50,8 @@ class Engine(Protocol):
     """Samples completions and reports the probabilities it sampled them with.
 
     Weights arrive by `push_weights` and stay until the next push. Sampling is a function of (seed, step, row), row
-    being `prompt * group_size + member`: neither batch composition nor earlier calls change it.
+    being `(first_prompt + prompt) * group_size + member`: neither batch composition nor earlier calls change it, nor
+    which of several engines samples a prompt.
     """
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
@@ -61,9 +62,18 @@ class Engine(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt of int32 token ids.
+
+        `first_prompt` is the number of the first prompt where these are a share of a larger batch. Episodes number
+        their groups from 0 in any case.
 
         Groups come as they finish, each complete and once, a restart of the engine included. The caller pulls: what it
         does with a group overlaps with sampling where the engine samples in another process, and an error of its own

@@ -18,7 +18,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
-from dcmdp_jax.parallel.sharding import param_shardings, shard_map_over_data
+from dcmdp_jax.parallel.sharding import param_shardings, replicated, shard_map_over_data
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.rollout.engine import Engine
@@ -86,7 +86,10 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
     )
     stack.callback(scorer.close)
     checkpoints = Checkpoints(
-        config.run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        config.run_dir,
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        hosts=plan.hosts,
     )
     stack.callback(checkpoints.close)
     programs = make_step_programs(config, plan.model, plan.compute, plan.mesh)
@@ -123,7 +126,7 @@ def make_engine(plan: Plan) -> Engine:
         mesh=lambda: sampling_mesh(plan.mesh, tensor=rollout.local.tensor, expert=rollout.local.expert),
         probe=lambda: make_probe(plan.model, plan.compute, plan.mesh),
         vllm=rollout.vllm,
-        directory=Path(config.run_dir) / "vllm",
+        directory=Path(config.run_dir) / (f"vllm_{plan.hosts.index}" if plan.hosts.index else "vllm"),
         routed_experts=rollout.router_replay,
     )
     return ENGINES[rollout.engine](arguments)
@@ -145,7 +148,7 @@ def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     rows = P("data")
     mapped = shard_map_over_data(lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows)
-    compiled = jax.jit(mapped)
+    compiled = jax.jit(mapped, out_shardings=replicated(mesh))
 
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape

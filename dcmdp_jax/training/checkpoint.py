@@ -27,6 +27,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
@@ -98,16 +99,20 @@ class _BestScores(preservation_policy.PreservationPolicy):
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, run_dir: str | Path, *, keep_last: int, keep_best: int) -> None:
+    def __init__(self, run_dir: str | Path, *, keep_last: int, keep_best: int, hosts: Hosts = ONE_PROCESS) -> None:
         """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left unfinished.
 
         Args:
             run_dir: the run directory.
             keep_last: number of the newest to keep.
             keep_best: number of those with the highest score to keep besides.
+            hosts: the processes of the run. Each calls every method; each array is written by those that hold it.
         """
+        self._hosts = hosts
         self._directory = Path(run_dir).resolve() / "checkpoints"
-        _drop_unreadable_scores(self._directory)
+        if hosts.is_writer:
+            _drop_unreadable_scores(self._directory)
+        hosts.wait_for_all()
         keep = preservation_policy.AnyPreservationPolicy(
             [preservation_policy.LatestN(keep_last), _BestScores(keep_best)]
         )
@@ -166,9 +171,11 @@ class Checkpoints:
             score: the criterion for the best; replaces an earlier one.
         """
         self.wait()
-        path = self._directory / str(step) / "metrics" / "metrics"
-        path.parent.mkdir(exist_ok=True)
-        atomic_write(path, json.dumps({"name": score.name, "score": float(score.value)}))
+        if self._hosts.is_writer:
+            path = self._directory / str(step) / "metrics" / "metrics"
+            path.parent.mkdir(exist_ok=True)
+            atomic_write(path, json.dumps({"name": score.name, "score": float(score.value)}))
+        self._hosts.wait_for_all()
         self._manager.reload()
 
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
@@ -200,7 +207,11 @@ class Checkpoints:
                 logger.warning(
                     "checkpoint %d of %s is damaged (%s); going on from step %d", broken, self._directory, reason, step
                 )
-                self._move_aside(broken)
+                if self._hosts.is_writer:
+                    self._move_aside(broken)
+            if damaged:
+                self._hosts.wait_for_all()
+                self._manager.reload()
             return state
         if steps:
             raise CheckpointError(
@@ -217,6 +228,22 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def _read(self, step: int, abstract: TrainState, model: ModelConfig) -> TrainState:
+        """Read a checkpoint; an error in any process is one in all, so that all go on to the same checkpoint."""
+        failure = restored = saved = None
+        try:
+            saved, restored = self._read_own_part(step, abstract, model)
+        except Exception as error:
+            failure = error
+        [failures] = self._hosts.largest(failure is not None)
+        if failures:
+            raise failure or ValueError("another host can't read it")
+        for item in ("params", "learner"):
+            _check_digests(restored[item], saved["digests"][item])
+        return TrainState(params=restored["params"], **restored["learner"])
+
+    def _read_own_part(
+        self, step: int, abstract: TrainState, model: ModelConfig
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         saved = self._meta(step)
         _check_record(saved)
         wanted = json.loads(json.dumps(dataclasses.asdict(model)))
@@ -233,12 +260,9 @@ class Checkpoints:
                 learner=ocp.args.StandardRestore(_learner(abstract)),
             ),
         )
-        for item in ("params", "learner"):
-            _check_digests(restored[item], saved["digests"][item])
-        return TrainState(params=restored["params"], **restored["learner"])
+        return saved, restored
 
     def _move_aside(self, step: int) -> None:
-        self._manager.wait_until_finished()
         target = self._directory / "damaged" / str(step)
         target.parent.mkdir(exist_ok=True)
         suffix = 1
@@ -246,7 +270,6 @@ class Checkpoints:
             target = target.with_name(f"{step}-{suffix}")
             suffix += 1
         (self._directory / str(step)).rename(target)
-        self._manager.reload()
 
     def wait(self) -> None:
         """Return when everything saved is on disk."""

@@ -1,16 +1,20 @@
-"""One run, one directory: claimed by one process, tied to one config."""
+"""One run, one directory: claimed by one run, tied to one config."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import Config, from_saved, setting_names, to_dict, to_saved
@@ -18,8 +22,10 @@ from dcmdp_jax.config_checks import may_change
 from dcmdp_jax.config_fields import flatten
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.run_files import CONFIG_FILE
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 
 _LOCK_FILE = ".lock"
+_TOKEN_BYTES = 8
 
 # Text that a directory's name can contain unchanged: without capitals, which some file systems do not distinguish, and
 # without the separators of settings.
@@ -113,17 +119,42 @@ def read_config(run_dir: Path) -> Config:
 
 
 @contextmanager
-def claimed(config: Config) -> Iterator[Path]:
-    """Make the directory and hold a lock on it until the block ends.
+def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
+    """Collective: make the directory, and hold the run's lock on it until the block ends.
+
+    Process 0 holds the lock for all; the others check that they see the file that it locked.
 
     Raises:
-        UserError: if another process is running in it.
+        UserError: if another run is running in it, or a host sees another directory.
         OSError: if it can't be written.
     """
     run_dir = Path(config.run_dir)
+    with contextlib.ExitStack() as stack:
+        token = secrets.token_bytes(_TOKEN_BYTES) if hosts.is_writer else b""
+        if hosts.is_writer:
+            stack.enter_context(_locked(run_dir, token))
+        token = hosts.gather(np.frombuffer(token, np.uint8)).tobytes()
+        [stranger] = hosts.largest(0 if _read(run_dir / _LOCK_FILE) == token else hosts.index)
+        if stranger:
+            raise UserError(
+                f"config.run_dir: {run_dir} on {hosts.names[int(stranger)]} is not the directory of {hosts.names[0]}; "
+                "choose one that all hosts share"
+            )
+        yield run_dir
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def _locked(run_dir: Path, token: bytes) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / _LOCK_FILE, "w", encoding="utf-8")  # noqa: SIM115 - held as long as the block
+        lock = open(run_dir / _LOCK_FILE, "ab")  # noqa: SIM115 - held as long as the block
     except OSError as error:
         raise OSError(f"config.run_dir: {run_dir} can't be written ({error.strerror}); choose another") from error
     with lock:
@@ -131,7 +162,11 @@ def claimed(config: Config) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"config.run_dir: another process is running in {run_dir}; choose another") from None
-        yield run_dir
+        lock.truncate(0)
+        lock.write(token)
+        lock.flush()
+        os.fsync(lock.fileno())
+        yield
 
 
 def record_config(config: Config) -> None:

@@ -23,6 +23,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.observe.metrics_io import require_wandb
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
@@ -64,6 +65,7 @@ class Plan:
         rewards: what a completion earns.
         columns: names of the data's columns that reward functions get.
         memory: what it takes, and what there is.
+        hosts: the processes of the run.
     """
 
     config: Config
@@ -79,10 +81,15 @@ class Plan:
     rewards: tuple[Reward, ...]
     columns: tuple[str, ...]
     memory: MemoryPlan
+    hosts: Hosts = ONE_PROCESS
 
 
-def make_plan_of_run(config: Config) -> Plan:
+def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     """Checks everything that can be checked without touching weights or compiling.
+
+    Args:
+        config: the settings.
+        hosts: the processes of the run; each calls this.
 
     Raises:
         UserError: one line naming setting or file, value and remedy.
@@ -146,7 +153,7 @@ def make_plan_of_run(config: Config) -> Plan:
     memory.check()
     return Plan(
         config, model, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling, rewards, columns,
-        memory,
+        memory, hosts,
     )  # fmt: skip
 
 
@@ -198,10 +205,8 @@ def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokeni
 
 def _check_experts(config: Config, model: ModelConfig) -> None:
     """Refuse settings of a mixture of experts for another model."""
-    for name, value in (
-        ("algorithm.router_aux_loss", config.algorithm.router_aux_loss),
-        ("rollout.router_replay", config.rollout.router_replay),
-    ):
+    settings = config.algorithm.router_aux_loss, config.rollout.router_replay
+    for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
         if value and not model.num_experts:
             raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
@@ -372,6 +377,8 @@ def describe(plan: Plan) -> str:
         ),
         f"warm-up      {config.warmup.steps} supervised steps" if config.warmup.steps else "warm-up      none",
     ]
+    if plan.hosts.count > 1:
+        lines.insert(3, f"hosts        {', '.join(plan.hosts.names)}")
     lines += [("memory       " if index == 0 else " " * 13) + line for index, line in enumerate(plan.memory.table())]
     return "\n".join(lines + _advice(plan))
 

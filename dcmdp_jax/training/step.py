@@ -22,6 +22,7 @@ from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
 from dcmdp_jax.parallel.cpu import compiler_options
+from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
 from dcmdp_jax.training.loss_scale import next_loss_scale
@@ -162,7 +163,8 @@ def make_train_step(
         row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, settings.correction, always_recompute
     )
     step = functools.partial(_train_step, parts)
-    out = {} if shardings is None else {"out_shardings": (shardings, None)}
+    # Metrics are replicated, so that each process of several can read them.
+    out = {} if shardings is None else {"out_shardings": (shardings, replicated(shardings.step.mesh))}
     platform = jax.default_backend() if shardings is None else shardings.step.mesh.devices.flat[0].platform
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform), **out)
 

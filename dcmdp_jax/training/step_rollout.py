@@ -12,8 +12,11 @@ from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, m
 from dcmdp_jax.rollout.engine import Engine
 from dcmdp_jax.rollout.episode import Episode, in_prompt_order
 from dcmdp_jax.rollout.validation import check_routed_experts, unusable_completions
+from dcmdp_jax.training.across_hosts import gather_rollout
 from dcmdp_jax.training.host_metrics import PhaseTimer
 from dcmdp_jax.training.setup import Plan
+
+Alone = Callable[[], contextlib.AbstractContextManager[None]]
 
 # The rounds of a step must not repeat each other's draws, nor those of evaluation.
 _ROUND_SEED_OFFSET = 7_000_003
@@ -97,13 +100,18 @@ class StepRollouts:
     def __init__(self, plan: Plan, engine: Engine, scorer: RewardScorer) -> None:
         self._plan, self._engine, self._scorer = plan, engine, scorer
 
-    def sample(self, step: int, first: int, timer: PhaseTimer, check_stop: Callable[[], None]) -> StepRollout:
+    def sample(
+        self, step: int, first: int, timer: PhaseTimer, alone: Alone, check_stop: Callable[[], None]
+    ) -> StepRollout:
         """Sample and score the problems from position `first` of the stream on: a function of (seed, step, first).
+
+        Each process of a run on several hosts samples its share, and gets all of it.
 
         Args:
             step: of the weights in the engine.
             first: position in the stream of prompts; the result has taken `len(problems)` from there.
             timer: gets the time of sampling and of scoring.
+            alone: makes a context for what each process does by itself; all leave it together.
             check_stop: called now and then; what it raises ends sampling.
 
         Raises:
@@ -118,7 +126,7 @@ class StepRollouts:
             problems = prompt_order(
                 len(self._plan.train.problems), seed=config.training.seed, first=position, count=count
             )
-            parts.append(self._round(problems, step, number, len(differing), timer, check_stop))
+            parts.append(self._round(problems, step, number, len(differing), timer, alone, check_stop))
             _, _, _, scores, dropped = parts[-1]
             found = _differ(scores.totals.reshape(count, group_size), ~dropped.reshape(count, group_size))
             differing = np.concatenate([differing, found])
@@ -136,31 +144,46 @@ class StepRollouts:
         )  # fmt: skip
 
     def _round(
-        self, chosen: np.ndarray, step: int, number: int, before: int, timer: PhaseTimer,
+        self, chosen: np.ndarray, step: int, number: int, before: int, timer: PhaseTimer, alone: Alone,
         check_stop: Callable[[], None],
     ) -> tuple[list[Episode], list[str], list[str], BatchScores, np.ndarray]:  # fmt: skip
         """One call of the engine; `before` groups of this step come before its own."""
         problems = [self._plan.train.problems[i] for i in np.repeat(chosen, self._plan.sampling.group_size)]
-        scoring = BatchScoring(self._scorer, self._plan.tokenizer, problems)
-        with timer.phase("generate"):
-            episodes = self._generate(chosen, step, number, scoring, check_stop)
-        with timer.phase("verify"):
+        share, group_size = self._plan.hosts.share(len(chosen)), self._plan.sampling.group_size
+        own = slice(share.start * group_size, share.stop * group_size)
+        scoring = BatchScoring(self._scorer, self._plan.tokenizer, problems[own])
+        with timer.phase("generate"), alone():
+            episodes = self._generate(chosen, share, step, number, scoring, check_stop)
+        with timer.phase("verify"), alone():
             texts, scores = scoring.finish(check_stop)
+        episodes, texts, scores = gather_rollout(
+            self._plan.hosts, episodes, texts, scores, first_prompt=share.start, problems=problems,
+            routed_shape=self._plan.model.routing[:2] if self._plan.config.rollout.router_replay else None,
+        )  # fmt: skip
         dropped = unusable_completions(episodes, drop=self._plan.config.rollout.on_non_finite == "drop")
         if self._plan.config.rollout.router_replay:
             check_routed_experts(episodes, *self._plan.model.routing)
         if before:
             episodes = [dataclasses.replace(episode, group=before + episode.group) for episode in episodes]
-        return episodes, texts, scoring.answers, scores, dropped
+        return episodes, texts, [problem.answer for problem in problems], scores, dropped
 
     def _generate(
-        self, chosen: np.ndarray, step: int, number: int, scoring: BatchScoring, check_stop: Callable[[], None]
+        self,
+        chosen: np.ndarray,
+        share: slice,
+        step: int,
+        number: int,
+        scoring: BatchScoring,
+        check_stop: Callable[[], None],
     ) -> list[Episode]:
-        """Sample the chosen problems; start the rewards of each group as it comes in. Returns prompt order."""
-        prompts, sampling = [self._plan.train.token_ids[i] for i in chosen], self._plan.sampling
+        """Sample a share of the chosen problems; start the rewards of each group as it comes. Returns prompt order."""
+        prompts, sampling = [self._plan.train.token_ids[i] for i in chosen[share]], self._plan.sampling
+        if not prompts:
+            return []
         seed = self._plan.config.training.seed + number * _ROUND_SEED_OFFSET
         episodes: list[Episode] = []
-        with contextlib.closing(self._engine.generate(prompts, sampling, seed=seed, step=step)) as groups:
+        sampled = self._engine.generate(prompts, sampling, seed=seed, step=step, first_prompt=share.start)
+        with contextlib.closing(sampled) as groups:
             for complete in groups:
                 check_stop()
                 rows = [episode.group * sampling.group_size + episode.member for episode in complete]

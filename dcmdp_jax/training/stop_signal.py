@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Records SIGTERM and SIGINT until `check` is called, where nothing is unfinished. A second SIGINT interrupts."""
+    """Records SIGTERM and SIGINT; the run looks for them where it can stop. A second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -37,8 +37,3 @@ class StopSignal:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def check(self, where: str) -> None:
-        """Raise `Interrupted` if a signal came; `where` tells the user what was interrupted and what is kept."""
-        if self.received is not None:
-            raise Interrupted(self.received, where)

@@ -20,7 +20,7 @@ class _Script:
     texts: list[list[str]]
     calls: list[tuple] = dataclasses.field(default_factory=list)
 
-    def generate(self, prompts, sampling, *, seed, step):
+    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         """The last group first, and a list without any."""
         self.calls.append((prompts, sampling, seed, step))
         tokenizer = build_tokenizer()

@@ -116,7 +116,7 @@ def _replayed(rollout: Rollout, params: Any) -> tuple[np.ndarray, float]:
     return np.asarray(difference), float(router_metrics(found.router)["moe/routing_agreement"])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1), pytest.param((1, 1, 2, 2), marks=pytest.mark.long)], ids=str)
 def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None:
     """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
     sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))

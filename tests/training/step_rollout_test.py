@@ -1,10 +1,12 @@
 """Prompts and completions of a step: the order of prompts, and dynamic sampling with known rewards."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 
+from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.training import step_rollout
@@ -29,7 +31,7 @@ class _Engine:
     def __init__(self):
         self.calls = []
 
-    def generate(self, prompts, sampling, *, seed, step):
+    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         self.calls.append((len(prompts), seed, step))
         for group, prompt in enumerate(prompts):
             yield [
@@ -45,8 +47,7 @@ class _Scoring:
     """Members of even problems get rewards 0 and 1, those of odd ones both 1."""
 
     def __init__(self, scorer, tokenizer, problems):
-        self.answers = [str(problem) for problem in problems]
-        self._problems = problems
+        self._problems = [int(problem.answer) for problem in problems]
 
     def begin(self, rows, completion_ids):
         pass
@@ -56,7 +57,8 @@ class _Scoring:
             1.0 if problem % 2 else float(place % _GROUP) for place, problem in enumerate(self._problems)
         ]  # fmt: skip
         totals = np.array(totals, np.float32)
-        return self.answers, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
+        texts = [str(problem) for problem in self._problems]
+        return texts, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
 
 
 @dataclasses.dataclass
@@ -78,10 +80,13 @@ def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     ids = [np.array([i], np.int32) for i in range(problems)]
     plan = _Named({
         "config": config, "tokenizer": None, "sampling": _Named({"group_size": _GROUP}),
-        "train": _Named({"problems": list(range(problems)), "token_ids": ids}),
+        "train": _Named({"problems": [_Named({"answer": str(i)}) for i in range(problems)], "token_ids": ids}),
+        "hosts": ONE_PROCESS,
     })  # fmt: skip
     engine = _Engine()
-    return StepRollouts(plan, engine, None).sample(7, first, PhaseTimer(), lambda: None), engine.calls
+    return StepRollouts(plan, engine, None).sample(
+        7, first, PhaseTimer(), contextlib.nullcontext, lambda: None
+    ), engine.calls
 
 
 def test_without_rounds_the_batch_is_the_next_problems(monkeypatch):

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.global_arrays import to_local
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
@@ -141,7 +143,8 @@ class LocalEngine:
         check_params(params, self.config)
         mesh, made_of = conversion_mesh(params, self._mesh), (self.config, self.precision)
         if mesh.size == 1:
-            params = jax.device_put(params, mesh.devices.flat[0])
+            own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
+            params = jax.device_put(own, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.close()
         weights = convert(params, *made_of, mesh)
@@ -155,7 +158,13 @@ class LocalEngine:
         return {}
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Sample `group_size` completions for each prompt.
 
@@ -166,6 +175,7 @@ class LocalEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; `top_p` is ignored at temperature 0.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            first_prompt: number of the first prompt, see `Engine.generate`.
 
         Returns:
             The groups that are complete, maybe none, whenever a program that samples returns.
@@ -191,7 +201,8 @@ class LocalEngine:
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
         routed = self.config.routing[:2] if self._program.routed_experts else None
-        sampled = Completions(prompts, group, limit, seed, step, routed_shape=routed)
+        first_row = first_prompt * group
+        sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
         # Whole groups, if they fit.
         size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)

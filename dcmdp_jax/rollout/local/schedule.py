@@ -63,7 +63,7 @@ class Completions:
     Attributes:
         tokens, logprobs: [N, limit] int32 and float32; undefined from `sampled` on.
         sampled: [N] int32.
-        keys: [N, 2] uint32, see `sampler.row_keys`.
+        keys: [N, 2] uint32, see `sampler.row_keys`; those of the rows from `first_row` on.
         prompt_lengths: [N] int32.
         routed_experts: [N, limit, layers, k] int16, of the tokens that were read, all but a row's last; None if no one
             asked.
@@ -78,6 +78,7 @@ class Completions:
         seed: int,
         step: int,
         *,
+        first_row: int,
         routed_shape: tuple[int, int] | None = None,
     ) -> None:
         self._finished: list[int] = []
@@ -85,7 +86,8 @@ class Completions:
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
         self.sampled = np.zeros(count, np.int32)
-        self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), np.arange(count, dtype=np.uint32)))
+        rows = first_row + np.arange(count, dtype=np.uint32)
+        self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), rows))
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
         self.routed_experts = None if routed_shape is None else np.empty((count, limit, *routed_shape), np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}

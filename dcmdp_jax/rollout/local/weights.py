@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.array_checksum import array_checksum
+from dcmdp_jax.global_arrays import to_local
 from dcmdp_jax.models import quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import fuse_projections, output_kernel
@@ -184,7 +185,8 @@ def convert(params: Params, config: ModelConfig, precision: str, mesh: Mesh) -> 
     specs = weight_specs({**rest, **moved}, config, mesh)
 
     def move(leaf: jax.Array, spec: P) -> jax.Array:
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        return jax.device_put(to_local(leaf, sharding), sharding)
 
     def layer(index: int) -> Params:
         own = jax.tree.map(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.global_arrays import to_host
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import HFTensor, hf_tensors
 from dcmdp_jax.models.quantize import quantize_kernel
@@ -64,7 +65,7 @@ class WeightBridge:
         """Writes the tensors.
 
         Args:
-            params: of the model (see `params.check_params`); any sharding this process can address.
+            params: of the model (see `params.check_params`); any sharding; over several processes, all publish alike.
             segment: of at least `num_bytes`.
             policy_version: of the checksums.
 
@@ -78,8 +79,8 @@ class WeightBridge:
                 leaf = leaf[key]
             if len(tensors) == 2:
                 kernel = _quantized(leaf, place.index)
-                _store(segment, tensors[0], [(0, np.asarray(kernel.values))], transposed=place.transposed)
-                _store(segment, tensors[1], [(0, np.asarray(kernel.scale)[:, None])], transposed=False)
+                _store(segment, tensors[0], [(0, to_host(kernel.values))], transposed=place.transposed)
+                _store(segment, tensors[1], [(0, to_host(kernel.scale)[:, None])], transposed=False)
             else:
                 _store(segment, tensors[0], _blocks(leaf, place.index, self._dtype), transposed=place.transposed)
             return [
@@ -87,7 +88,9 @@ class WeightBridge:
                 for tensor in tensors
             ]
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        # Parts on other processes' devices are fetched by all processes in one order.
+        alone = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+        with ThreadPoolExecutor(_THREADS if alone else 1) as pool:
             sums = list(pool.map(job, *zip(*self._jobs, strict=True)))
         return np.array([value for part in sums for value in part], np.uint64)
 
@@ -115,7 +118,7 @@ def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str) -> Iterator[tup
     height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
     for first in range(0, rows, height):
         count = min(height, rows - first)
-        yield first, np.asarray(_cast(leaf, index, first, rows=count, dtype=dtype))
+        yield first, to_host(_cast(leaf, index, first, rows=count, dtype=dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype"))

@@ -176,7 +176,13 @@ class VllmEngine:
         return {} if publication.probe is None else {"mismatch/probe": max(differences)}
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt; prompt `p` by replica `p` mod their number.
 
@@ -187,6 +193,7 @@ class VllmEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
+            first_prompt: number of the first prompt, see `Engine.generate`.
 
         Returns:
             The groups that are complete, maybe none, every half second.
@@ -206,10 +213,13 @@ class VllmEngine:
         )  # fmt: skip
         dealt = [range(first, len(prompts), len(self._replicas)) for first in range(len(self._replicas))]
         parts = [
-            replica.sample(publication, {group: prompts[group] for group in groups}, sampling, seed=seed, step=step)
+            replica.sample(
+                publication, {group: prompts[group] for group in groups}, sampling, seed=seed, step=step,
+                first_prompt=first_prompt,
+            )
             for replica, groups in zip(self._replicas, dealt, strict=True)
             if groups
-        ]
+        ]  # fmt: skip
         return _with_pauses(in_turn(parts))
 
     def score(

@@ -110,6 +110,7 @@ class RemoteEngine:
         *,
         seed: int,
         step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Samples `group_size` completions for each prompt.
 
@@ -117,6 +118,7 @@ class RemoteEngine:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; at temperature 0 `top_p` has no meaning.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            first_prompt: number of the first prompt, see `Engine.generate`.
 
         Returns:
             The groups that are complete, maybe none, twice a second or more often. The log-probs are NaN where the
@@ -133,7 +135,7 @@ class RemoteEngine:
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
         )  # fmt: skip
-        seeds = request_seeds(seed, step, range(len(prompts) * group)).tolist()
+        seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
         known = temperature == 0 or (temperature == 1 and sampling.top_p == 1) or self._reports_processed(prompts[0])
         drawn = {
             "max_tokens": sampling.max_completion_tokens,

@@ -114,6 +114,7 @@ class Replica:
         *,
         seed: int,
         step: int,
+        first_prompt: int = 0,
     ) -> Generator[list[Episode] | None, None, None]:
         """Sample `group_size` completions for each prompt; yield the groups that are complete, or None.
 
@@ -124,7 +125,9 @@ class Replica:
             publication: weights to sample with.
             prompts: by group, checked token ids.
             sampling: the distribution.
-            seed, step: 0 .. 2^32 - 1; with the row `group * group_size + member` they determine a request's seed.
+            seed, step: 0 .. 2^32 - 1; with the row `(first_prompt + group) * group_size + member` they determine a
+                request's seed.
+            first_prompt: number of group 0, see `Engine.generate`.
 
         Raises:
             ValueError: for a seed or step out of range, at once.
@@ -146,7 +149,7 @@ class Replica:
             "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
             "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
             "seeds": request_seeds(
-                seed, step, [g * group_size + member for g in groups for member in range(group_size)]
+                seed, step, [(first_prompt + g) * group_size + member for g in groups for member in range(group_size)]
             ),
         }
         version = publication.policy_version

@@ -1,0 +1,221 @@
+"""Runs of several processes, one on each host: JAX's multi-controller runtime and the little that is added to it.
+
+Every process runs the same program. It has an engine of its own, samples its share of a step's prompts and judges its
+own completions; then all have the completions of all (`Hosts.gather`) and run the same compiled step on one global
+mesh. So nothing after sampling depends on how many processes there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.parallel.host_monitor import FAILED, STOPPING, HostMonitor
+
+AUTO = "auto"
+_LONGEST_WAIT_S = 86400
+_CHUNK_BYTES = 1 << 26
+_SMALLEST_CHUNK_BYTES = 1 << 12
+
+
+class Hosts:
+    """The processes of a run, and which of them this is. This class: a run of one process.
+
+    A method that is collective returns when every process has called it, in the same order.
+
+    Attributes:
+        index: of this process.
+        names: of the hosts, by process.
+    """
+
+    index: int = 0
+    names: tuple[str, ...] = ("this host",)
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        return len(self.names)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes what a run has once: config, metrics, samples, report."""
+        return self.index == 0
+
+    def share(self, count: int) -> slice:
+        """This process's part of `count` items: contiguous; sizes differ by one at most."""
+        return slice(self.index * count // self.count, (self.index + 1) * count // self.count)
+
+    def gather(self, tree: Any) -> Any:
+        """Collective: each array of a tree, joined along its first axis with those of the others, by process.
+
+        Args:
+            tree: numpy arrays [n, ...]. Structure, dtypes and all but the first axis are the same in every process.
+        """
+        return tree
+
+    def largest(self, *values: float) -> list[float]:
+        """Collective: each value's largest over the processes."""
+        return list(values)
+
+    def wait_for_all(self) -> None:
+        """Collective, and nothing else."""
+        self.largest(0)
+
+    def call_together(self) -> None:
+        """Ask the others to end what they do alone and come to the next collective method."""
+
+    @property
+    def called_together(self) -> bool:
+        """Whether another process asks for that."""
+        return False
+
+    def check_same(self, facts: Callable[[], Mapping[str, str]], remedy: str) -> None:
+        """Collective: refuse facts that are not the same in every process.
+
+        Args:
+            facts: computes name -> value; called if there are several processes.
+            remedy: end of the error.
+
+        Raises:
+            UserError: in one line, with the first name whose value differs, both values and both hosts.
+        """
+
+
+ONE_PROCESS = Hosts()
+
+
+class SeveralHosts(Hosts):
+    """A run of several processes. Made by `join_hosts`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        # What Orbax builds on too; jax (0.10) has no public name for it.
+        from jax._src.distributed import global_state
+
+        self._client, self._compared = global_state.client, 0
+        self.index, count = global_state.process_id, global_state.num_processes
+        self._set("name", socket.gethostname())
+        self.names = tuple(self._get("name", index) for index in range(count))
+        self._monitor = HostMonitor(self._client, self.index, self.names, timeout_s, global_state.coordinator_address)
+
+    def gather(self, tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
+        sizes = self._exchange(np.array([leaf.nbytes for leaf in leaves], np.int64)).view(np.int64)
+        payload = np.concatenate([leaf.reshape(-1).view(np.uint8) for leaf in leaves])
+        longest = max(1, int(sizes.sum(axis=1).max()))
+        # Few sizes, so that few programs are compiled.
+        chunk = min(max(_SMALLEST_CHUNK_BYTES, 1 << (longest - 1).bit_length()), _CHUNK_BYTES)
+        padded = np.zeros(-(-longest // chunk) * chunk, np.uint8)
+        padded[: payload.size] = payload
+        received = np.concatenate([self._exchange(part) for part in padded.reshape(-1, chunk)], axis=1)
+        ends = np.cumsum(sizes, axis=1)
+        joined = []
+        for number, leaf in enumerate(leaves):
+            begins, stops = ends[:, number] - sizes[:, number], ends[:, number]
+            pieces = [row[begin:stop] for row, begin, stop in zip(received, begins, stops, strict=True)]
+            joined.append(np.concatenate(pieces).view(leaf.dtype).reshape(-1, *leaf.shape[1:]))
+        return jax.tree.unflatten(structure, joined)
+
+    def largest(self, *values: float) -> list[float]:
+        if not values:
+            return []
+        received = self._exchange(np.array(values, np.float64))
+        return received.view(np.float64).max(axis=0).tolist()
+
+    def call_together(self) -> None:
+        self._monitor.say(STOPPING)
+
+    @property
+    def called_together(self) -> bool:
+        return self._monitor.stopping
+
+    def check_same(self, facts: Callable[[], Mapping[str, str]], remedy: str) -> None:
+        self._compared += 1
+        topic = f"facts{self._compared}"
+        self._set(topic, json.dumps(dict(facts())))
+        first = json.loads(self._get(topic, 0))
+        for index in range(1, self.count):
+            other = json.loads(self._get(topic, index))
+            for name in sorted(first.keys() | other.keys()):
+                if first.get(name) != other.get(name):
+                    raise UserError(
+                        f"{name}: process {index} on {self.names[index]} has {other.get(name)}, process 0 on "
+                        f"{self.names[0]} has {first.get(name)}; {remedy}"
+                    )
+
+    def leave(self, error: BaseException | None) -> None:
+        """Collective: end the connection, or tell the others why this process ends. Then none waits for another.
+
+        Args:
+            error: why this process ends; None at the end of a run.
+        """
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            # A collective operation fails first where the connection to a process that died was open.
+            self._monitor.wait_for_verdict()
+        self._monitor.leave()
+        if error is not None:
+            self._monitor.say(FAILED, one_line(error) or type(error).__name__)
+        jax.distributed.shutdown()
+
+    def _exchange(self, values: np.ndarray) -> np.ndarray:
+        """Bytes of an array of one shape in every process, [processes, bytes] uint8, on every process."""
+        return multihost_utils.process_allgather(values.view(np.uint8))
+
+    def _set(self, topic: str, value: str) -> None:
+        self._client.key_value_set(f"dcmdp/{topic}/{self.index}", value)
+
+    def _get(self, topic: str, index: int) -> str:
+        return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
+
+
+def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
+    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one GPU."""
+    tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    if tasks is None or tasks != nodes or not gpus.isdecimal() or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return {}
+    return {"local_device_ids": range(int(gpus))}
+
+
+@contextlib.contextmanager
+def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float) -> Iterator[Hosts]:
+    """Join the processes of a run; call it before the first use of JAX's devices.
+
+    Args:
+        coordinator: "" for a run of one process, of which nothing of this is used; "address:port" of process 0; or
+            "auto": all is what JAX finds out from SLURM, a TPU pod or Open MPI.
+        processes, process: how many there are, and the number of this one; not used with "auto".
+        timeout_s: a process that gives no sign of life for this long is dead, and all others end.
+
+    Raises:
+        UserError: in one line, if the processes don't find each other.
+    """
+    if not coordinator:
+        yield ONE_PROCESS
+        return
+    given = _slurm_devices(os.environ) if coordinator == AUTO else {
+        "coordinator_address": coordinator, "num_processes": processes, "process_id": process,
+        "cluster_detection_method": "deactivate",
+    }  # fmt: skip
+    # JAX would catch SIGTERM itself, and only tell who asks it at every step.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(heartbeat_timeout_seconds=max(100, int(2 * timeout_s)), **given)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"config.hosts.coordinator: got {coordinator!r}: {one_line(error)}") from error
+    hosts = SeveralHosts(timeout_s)
+    try:
+        yield hosts
+    except BaseException as error:
+        hosts.leave(error)
+        raise
+    hosts.leave(None)

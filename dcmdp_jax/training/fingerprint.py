@@ -1,0 +1,84 @@
+"""Facts that must be the same on every host of a run: settings, code, libraries, devices, data and weight files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from dcmdp_jax.config import Config, to_dict
+from dcmdp_jax.config_fields import flatten
+from dcmdp_jax.tasks.prompts import EncodedPrompts
+from dcmdp_jax.training.setup import Plan
+
+_LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")
+_DIGITS = 16
+_ENDS_BYTES = 1 << 16
+
+
+def settings_and_code(config: Config) -> dict[str, str]:
+    """Every setting but those of the hosts, the code of this package, and the versions of what it builds on."""
+    settings = {f"config.{name}": repr(value) for name, value in flatten(to_dict(config)).items()}
+    versions = {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
+    package = Path(__file__).parents[1]
+    files = sorted(package.rglob("*.py"))
+    code = _digest(part for path in files for part in (str(path.relative_to(package)).encode(), path.read_bytes()))
+    return {
+        **{name: value for name, value in settings.items() if not name.startswith("config.hosts.")},
+        **versions,
+        "version of Python": platform.python_version(),
+        "code of dcmdp_jax (digest)": code,
+    }
+
+
+def data_facts(plan: Plan) -> dict[str, str]:
+    """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
+    devices = jax.local_devices()
+    facts = {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "problems of task.train (digest)": _of(plan.train),
+    }
+    if plan.held_out:
+        facts["problems of evaluation.task (digest)"] = _of(plan.held_out)
+    if plan.worked_solutions:
+        facts["problems of warmup.task (digest)"] = _digest(
+            ids.tobytes() for pair in zip(*plan.worked_solutions, strict=True) for ids in pair
+        )
+    if plan.config.model.path:
+        facts["files of model.path (digest)"] = _digest(_ends_of_files(Path(plan.config.model.path)))
+    return facts
+
+
+def _of(problems: EncodedPrompts) -> str:
+    def parts() -> Iterable[bytes]:
+        for ids, problem in zip(problems.token_ids, problems.problems, strict=True):
+            yield ids.tobytes()
+            yield json.dumps([problem.answer, problem.columns], sort_keys=True, default=str).encode()
+
+    return f"{len(problems.problems)}, {_digest(parts())}"
+
+
+def _ends_of_files(directory: Path) -> Iterable[bytes]:
+    """Name, size and both ends of each file: all of a small one, the table and the last values of a large one."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in (".json", ".safetensors"):
+            continue
+        size = path.stat().st_size
+        yield f"{path.name} {size}".encode()
+        with path.open("rb") as file:
+            yield file.read(_ENDS_BYTES)
+            file.seek(max(0, size - _ENDS_BYTES))
+            yield file.read()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()[:_DIGITS]

@@ -1,0 +1,248 @@
+"""Runs of two processes on fake devices, in processes of their own: like one, killed, stopped, resumed elsewhere."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.run_invariants import contradictions
+from tests.waiting import HANGS_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Two devices, in one process or one in each of two; two evaluations, three steps.
+_RUN = (
+    "--config.mesh.data=2", "--config.mesh.fsdp=1", "--config.warmup.steps=0", "--config.training.steps=3",
+    "--config.checkpoint.every_steps=1", "--config.checkpoint.keep_last=9", "--config.evaluation.every_steps=3",
+)  # fmt: skip
+
+# bin.train; gets a signal in the middle of sampling a step.
+_SIGNALLED = """
+import os, sys
+from bin import cli, train
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.tasks.grading import Grading
+
+number, step = map(int, sys.argv.pop(1).split())
+generate, begin, now = LocalEngine.generate, Grading.begin, []
+
+def noted_generate(self, *arguments, seed, step, **options):
+    now[:] = [step, seed]
+    return generate(self, *arguments, seed=seed, step=step, **options)
+
+def signalled_begin(self, rows, completion_ids):
+    if now == [step, 0] and rows:
+        os.kill(os.getpid(), number)
+    begin(self, rows, completion_ids)
+
+LocalEngine.generate, Grading.begin = noted_generate, signalled_begin
+cli.run_main(train.main)
+"""
+_PLAIN = ("-m", "bin.train")
+
+
+def _signalled(number, step):
+    return ("-c", _SIGNALLED, f"{int(number)} {step}")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return {
+        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def _start(environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, ROOT)):
+    config = f"--config={ROOT}/configs/demo.py:debug"
+    command = [sys.executable, *program, config, f"--config.run_dir={run_dir}", *overrides]
+    working_directory, code = place
+    return subprocess.Popen(
+        command, cwd=working_directory, env=environment | {"PYTHONPATH": str(code)}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def _free_port():
+    with socket.socket() as bound:
+        bound.bind(("localhost", 0))
+        return bound.getsockname()[1]
+
+
+def _two(
+    environment, run_dir, *overrides, programs=(_PLAIN, _PLAIN), devices=1, each=((), ()), places=2 * ((ROOT, ROOT),)
+):
+    """Two processes to their end: (code, stdout, stderr) of both."""
+    address = f"localhost:{_free_port()}"
+    started = [
+        _start(
+            environment, run_dir, f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}",
+            "--config.hosts.processes=2", f"--config.hosts.process={number}", "--config.hosts.timeout_s=10",
+            *overrides, *each[number], program=program, place=places[number],
+        )
+        for number, program in enumerate(programs)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=HANGS_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+
+def _one(environment, run_dir, *overrides, devices=2):
+    process = _start(environment, run_dir, f"--config.mesh.cpu_devices={devices}", *overrides)
+    stdout, stderr = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+def _records(run_dir):
+    """Metrics by step without what depends on the clock."""
+    merged = {}
+    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        kept = {k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))}
+        merged.setdefault(record["step"], {}).update(kept)
+    return merged
+
+
+def _checkpoints(run_dir):
+    return sorted(int(path.name) for path in (Path(run_dir) / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def _assert_alike(found, expected, *, without=(), rtol=1e-5):
+    """Every metric of every step, to the rounding of float32."""
+    assert found.keys() == expected.keys()
+    for step in expected:
+        assert found[step].keys() == expected[step].keys()
+        for name in expected[step].keys() - set(without):
+            np.testing.assert_allclose(
+                found[step][name], expected[step][name], rtol=rtol, atol=1e-7, err_msg=f"{name} of step {step}"
+            )
+
+
+@pytest.fixture(scope="module")
+def alone(environment, tmp_path_factory):
+    """The run of one process on two devices."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    _one(environment, run_dir, *_RUN)
+    return run_dir
+
+
+def test_two_processes_with_one_killed_and_resumed_are_like_one_process(environment, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    first, second = _two(environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2)))
+    assert second[0] == -signal.SIGKILL
+    # The other one stands in a collective operation that the dead one never enters: it ends itself, with a name.
+    assert (
+        first[0] == 1 and f"error: process 1 on {socket.gethostname()} has given no sign of life for 10 s" in first[2]
+    )
+    assert _checkpoints(run_dir)[-1] == 2 and sorted(_records(run_dir)) == [0, 1, 2]
+
+    first, second = _two(environment, run_dir, *_RUN)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert f"resuming {run_dir} after step 2" in first[1] and "after step" not in second[1]
+    _assert_alike(_records(run_dir), _records(alone))
+    assert contradictions(run_dir) == [] and (run_dir / "report.html").is_file()
+    samples = [Path(each, "samples.jsonl").read_text().splitlines() for each in (run_dir, alone)]
+    for found, expected in zip(*(map(json.loads, lines) for lines in samples), strict=True):
+        assert found.pop("discrepancy_mean") == pytest.approx(expected.pop("discrepancy_mean"), rel=1e-5)
+        assert found == expected
+
+
+@pytest.mark.long
+def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(environment, tmp_path, alone):
+    for number in (0, 1):
+        run_dir = tmp_path / f"run{number}"
+        programs = [_PLAIN, _PLAIN]
+        programs[number] = _signalled(signal.SIGTERM, 1)
+        # Without a checkpoint of its own at step 1: the signal saves it.
+        settings = [*_RUN, "--config.checkpoint.every_steps=9"]
+        ended = _two(environment, run_dir, *settings, programs=programs)
+        assert [code for code, _, _ in ended] == [143, 143], ended[0][2] + ended[1][2]
+        assert "stopped by SIGTERM after step 1, saved; the same command resumes" in ended[0][1]
+        assert _checkpoints(run_dir) == [0, 1]
+        assert all(code == 0 for code, _, _ in _two(environment, run_dir, *settings))
+        _assert_alike(_records(run_dir), _records(alone))
+
+
+@pytest.mark.long
+def test_the_death_of_process_0_ends_the_other_with_its_name(environment, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    first, second = _two(environment, run_dir, *_RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN))
+    assert first[0] == -signal.SIGKILL and second[0] == 1
+    assert f"error: process 0 on {socket.gethostname()} is gone" in second[2]
+    assert all(code == 0 for code, _, _ in _two(environment, run_dir, *_RUN))
+    _assert_alike(_records(run_dir), _records(alone))
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(environment, tmp_path):
+    """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has other rows."""
+    shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
+    float32 = ["--config.rollout.precision=float32", "--config.evaluation.every_steps=0"]
+    start = tmp_path / "start"
+    on = "--config.mesh.data={} --config.mesh.fsdp={}".format
+    codes = _two(environment, start, *shorter, *float32, *on(1, 4).split(), "--config.training.steps=1", devices=2)
+    assert [code for code, _, _ in codes] == [0, 0], codes[0][2] + codes[1][2]
+    runs = {}
+    for name, processes, devices, mesh in (
+        ("two processes, fsdp", 2, 2, (1, 4)), ("two processes, data and fsdp", 2, 2, (2, 2)),
+        ("two processes, one device each", 2, 1, (2, 1)), ("one process", 1, 1, (1, 1)),
+        ("one process, fsdp", 1, 4, (1, 4)),
+    ):  # fmt: skip
+        run_dir = tmp_path / name.replace(" ", "_").replace(",", "")
+        shutil.copytree(start, run_dir)
+        settings = *shorter, *float32, *on(*mesh).split()
+        if processes == 2:
+            ended = _two(environment, run_dir, *settings, devices=devices)
+            assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
+        else:
+            assert "resuming" in _one(environment, run_dir, *settings, devices=devices)
+        runs[name] = _records(run_dir)
+    expected = runs.pop("two processes, fsdp")
+    for found in runs.values():
+        for step in (2, 3):
+            for name in ("policy/loss", "optimizer/grad_norm", "policy/entropy", "reward/mean"):
+                assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.long
+def test_hosts_that_differ_are_found_before_the_first_step(environment, tmp_path):
+    """Every process names the first difference, and the host that has it."""
+    rows = [{"problem": f"1+{i}=", "answer": str(1 + i)} for i in range(8)]
+    for name, kept in (("a", rows), ("b", [*rows[:-1], {"problem": "1+7=", "answer": "9"}])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    changed = tmp_path / "changed"
+    for part in ("bin", "configs", "dcmdp_jax"):
+        shutil.copytree(ROOT / part, changed / part)
+    with (changed / "dcmdp_jax" / "algorithm" / "losses.py").open("a") as file:
+        file.write("# another version\n")
+    same = (tmp_path / "a", ROOT), (tmp_path / "a", ROOT)
+    data = "--config.task.train=data.jsonl"
+    host = socket.gethostname()
+    for places, second, message in (
+        (same, ("--config.training.seed=1",), "config.training.seed: process 1 on {0} has 1, process 0 on {0} has 0;"),
+        ((same[0], (tmp_path / "a", changed)), (), "code of dcmdp_jax (digest): process 1 on {0} has "),
+        ((same[0], (tmp_path / "b", ROOT)), (), "problems of task.train (digest): process 1 on {0} has 8, "),
+    ):
+        ended = _two(environment, tmp_path / "run", *_RUN, data, places=places, each=((), second))
+        for code, _, stderr in ended:
+            assert code == 2 and f"error: {message.format(host)}" in stderr, stderr
+    # The same data, and a run directory that is another one for each.
+    (tmp_path / "b" / "data.jsonl").write_text((tmp_path / "a" / "data.jsonl").read_text())
+    ended = _two(environment, "run", *_RUN, data, places=(same[0], (tmp_path / "b", ROOT)))
+    for code, _, stderr in ended:
+        assert code == 2 and f"error: config.run_dir: run on {host} is not the directory of {host}" in stderr, stderr
+    assert not (tmp_path / "run").exists() and not (tmp_path / "a" / "run" / "checkpoints").exists()
