@@ -197,7 +197,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Installs, measures, prints."""
+    """Install the contenders, measure, print."""
     arguments = _parse(argv[1:])
     # As Ctrl-C: every block that ends a worker is left in order.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -126,7 +126,7 @@ def evaluate(
     first_prompt: int = 0,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
-    """Samples K = `sampling.group_size` completions for each prompt with the weights the engine has, and judges them.
+    """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has, and judge them.
 
     The random numbers are those of (seed, step 0) whenever it is called, so that two policies are compared on the
     same draws.

@@ -10,7 +10,7 @@ _TOKEN_BYTES = 8  # an int32 id and a float32 log-prob
 
 
 def check_size(task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None) -> None:
-    """Refuses a task whose completions, all as long as they may be, are more than this machine's memory holds.
+    """Refuse a task whose completions, all as long as they may be, are more than this machine's memory holds.
 
     Args:
         task: its name.

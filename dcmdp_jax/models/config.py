@@ -214,7 +214,7 @@ def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-    """Reads the fields of a config.json of a supported family; nothing is allocated, whatever the sizes.
+    """Read the fields of a config.json of a supported family; nothing is allocated, whatever the sizes.
 
     Raises:
         UserError: "config.json: " and the field, its value and what it must be, when the family, an activation, a
@@ -368,7 +368,7 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Reads `directory`/config.json.
+    """Read `directory`/config.json.
 
     Raises:
         FileNotFoundError: if there is no config.json.

@@ -82,7 +82,7 @@ class Files(contextlib.ExitStack):
 
 
 def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
-    """Compares the headers of the safetensors files with the config; no tensor is read.
+    """Compare the headers of the safetensors files with the config; no tensor is read.
 
     Args:
         directory: holds model.safetensors, or model.safetensors.index.json and its shards.
@@ -145,7 +145,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
 
 
 def check_values(manifest: Manifest) -> None:
-    """Reads every tensor once, part by part, and refuses values that are not finite.
+    """Read every tensor once, part by part, and refuse values that are not finite.
 
     Raises:
         UserError: naming file, tensor, how many of its values are not finite and where the first one is.
@@ -163,7 +163,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
-    """Reads one tensor, part by part, and refuses values that are not finite in `dtype`.
+    """Read one tensor, part by part, and refuse values that are not finite in `dtype`.
 
     Raises:
         UserError: as `check_values`.
@@ -197,7 +197,7 @@ def say_shape(shape: tuple[int, ...]) -> str:
 
 
 def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
-    """Compares `num_hidden_layers` with the layers that there are, where these are numbered without a gap."""
+    """Compare `num_hidden_layers` with the layers that there are, where these are numbered without a gap."""
     layers = {int(match[1]): name for name in located if (match := _LAYER.match(name))}
     found = len(layers)
     if not found:
@@ -213,7 +213,7 @@ def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]
 
 
 def _check_experts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
-    """Compares `num_experts` with the experts that there are, where these are numbered without a gap."""
+    """Compare `num_experts` with the experts that there are, where these are numbered without a gap."""
     experts = {int(match[1]): name for name in located if (match := _EXPERT.match(name))}
     found = len(experts)
     if config.num_experts and found and found != config.num_experts and max(experts) == found - 1:

@@ -166,7 +166,7 @@ def save_params(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> None:
-    """Writes a directory that transformers and vLLM load; it appears whole or not at all.
+    """Write a directory that transformers and vLLM load; it appears whole or not at all.
 
     Everything is written to a hidden sibling, synced to disk and renamed. Beside the weights: config.json (with the
     special token ids of `tokenizer_dir`/config.json when there is one) and, from `tokenizer_dir`, the tokenizer's

@@ -72,7 +72,7 @@ _EMULATED = (
 
 
 class Rescoring:
-    """Re-scores one set of completions, about 4,096 tokens of them, with the embedded engine."""
+    """Second scoring of one set of completions, about 4,096 tokens of them, with the embedded engine."""
 
     def __init__(self, scored: Scored, *, compute: str, max_rows: int) -> None:
         """Cut the completions to those that are scored again.

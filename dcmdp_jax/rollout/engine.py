@@ -55,7 +55,7 @@ class Engine(Protocol):
     """
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Takes the trainer's parameters, converted to the engine's own precision; returns when they are in use.
+        """Take the trainer's parameters, converted to the engine's own precision; return when they are in use.
 
         Returns:
             What was measured on the way, by the names of observe/metric_names.py.
@@ -70,7 +70,7 @@ class Engine(Protocol):
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Samples `group_size` completions for each prompt of int32 token ids.
+        """Sample `group_size` completions for each prompt of int32 token ids.
 
         `first_prompt` is the number of the first prompt where these are a share of a larger batch. Episodes number
         their groups from 0 in any case.
@@ -97,4 +97,4 @@ class Engine(Protocol):
         """The engine's own log-probs, float32 nats, of given completions, one array per completion."""
 
     def close(self) -> None:
-        """Frees what the engine holds; safe to call twice."""
+        """Free what the engine holds; safe to call twice."""

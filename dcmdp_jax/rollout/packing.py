@@ -148,7 +148,7 @@ def pack(
     mask_truncated: bool,
     dropped: np.ndarray | None = None,
 ) -> tuple[Batch, PackingReport]:
-    """Lays M * N episodes into a batch; episode i goes to mini-batch i // N.
+    """Pack M * N episodes into a batch; episode i goes to mini-batch i // N.
 
     Each sequence goes to the shortest bucket that holds it. With more than one segment a row, sequences are placed
     longest first into the first row with room. Completions that share prompts each have a row of their own, row i of
@@ -305,7 +305,7 @@ def _shared_prompts(episodes: Sequence[Episode], plan: PackingPlan, used: np.nda
 def _write(
     rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, episode: Episode, apart: int
 ) -> None:
-    """Writes an episode without its first `apart` tokens."""
+    """Write an episode without its first `apart` tokens."""
     sampled = episode.sampled_mask[apart:]
     place = slice(start, start + len(sampled))
     rows.input_ids[row][place] = episode.token_ids[apart:]

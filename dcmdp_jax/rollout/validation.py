@@ -127,7 +127,7 @@ def scored_rows(
 
 
 def check_finite(scored: Sequence[np.ndarray]) -> None:
-    """Refuses scores that are no numbers.
+    """Refuse scores that are not finite.
 
     Raises:
         EngineError: naming the first completion and token whose log-prob is not finite.

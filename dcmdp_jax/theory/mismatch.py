@@ -63,7 +63,7 @@ def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str =
 
 
 def check_names(measure: str, sided: str) -> None:
-    """Raises ValueError for a measure or side that is none."""
+    """Raise ValueError for a measure or side that is none."""
     if measure not in MEASURES:
         raise ValueError(f"measure = {measure!r}: allowed are {', '.join(MEASURES)}")
     if sided not in SIDES:

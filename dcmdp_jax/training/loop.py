@@ -58,7 +58,7 @@ class Trainer:
     """A run with its parts and its record. `run` is the loop."""
 
     def __init__(self, plan: Plan, parts: Parts, stop: StopSignal, *, prompts_taken: int) -> None:
-        """Takes the parts; nothing is compiled or loaded yet.
+        """Store the parts; nothing is compiled or loaded yet.
 
         Args:
             plan: the checked run.
@@ -74,7 +74,7 @@ class Trainer:
         self._prompts_taken = prompts_taken
 
     def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
-        """Trains from `state` to the last step, or until a signal comes; saves on the way and at the end.
+        """Train from `state` to the last step, or until a signal comes; save on the way and at the end.
 
         Every evaluated policy is saved, and its score with it, so that the best one can be kept. A signal ends
         sampling and evaluation at once: the state has been final since the last update. The resumed run samples that
@@ -150,7 +150,7 @@ class Trainer:
         ) from failure
 
     def _push(self, state: TrainState, step: int) -> dict[str, float]:
-        """Pushes the policy of a step unless the engine holds it already; what was measured when it was pushed."""
+        """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
         if self._pushed is None or self._pushed[0] != step:
             measured = self.engine.push_weights(state.params, step)
             self._pushed = step, dict(zip(measured, self.hosts.largest(*measured.values()), strict=True))
@@ -226,7 +226,7 @@ class Trainer:
         return f"eval/{source_name(self.config.evaluation.task)}"
 
     def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> None:
-        """Scores the inference engine's policy on the held-out problems: avg@K, kept with its checkpoint.
+        """Score the inference engine's policy on the held-out problems: avg@K, kept with its checkpoint.
 
         The policy is saved already. The record comes last: it says that nothing of the evaluation is left to do.
         """
@@ -288,7 +288,7 @@ def train(
     show: Callable[[str], None],
     build: Callable[[Plan, contextlib.ExitStack], Parts] = build_parts,
 ) -> None:
-    """Runs a plan to its end, from its newest checkpoint if the run directory has one.
+    """Run a plan to its end, from its newest checkpoint if the run directory has one.
 
     Each process of a run on several hosts calls this.
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
@@ -29,7 +29,6 @@ from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.local.layout import check_mesh
 from dcmdp_jax.rollout.packing import (
     PackingPlan,
     default_row_lengths,
@@ -43,6 +42,7 @@ from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.memory_parts import plan_memory
 from dcmdp_jax.training.memory_plan import MemoryPlan, this_machine
+from dcmdp_jax.training.model_checks import check_engine_mesh, check_experts, check_kernel, check_sizes
 from dcmdp_jax.training.run_directory import check_run_directory
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Plan:
 
 
 def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
-    """Checks everything that can be checked without touching weights or compiling.
+    """Check everything that can be checked without touching weights or compiling.
 
     Args:
         config: the settings.
@@ -109,17 +109,17 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
     # for a config.json that it reads too.
     model = _saved_model(config)
-    _check_kernel(config, jax.devices()[0].platform, (model or config.model.architecture).head_dim)
+    check_kernel(config, jax.devices()[0].platform, (model or config.model.architecture).head_dim)
     tokenizer = _tokenizer(config)
     model = model or fresh_model(config, tokenizer)
-    _check_sizes(config, model, tokenizer)
-    _check_engine_mesh(config, model)
+    check_sizes(config, model, tokenizer)
+    check_engine_mesh(config, model)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = training_mesh(*sizes, num_params=num_params(model))
     check_training_mesh(
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
-    _check_experts(config, model)
+    check_experts(config, model)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)
@@ -186,75 +186,6 @@ def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConf
         )
     except UserError as error:
         raise UserError(f"config.model.architecture.{error}") from None
-
-
-def _check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer or lengths that the model has no room for."""
-    if len(tokenizer) > model.vocab_size:
-        raise UserError(
-            f"config.model.tokenizer: {len(tokenizer)} tokens, but the model has {model.vocab_size}; "
-            "use the model's own tokenizer"
-        )
-    if config.max_total_tokens > model.max_position_embeddings:
-        raise UserError(
-            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="
-            f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
-            f"max_position_embeddings={model.max_position_embeddings}"
-        )
-
-
-def _check_experts(config: Config, model: ModelConfig) -> None:
-    """Refuse settings of a mixture of experts for another model."""
-    settings = config.algorithm.router_aux_loss, config.rollout.router_replay
-    for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
-        if value and not model.num_experts:
-            raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
-
-
-def _check_engine_mesh(config: Config, model: ModelConfig) -> None:
-    """Refuses a mesh of the embedded engine that does not divide the model."""
-    if config.rollout.engine != "local":
-        return
-    try:
-        check_mesh(model, config.rollout.local.tensor, config.rollout.local.expert)
-    except UserError as error:
-        raise UserError(f"config.rollout.local.{error}") from None
-
-
-def _check_kernel(config: Config, platform: str, head_dim: int) -> None:
-    """Refuses an attention kernel that this machine can't run.
-
-    Whether cuDNN is there, and takes this dtype and head width, is found out by compiling one small attention.
-    """
-    setting = config.model.attention
-    dtype = jnp.dtype(config.model.compute_dtype)
-    kernel = choose_kernel(setting, dtype, platform)
-    gpu = platform in ("gpu", "cuda")
-    if kernel == "splash" and platform != "tpu":
-        raise UserError(f"config.model.attention: got 'splash', which needs a TPU, this is {platform}; choose auto")
-    if kernel == "cudnn" and not gpu:
-        raise UserError(
-            f"config.model.attention: got 'cudnn', which needs an NVIDIA GPU with cuDNN, this is {platform}; "
-            "choose auto"
-        )
-    if kernel != "cudnn":
-        return
-    if dtype == jnp.float32:
-        raise UserError(
-            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
-            "model.compute_dtype=bfloat16"
-        )
-    heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), dtype)
-    segments = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    attention = functools.partial(row_attention, kernel="cudnn", one_segment=True)
-    try:
-        jax.jit(attention).lower(heads, heads, heads, segments).compile()
-    except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
-        reason = " ".join((str(error) or type(error).__name__).split())[:200]
-        raise UserError(
-            f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work ({reason}); install "
-            "nvidia-cudnn-cu12, or choose xla"
-        ) from error
 
 
 def _load_prompts(

@@ -139,7 +139,7 @@ def make_train_step(
     always_recompute: bool = False,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
-    """Compiles one training step; the state is donated.
+    """Compile one training step; the state is donated.
 
     An update whose gradient norm is not finite leaves parameters and optimizer as they were and is counted in
     `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The dual update of that step still happens, unless the

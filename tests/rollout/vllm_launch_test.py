@@ -687,11 +687,8 @@ _BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
     [
         ("vllm", ("exact", "bfloat16"), f"precision: got 'exact', {_OF_VLLM}"),
         ("local", ("fp8_per_block", "bfloat16"),
-         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, int8, fp8"),
-        ("local", ("float16", "bfloat16"),
-         f"precision: got 'float16', {_OF_LOCAL} exact, float32, bfloat16, int8, fp8; did you mean 'bfloat16'?"),
-        ("local", ("bfloat16", "float16"),
-         f"compute_dtype: got 'float16', {_OF_LOCAL} float32, bfloat16; did you mean 'bfloat16'?"),
+         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, fp8"),
+        ("local", ("int8", "float16"), "compute_dtype: got 'float16' with rollout.precision='int8'"),
         ("local", ("bfloat16", "bfloat16", "fp8_e5m2"), f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8"),
         ("vllm", ("float32", "bfloat16"),
          f"compute_dtype: got 'bfloat16' with rollout.precision='float32'; {_ONE_DTYPE}"),

@@ -18,7 +18,7 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import end_token_ids
-from dcmdp_jax.training import build, setup
+from dcmdp_jax.training import build, model_checks, setup
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
 _NORM, _QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -343,5 +343,5 @@ def test_a_gpu_without_cudnn_is_told_what_to_choose(setting, dtype, words):
     config = demo.get_config()
     config.model.attention, config.model.compute_dtype = setting, dtype
     with pytest.raises(ValueError) as caught:
-        setup._check_kernel(from_config_dict(config), "gpu", 64)
+        model_checks.check_kernel(from_config_dict(config), "gpu", 64)
     assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400

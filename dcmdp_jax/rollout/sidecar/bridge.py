@@ -35,7 +35,7 @@ class WeightBridge:
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str, int8: bool = False) -> None:
-        """Lays out the segment; nothing is allocated.
+        """Lay out the segment; nothing is allocated.
 
         Args:
             config: the model.
@@ -96,7 +96,7 @@ class WeightBridge:
 
 
 def _store(segment: Segment, tensor: Tensor, blocks: Any, *, transposed: bool) -> None:
-    """Writes [rows, ...] blocks, given with their first row, of the parameter that is `tensor` or its transpose."""
+    """Write [rows, ...] blocks, given with their first row, of the parameter that is `tensor` or its transpose."""
     for first, block in blocks:
         words = block.view(f"u{block.dtype.itemsize}")
         target = segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(words.dtype).reshape(tensor.shape)

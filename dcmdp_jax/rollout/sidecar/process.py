@@ -267,7 +267,7 @@ class Sidecar:
         return "\n".join(self._lines)
 
     def close(self) -> None:
-        """Asks it to end, and makes it. Safe to call twice."""
+        """Ask the process to end, and kill it if it does not. Safe to call twice."""
         if self._process.poll() is None:
             with contextlib.suppress(SidecarBroken, ValueError):
                 self.request("close", answer="closed", timeout_s=_END_S)
@@ -276,7 +276,7 @@ class Sidecar:
         self.kill()
 
     def kill(self) -> None:
-        """Ends it and what it started, and removes its temporary files. Safe to call twice."""
+        """Kill the process and what it started, and remove its temporary files. Safe to call twice."""
         self._in_flight = None
         self._connection.close()
         self._process.kill()
@@ -291,7 +291,7 @@ class Sidecar:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _keep_log(self) -> None:
-        """Copies its output to the log; a full disk costs the log, not the run."""
+        """Copy its output to the log; a full disk costs the log, not the run."""
         path = self._launch.directory / _LOG
         log: Any = None
         try:

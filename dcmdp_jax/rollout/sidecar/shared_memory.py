@@ -14,7 +14,7 @@ class Segment:
     """Shared memory of a fixed size, mapped writable. The descriptor is inherited by children that are told to."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Allocates every page now, so that no write fails later.
+        """Allocate every page now, so that no write fails later.
 
         Raises:
             MemoryError: in one line, if there is no room.
@@ -33,7 +33,7 @@ class Segment:
             raise MemoryError(f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({error})") from error
 
     def close(self) -> None:
-        """Gives the memory back once no array points into it. Safe to call twice."""
+        """Free the memory once no array points into it. Safe to call twice."""
         if self.bytes is not None:
             self.bytes = None
             os.close(self.descriptor)

@@ -97,7 +97,7 @@ class Supervisor:
             yield None
 
     def close(self) -> None:
-        """Ends the sidecar. Safe to call twice."""
+        """Stop the sidecar. Safe to call twice."""
         if self.sidecar is not None:
             self.sidecar.close()
             self.sidecar = None

@@ -59,7 +59,7 @@ class Connection:
     """One end of a Unix socket pair. After any WireError or TimeoutError it is closed: frames have no way to resume."""
 
     def __init__(self, sock: socket.socket, *, max_header: int = 1 << 24, max_body: int = 1 << 32) -> None:
-        """Takes over the socket.
+        """Take over the socket.
 
         Args:
             sock: a connected Unix stream socket.
@@ -86,7 +86,7 @@ class Connection:
         share: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Sends one frame.
+        """Send one frame.
 
         Args:
             op: what is asked or answered.
@@ -128,7 +128,7 @@ class Connection:
                 self._send_all(memoryview(value.reshape(-1)).cast("B"), deadline)
 
     def receive(self, *, timeout_s: float | None = None) -> Message:
-        """Waits for one frame.
+        """Wait for one frame.
 
         Raises:
             TimeoutError: if it is not there, whole, in time.

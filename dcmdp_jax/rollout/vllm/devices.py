@@ -98,7 +98,7 @@ def _present_gpus() -> list[str]:
 
 
 def share_devices(settings: VllmSettings) -> None:
-    """Divides the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
+    """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
 
     JAX takes its share when it starts. Where the user says nothing (XLA_PYTHON_CLIENT_MEM_FRACTION) it gets what the
     sidecar leaves, less a tenth for both their contexts. Where the sidecar sleeps, JAX has its memory meanwhile: it

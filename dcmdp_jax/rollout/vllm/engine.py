@@ -59,7 +59,7 @@ class VllmEngine:
         routed_experts: bool = False,
         script: Path = SCRIPT,
     ) -> None:
-        """Checks everything, then starts vLLM and waits until it is ready (seconds on CPU, a minute on a GPU).
+        """Check everything, then start vLLM and wait until it is ready (seconds on CPU, a minute on a GPU).
 
         Args:
             config: the model.
@@ -147,7 +147,7 @@ class VllmEngine:
         return None if self._weights.published is None else self._weights.published.policy_version
 
     def publish_weights(self, params: Params, policy_version: int) -> None:
-        """Writes the parameters into the free half of the double buffer; the next call has the engine load them.
+        """Write the parameters into the free half of the double buffer; the next call has the engine load them.
 
         Disturbs no call in progress: that one ends with the weights it began with, even if its sidecar has to be
         started again. That is one call's worth of room: publish again only when it has ended.

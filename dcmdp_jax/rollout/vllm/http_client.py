@@ -59,7 +59,7 @@ class VllmHttpClient:
     """
 
     def __init__(self, address: str, *, timeout_s: float, max_concurrent: int, retries: int) -> None:
-        """Asks the server what it is. Arguments and errors are those of `RemoteEngine`."""
+        """Ask the server for its model and version. Arguments and errors are those of `RemoteEngine`."""
         if not 0 < timeout_s < math.inf:
             raise UserError(f"timeout_s: got {timeout_s}, must be above 0 and finite")
         if max_concurrent < 1:

@@ -142,7 +142,7 @@ def interpreter(python: str) -> str:
 
 
 def check_temperature(temperature: float, name: str = "temperature") -> None:
-    """Refuses a temperature that vLLM would change (below 0.01) or refuse (above 2).
+    """Refuse a temperature that vLLM would change (below 0.01) or refuse (above 2).
 
     Raises:
         ValueError: under the name of the setting it comes from.
@@ -154,7 +154,7 @@ def check_temperature(temperature: float, name: str = "temperature") -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuses a vLLM that this bridge was not tried or read against.
+    """Refuse a version of vLLM that this bridge was not tested with.
 
     Raises:
         ValueError: naming the version and what is allowed.
@@ -207,7 +207,7 @@ def check_model(config: ModelConfig, platform: str) -> None:
 
 
 def check_processor(precision: str, *, cpu: bool) -> None:
-    """Refuses a precision that this machine's processor gets wrong.
+    """Refuse a precision that this machine's processor gets wrong.
 
     Raises:
         ValueError: for "fp8" in the CPU build, and for another quantised precision in it on a processor without AMX.
@@ -370,7 +370,7 @@ def environment(
 def write_model_config(
     config: ModelConfig, directory: Path, *, precision: str, compute_dtype: str, max_total_tokens: int
 ) -> None:
-    """Writes the config.json that the engine is built from, atomically. Weights are pushed, none are written."""
+    """Write the config.json that the engine is built from, atomically. Weights are pushed, none are written."""
     fields = to_hf(config, dtype=compute_dtype)
     # Room for the token that scoring a whole row samples; nothing is computed with it.
     fields["max_position_embeddings"] = max(config.max_position_embeddings, max_total_tokens + 1)

@@ -55,7 +55,7 @@ class RemoteEngine:
         retries: int = 3,
         policy_version: int = 0,
     ) -> None:
-        """Asks the server what it is, and refuses one that won't do.
+        """Ask the server for its model and version, and refuse one that won't do.
 
         The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and shown nowhere.
 
@@ -112,7 +112,7 @@ class RemoteEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Samples `group_size` completions for each prompt.
+        """Sample `group_size` completions for each prompt.
 
         Args:
             prompts: int32 token ids, one array per prompt.

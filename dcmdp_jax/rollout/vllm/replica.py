@@ -98,7 +98,7 @@ class Replica:
         return difference
 
     def _ensure(self, sidecar: Sidecar, publication: Publication) -> Generator[None, None, None]:
-        """Loads the publication where it is not in use: a restarted sidecar has no weights."""
+        """Load the published weights where they are not in use: a restarted sidecar has none."""
         if sidecar.serial != publication.serial:
             yield from self._loaded(sidecar, publication)
 

@@ -30,7 +30,7 @@ _INLINE_BYTES = 4096
 
 
 def _find_package() -> None:
-    """Makes this package importable from where this file lies, and nothing else from there.
+    """Make this package importable from where this file lies, and nothing else from there.
 
     The interpreter may be another one than the trainer's: its own packages must win, ours need not be installed in it.
     Runs again in worker processes that vLLM spawns.
@@ -67,7 +67,7 @@ class EngineHost:
     """vLLM's engine in this process."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        """Imports vLLM and builds the engine; weights are random until the first push.
+        """Import vLLM and build the engine; weights are random until the first push.
 
         Args:
             fields: of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
@@ -111,7 +111,7 @@ class EngineHost:
             self.engine.step()
 
     def push(self, fields: dict[str, Any]) -> np.ndarray:
-        """Loads a segment in every worker; returns checksums, [workers, tensors] uint64."""
+        """Load a segment in every worker; return checksums, [workers, tensors] uint64."""
         version = fields["policy_version"]
         self.version = None
         self._wake_up("weights")
@@ -142,7 +142,7 @@ class EngineHost:
                 self._asleep.remove(tag)
 
     def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
-        """Samples one completion, a row, for each seed; `prompt_of_row` says after which prompt.
+        """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
         Yields what has ended since; returns the rest.
         """
@@ -263,7 +263,7 @@ def _memory() -> int:
 
 
 def _clear_names() -> None:
-    """Takes the names from what vLLM shares between processes, now that the engine stands and all have it open.
+    """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
 
     The rendezvous file, and with tensor parallelism shared memory and semaphores: whatever ends this process, they end
     with the last one that has them mapped.
@@ -283,7 +283,7 @@ def _clear_names() -> None:
 
 
 def _serve(connection: wire.Connection, host: EngineHost) -> None:
-    """Answers frames until `close` or until the trainer is gone."""
+    """Answer frames until `close` or until the trainer is gone."""
     while True:
         header, arrays = connection.receive()
         op = header["op"]
@@ -314,7 +314,7 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
 
 
 def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_version: int | None) -> None:
-    """Sends what a request yields as progress, then its answer; or cancels it where the trainer says so."""
+    """Send what a request yields as progress, then its answer; or cancel it where the trainer says so."""
 
     def send(op: str, arrays: dict[str, np.ndarray]) -> None:
         share = sum(array.nbytes for array in arrays.values()) > _INLINE_BYTES
@@ -337,7 +337,7 @@ def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_ve
 
 
 def main() -> None:
-    """Builds the engine that the first frame asks for, and serves."""
+    """Build the engine that the first frame asks for, and serve."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

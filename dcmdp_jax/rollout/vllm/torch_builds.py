@@ -16,7 +16,7 @@ _CUDA_LIBRARY = "libtorch_cuda.so"
 
 
 def check_torch_builds() -> None:
-    """Refuses CUDA builds of torch's companions beside a torch without CUDA.
+    """Refuse CUDA builds of torch's companions beside a torch without CUDA.
 
     Version numbers don't tell: the index's wheels have no `+cuNNN`, and on other platforms the same number is a CPU
     build. What tells is the library their extension modules are linked to.

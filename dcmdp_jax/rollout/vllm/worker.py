@@ -49,7 +49,7 @@ class WeightReceiver:
         return RoutingRecorder(self.model_runner)
 
     def dcmdp_receive(self, path: str, size: int, listed: list[Any], policy_version: int) -> list[int]:
-        """Loads every tensor of a weight segment and returns the checksums of what was handed to the model.
+        """Load every tensor of a weight segment and return the checksums of what was handed to the model.
 
         Args:
             path: /proc path of the segment; `size` bytes.
@@ -77,7 +77,7 @@ class WeightReceiver:
         return [sums[tensor.name] for tensor in tensors]
 
     def dcmdp_scale_logits(self, temperature: float) -> None:
-        """Divides all logits by `temperature` from now on; 1 ends it.
+        """Divide all logits by `temperature` from now on; 1 ends it.
 
         vLLM's prompt log-probs know no temperature. Division in float32 and log-softmax after it are what its sampler
         does with the logits of a sampled token.

@@ -1,0 +1,84 @@
+"""Checks of a config against the model and the machine, before anything is allocated."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.config import Config
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.rollout.local.layout import check_mesh
+
+
+def check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer or lengths that the model has no room for."""
+    if len(tokenizer) > model.vocab_size:
+        raise UserError(
+            f"config.model.tokenizer: {len(tokenizer)} tokens, but the model has {model.vocab_size}; "
+            "use the model's own tokenizer"
+        )
+    if config.max_total_tokens > model.max_position_embeddings:
+        raise UserError(
+            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="
+            f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+def check_experts(config: Config, model: ModelConfig) -> None:
+    """Refuse settings of a mixture of experts for another model."""
+    settings = config.algorithm.router_aux_loss, config.rollout.router_replay
+    for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
+        if value and not model.num_experts:
+            raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
+
+
+def check_engine_mesh(config: Config, model: ModelConfig) -> None:
+    """Refuse a mesh of the embedded engine that does not divide the model."""
+    if config.rollout.engine != "local":
+        return
+    try:
+        check_mesh(model, config.rollout.local.tensor, config.rollout.local.expert)
+    except UserError as error:
+        raise UserError(f"config.rollout.local.{error}") from None
+
+
+def check_kernel(config: Config, platform: str, head_dim: int) -> None:
+    """Refuse an attention kernel that this machine can't run.
+
+    Whether cuDNN is there, and takes this dtype and head width, is found out by compiling one small attention.
+    """
+    setting = config.model.attention
+    dtype = jnp.dtype(config.model.compute_dtype)
+    kernel = choose_kernel(setting, dtype, platform)
+    gpu = platform in ("gpu", "cuda")
+    if kernel == "splash" and platform != "tpu":
+        raise UserError(f"config.model.attention: got 'splash', which needs a TPU, this is {platform}; choose auto")
+    if kernel == "cudnn" and not gpu:
+        raise UserError(
+            f"config.model.attention: got 'cudnn', which needs an NVIDIA GPU with cuDNN, this is {platform}; "
+            "choose auto"
+        )
+    if kernel != "cudnn":
+        return
+    if dtype == jnp.float32:
+        raise UserError(
+            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
+            "model.compute_dtype=bfloat16"
+        )
+    heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), dtype)
+    segments = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    attention = functools.partial(row_attention, kernel="cudnn", one_segment=True)
+    try:
+        jax.jit(attention).lower(heads, heads, heads, segments).compile()
+    except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
+        reason = " ".join((str(error) or type(error).__name__).split())[:200]
+        raise UserError(
+            f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work ({reason}); install "
+            "nvidia-cudnn-cu12, or choose xla"
+        ) from error
