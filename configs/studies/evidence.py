@@ -1,8 +1,7 @@
-"""The runs behind docs/evidence.md: every remedy on one policy under strain, and DC-GRPO's constants.
+"""The runs behind docs/evidence.md: every remedy on one policy under strain.
 
-    python -m bin.sweep --study=configs/studies/evidence.py              embedded engine: FP8 weights and FP8 cache
-    python -m bin.sweep --study=configs/studies/evidence.py:vllm         vLLM: BF16, FP8 cache
-    python -m bin.sweep --study=configs/studies/evidence.py:ablations    lambda_0, eta and c of DC-GRPO, embedded engine
+    python -m bin.sweep --study=configs/studies/evidence.py         embedded engine: FP8 weights and FP8 cache
+    python -m bin.sweep --study=configs/studies/evidence.py:vllm    vLLM: BF16, FP8 cache
 
 The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is the paper's 0.0037.
 docs/evidence.md has the commands with the policy that all runs start from.
@@ -21,27 +20,14 @@ _STRAIN = {
     "evaluation.every_steps": 20,
 }
 _FP8_CACHE = {"rollout.kv_cache_dtype": "fp8"}
-# The demo's lambda_0, eta and c of this study, each halved or doubled and more.
-_ABLATIONS = {
-    "dc_grpo": {},
-    "lambda_0=0": {"algorithm.multiplier": 0.0},
-    "lambda_0=1": {"algorithm.multiplier": 1.0},
-    "eta=5": {"algorithm.dual_learning_rate": 5.0},
-    "eta=500": {"algorithm.dual_learning_rate": 500.0},
-    "c=0.00185": {"algorithm.tolerance": 0.00185},
-    "c=0.0074": {"algorithm.tolerance": 0.0074},
-}
 
 
 def get_study(arg: str = "") -> Study:
     if arg == "vllm":
         arms = {name: arm for name, arm in remedy_arms(VLLM, {}, DEMO).items() if arm.config == VLLM}
         return Study("Remedies under strain, vLLM with an FP8 cache", _strained(arms), "grpo", SEEDS)
-    if arg == "ablations":
-        arms = {name: Arm(DEMO, changes) for name, changes in _ABLATIONS.items()}
-        return Study("Constants of DC-GRPO under strain, embedded FP8 engine", _strained(arms), "dc_grpo", SEEDS[:3])
     if arg:
-        raise ValueError(f"study argument {arg!r}: allowed are vllm, ablations")
+        raise ValueError(f"study argument {arg!r}: allowed is vllm")
     return Study("Remedies under strain, embedded FP8 engine", _strained(remedy_arms(DEMO, {}, DEMO)), "grpo", SEEDS)
 
 

@@ -134,8 +134,8 @@ def test_config_may_be_two_words():
         (("--config", "configs/dmo.py:grpo"), "--config: no file configs/dmo.py; did you mean configs/demo.py?"),
         (
             ("--config=zzz",),
-            "--config: no file zzz; there are configs/demo.py, configs/demo_moe.py, configs/demo_vllm.py, configs/qwen3_30b_a3b.py, "
-            "configs/qwen3_8b.py",
+            "--config: no file zzz; there are configs/demo.py, configs/demo_moe.py, configs/demo_vllm.py, "
+            "configs/qwen3_30b_a3b.py, configs/qwen3_8b.py",
         ),
         (("--confg=configs/demo.py",), "--confg=configs/demo.py: no such argument; did you mean --config?"),
         (

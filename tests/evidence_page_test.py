@@ -1,0 +1,25 @@
+"""docs/evidence.md: its tables are those of the metrics that are kept beside it."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.studies.results import tables
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize(("name", "argument", "arms", "steps"), [("embedded", "", 9, 80), ("vllm", "vllm", 7, 32)])
+def test_the_tables_are_those_of_the_kept_metrics(name, argument, arms, steps):
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "evidence.py"))["get_study"](argument)
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", list(study.arms))
+    assert len(runs) == arms and all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values())
+    for seeds in runs.values():
+        for series in seeds.values():
+            assert series["reward/mean"][0].tolist() == list(range(1, steps + 1))
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    for block in tables(study.title, runs, study.baseline, []).split("\n\n"):
+        if block.startswith("|"):
+            assert block.strip() in page
