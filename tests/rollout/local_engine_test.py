@@ -413,8 +413,8 @@ def test_bad_prompts_are_named(bad, message):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"precision": "int4"}, "precision: got 'int4', allowed are exact, float32, bfloat16, int8, fp8"),
-        ({"compute_dtype": "float16"}, "compute_dtype: got 'float16', allowed are float32, bfloat16"),
+        ({"precision": "int4"}, "precision: got 'int4', allowed are exact, float32, bfloat16, float16, int8, fp8"),
+        ({"compute_dtype": "float64"}, "compute_dtype: got 'float64', allowed are float32, bfloat16, float16"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: got 'int8', allowed are auto, fp8"),
         ({"max_rows": 0}, "max_rows: got 0, must be at least 1"),
         ({"max_total_tokens": 40000}, "max_total_tokens: got 40000, must be between 2 and .*32768"),
