@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
@@ -46,6 +47,20 @@ def check_engine_mesh(config: Config, model: ModelConfig) -> None:
         check_mesh(model, config.rollout.local.tensor, config.rollout.local.expert)
     except UserError as error:
         raise UserError(f"config.rollout.local.{error}") from None
+
+
+def check_reductions(config: Config, mesh: Mesh) -> None:
+    """Refuse bfloat16 on CPU devices that split the model.
+
+    XLA's CPU compiler (jaxlib 0.10) aborts the process when it promotes the bfloat16 reductions of such a mesh.
+    """
+    split = {axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1}
+    if split and config.model.compute_dtype == "bfloat16" and mesh.devices.flat[0].platform == "cpu":
+        axes = ", ".join(f"mesh.{axis}={ways}" for axis, ways in split.items())
+        raise UserError(
+            f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA can't add up bfloat16; "
+            "choose float32, or split rows alone (mesh.data)"
+        )
 
 
 def check_kernel(config: Config, platform: str, head_dim: int) -> None:

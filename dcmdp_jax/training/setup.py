@@ -42,7 +42,13 @@ from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.memory_parts import plan_memory
 from dcmdp_jax.training.memory_plan import MemoryPlan, this_machine
-from dcmdp_jax.training.model_checks import check_engine_mesh, check_experts, check_kernel, check_sizes
+from dcmdp_jax.training.model_checks import (
+    check_engine_mesh,
+    check_experts,
+    check_kernel,
+    check_reductions,
+    check_sizes,
+)
 from dcmdp_jax.training.run_directory import check_run_directory
 
 logger = logging.getLogger(__name__)
@@ -120,6 +126,7 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
     check_experts(config, model)
+    check_reductions(config, mesh)
     stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)

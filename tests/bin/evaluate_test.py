@@ -286,7 +286,10 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
         (("--top_p", "nan"), "argument --top_p: got nan, must be in (0, 1]"),
         (("--top_p", "inf"), "argument --top_p: got inf, must be in (0, 1]"),
         (("--precision", "fp9"), "--precision: got 'fp9', allowed with --engine local are exact, float32, bfloat16,"),
-        (("--engine", "vllm", "--precision", "exact"), "--precision: got 'exact', allowed with --engine vllm are float32,"),
+        (
+            ("--engine", "vllm", "--precision", "exact"),
+            "--precision: got 'exact', allowed with --engine vllm are float32,",
+        ),
         (("--engine", "remote"), "--server: goes with --engine remote, which needs it"),
         (("--server", "/tmp/s"), "--server: goes with --engine remote"),
         (("--engine", "remote", "--server", "{tmp}/none"), "server"),

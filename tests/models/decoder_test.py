@@ -376,7 +376,7 @@ def test_logical_axes_name_every_dimension() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "float16"}, "dtype: got 'float16', allowed are float32, bfloat16"),
+        ({"dtype": "float64"}, "dtype: got 'float64', allowed are float32, bfloat16, float16"),
         ({"remat": "some"}, "remat: got 'some', allowed are none, dots, full"),
         ({"logprob_chunk": 0}, "logprob_chunk: got 0, must be at least 1"),
         ({"scan_unroll": 0}, "scan_unroll: got 0, must be at least 1"),
