@@ -245,8 +245,8 @@ def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tu
         completion_index=jnp.zeros_like(rows["input_ids"]), rollout_logprobs=jnp.zeros_like(rows["weights"]),
     )  # fmt: skip
     mapped = shard_map_over_data(row_logprobs, mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    logprobs, entropy = mapped(params, packed)
-    return jnp.sum(rows["weights"] * logprobs) + jnp.sum(entropy), logprobs
+    found = mapped(params, packed)
+    return jnp.sum(rows["weights"] * found.logprobs) + jnp.sum(found.entropy), found.logprobs
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_a_file_may_import_its_neighbours_and_be_called_like_a_module_of_python(
         ("no.such.module:f", "reward no.such.module:f: can't import no.such.module: ModuleNotFoundError: No module"),
         ("nowhere.py:f", "reward nowhere.py:f: can't import nowhere.py: FileNotFoundError"),
         ("math:length", "reward math:length: math has no function 'length'; it has none"),
-        (f"{_FILE}:lenght", f"{_FILE} has no function 'lenght'; it has length, starts_like_the_prompt, only_for_maths"),
+        (f"{_FILE}:lenght", f"{_FILE} has no function 'lenght'; it has length, begins_with_a_multiple_of_eight, "),
         (f"{_FILE}:not_callable", f"{_FILE} has no function 'not_callable'; it has length"),
         (
             f"{_FILE}:takes_only_completions",

@@ -444,7 +444,7 @@ def test_devices_exchange_once_in_an_update():
     # 16 rows of 16 tokens are two updates of two micro-batches each of 4 rows, two a device. The one loop is that of
     # updates: within that of micro-batches, gradients would travel for each.
     mesh = make_mesh(2, devices=jax.devices()[:2])
-    batch = _batch(_rollout(), 2, mesh, tokens=64)
+    batch = _batch(_rollout(), 2, mesh, tokens=32)
     assert batch.rows[0].input_ids.shape == (2, 2, 4, 16)
     create, step, _ = _programs(ALGORITHM, 2, mesh, Compute(one_segment=True, logprob_chunk=16), False)
     program = step.trace(create(_params()), batch, None).jaxpr
@@ -455,8 +455,8 @@ def test_gradients_are_summed_in_float32_and_in_parts():
     """Parameters over eight devices: the loop over micro-batches carries each device's eighth of a gradient."""
     mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
     create, step, _ = _programs(ALGORITHM, 1, mesh, Compute(one_segment=True, logprob_chunk=16), False)
-    batch = _batch(_rollout(), 1, mesh, tokens=64)
-    assert batch.rows[0].input_ids.shape[1] == 2  # micro-batches
+    batch = _batch(_rollout(), 1, mesh, tokens=16)
+    assert batch.rows[0].input_ids.shape[1] == 2  # micro-batches, of a row on each device
     text = step.lower(create(_params()), batch, None).compile().as_text()
     # Embedding and W_gate of two layers: [31, 16] and [2, 16, 32] over the hidden size. (The table of token embeddings
     # is whole, and gathered once before the loop.)
