@@ -12,7 +12,7 @@ import numpy as np
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Params, Rows
 
 _MOST_ROWS = 32
@@ -54,13 +54,14 @@ class TrainingStack:
             for start in range(0, len(members), _MOST_ROWS):
                 part = members[start : start + _MOST_ROWS]
                 rows = _rows([prompts[i] for i in part], [completions[i] for i in part], length)
-                columns = jax.device_get(program(self._params, rows))
+                outputs = program(self._params, rows)
+                columns = jax.device_get((outputs.logprobs, outputs.entropy))
                 for place, index in enumerate(part):
                     begin = len(prompts[index])
                     found[index] = [column[place, begin : totals[index]].copy() for column in columns]
         return tuple(list(column) for column in zip(*found, strict=True))
 
-    def _program(self, temperature: float) -> Callable[[Params, Rows], tuple[jax.Array, jax.Array]]:
+    def _program(self, temperature: float) -> Callable[[Params, Rows], RowOutputs]:
         return _program(self._config, self._compute, temperature)
 
     def close(self) -> None:
@@ -68,9 +69,7 @@ class TrainingStack:
 
 
 @functools.lru_cache(maxsize=16)
-def _program(
-    config: ModelConfig, compute: Compute, temperature: float
-) -> Callable[[Params, Rows], tuple[jax.Array, jax.Array]]:
+def _program(config: ModelConfig, compute: Compute, temperature: float) -> Callable[[Params, Rows], RowOutputs]:
     return jax.jit(make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh()))
 
 
