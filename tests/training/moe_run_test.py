@@ -56,7 +56,9 @@ def _needs_vllm() -> None:
 
 def test_with_the_embedded_engine(tmp_path: Path) -> None:
     balancing = "algorithm.router_aux_loss=0.01"
-    records = _train(tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
+    # One update a step: after another one the trainer would route some tokens elsewhere.
+    one_update = "training.prompts_per_mini_batch=4"
+    records = _train(tmp_path / "run", "debug,replay", *SHORT, balancing, one_update, "rollout.precision=float32")
     _assert_two_steps(records, 1e-5)
 
 

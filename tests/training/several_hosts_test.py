@@ -139,6 +139,7 @@ def alone(environment, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.long
 def test_two_processes_with_one_killed_and_resumed_are_like_one_process(environment, tmp_path, alone):
     run_dir = tmp_path / "run"
     first, second = _two(environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2)))
@@ -147,11 +148,13 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(environm
     assert (
         first[0] == 1 and f"error: process 1 on {socket.gethostname()} has given no sign of life for 10 s" in first[2]
     )
-    assert _checkpoints(run_dir)[-1] == 2 and sorted(_records(run_dir)) == [0, 1, 2]
+    # The checkpoint of step 2 may have been in the writing.
+    last = _checkpoints(run_dir)[-1]
+    assert last in (1, 2) and sorted(_records(run_dir)) == [0, 1, 2]
 
     first, second = _two(environment, run_dir, *_RUN)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert f"resuming {run_dir} after step 2" in first[1] and "after step" not in second[1]
+    assert f"resuming {run_dir} after step {last}" in first[1] and "after step" not in second[1]
     _assert_alike(_records(run_dir), _records(alone))
     assert contradictions(run_dir) == [] and (run_dir / "report.html").is_file()
     samples = [Path(each, "samples.jsonl").read_text().splitlines() for each in (run_dir, alone)]
