@@ -75,7 +75,8 @@ def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     monkeypatch.setattr(step_rollout, "BatchScoring", _Scoring)
     config = _Named({
         "training": _Named({"prompts_per_step": wanted, "seed": 5}),
-        "algorithm": _Named({"refill_rounds": rounds}), "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
+        "algorithm": _Named({"refill_rounds": rounds}),
+        "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
     })  # fmt: skip
     ids = [np.array([i], np.int32) for i in range(problems)]
     plan = _Named({
