@@ -59,7 +59,7 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
         axes = ", ".join(f"mesh.{axis}={ways}" for axis, ways in split.items())
         raise UserError(
             f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA can't add up bfloat16; "
-            "choose float32, or split rows alone (mesh.data)"
+            "choose float32, or split nothing but rows (mesh.data)"
         )
 
 
