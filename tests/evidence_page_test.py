@@ -23,3 +23,16 @@ def test_the_tables_are_those_of_the_kept_metrics(name, argument, arms, steps):
     for block in tables(study.title, runs, study.baseline, []).split("\n\n"):
         if block.startswith("|"):
             assert block.strip() in page
+
+
+@pytest.mark.parametrize(
+    ("name", "study"), [("methods", "methods"), ("dual_learning_rate", "ablation_dual_learning_rate")]
+)
+def test_the_tables_without_strain_are_those_of_the_kept_metrics(name, study):
+    made = runpy.run_path(str(_ROOT / "configs" / "studies" / f"{study}.py"))["get_study"]("")
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", list(made.arms))
+    assert all(sorted(seeds) == [0, 1, 2] for seeds in runs.values())
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    for block in tables(made.title, runs, made.baseline, []).split("\n\n"):
+        if block.startswith("|"):
+            assert block.strip() in page
