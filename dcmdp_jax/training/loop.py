@@ -72,6 +72,9 @@ class Trainer:
         self.rollouts = StepRollouts(plan, parts.engine, parts.scorer)
         self._pushed: tuple[int, dict[str, float]] | None = None
         self._prompts_taken = prompts_taken
+        measure, sided = self.config.algorithm.measure, self.config.algorithm.sided
+        # For the noise floor. Compiled as one: each operation alone would be a program of its own.
+        self._token_discrepancy = jax.jit(functools.partial(token_discrepancy, measure=measure, sided=sided))
 
     def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes; save on the way and at the end.
@@ -119,7 +122,7 @@ class Trainer:
                 self._evaluate(state, step, writer)
 
     def _check_stop(self) -> None:
-        """Ends what this process does alone if a signal came, here or to another process."""
+        """Leave what this process does alone if a signal came, here or to another process."""
         if self.stop.received is not None or self.hosts.called_together:
             raise _Leaving
 
@@ -187,10 +190,7 @@ class Trainer:
         masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable]
         again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
         sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable])
-        algorithm = self.config.algorithm
-        # Compiled as one: each operation alone would be a program of its own.
-        measure = jax.jit(functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided))
-        return float(np.mean(measure(again, sampled)))
+        return float(np.mean(self._token_discrepancy(again, sampled)))
 
     def _pack(
         self, rollout: StepRollout, floor: Mapping[str, float], state: TrainState, step: int

@@ -62,7 +62,7 @@ class WeightBridge:
         """Size of a segment."""
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
-        """Writes the tensors.
+        """Write the tensors.
 
         Args:
             params: of the model (see `params.check_params`); any sharding; over several processes, all publish alike.

@@ -73,7 +73,7 @@ class Sidecar:
     """
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
-        """Starts the process. `wait_until_ready` comes next."""
+        """Start the process. `wait_until_ready` comes next."""
         self._launch = launch
         self._temporary = launch.directory / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)

@@ -22,7 +22,7 @@ class Supervisor:
     """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread."""
 
     def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
-        """Starts nothing; `started` comes next.
+        """Store the arguments; `started` comes next.
 
         Args:
             name: of its engine, in errors and logs.

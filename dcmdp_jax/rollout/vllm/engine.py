@@ -158,7 +158,7 @@ class VllmEngine:
         self._weights.publish(params, policy_version)
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Publishes the parameters and has each replica load them; returns when they are proven to be in use.
+        """Publish the parameters and have each replica load them; return when they are proven to be in use.
 
         The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the prefix cache was
         emptied, and the engine's log-probs of fixed sequences are near the trainer's own. A sidecar that fails it is
@@ -184,7 +184,7 @@ class VllmEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Samples `group_size` completions for each prompt; prompt `p` by replica `p` mod their number.
+        """Sample `group_size` completions for each prompt; prompt `p` by replica `p` mod their number.
 
         A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
         what was yielded is not yielded again.
@@ -261,7 +261,7 @@ class VllmEngine:
         return results
 
     def close(self) -> None:
-        """Ends the sidecars and gives the shared memory back. Safe to call twice."""
+        """Stop the sidecars and free the shared memory. Safe to call twice."""
         for replica in self._replicas:
             replica.supervisor.close()
         self._weights.close()

@@ -83,7 +83,7 @@ def check_installation(settings: VllmSettings, precision: str) -> str:
 
 
 def _check_tpu(settings: VllmSettings, precision: str) -> None:
-    """Refuses what tpu-inference does not have."""
+    """Refuse what tpu-inference does not have."""
     if precision not in ("bfloat16", "float32"):
         raise UserError(
             f"config.rollout.precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one"
@@ -189,7 +189,7 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
 
 
 def check_model(config: ModelConfig, platform: str) -> None:
-    """Refuses a shape that vLLM would read otherwise, or has no place for pushed weights in.
+    """Refuse a shape that vLLM would read otherwise, or has no place for pushed weights in.
 
     Raises:
         ValueError: for a Qwen2 model whose heads don't divide its width, and a mixture of experts on a TPU.

@@ -35,7 +35,7 @@ class Replica:
         sleep_level: int,
         routed_experts: bool = False,
     ) -> None:
-        """Starts nothing.
+        """Store the arguments.
 
         Args:
             supervisor: of the sidecar.

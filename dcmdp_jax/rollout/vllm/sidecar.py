@@ -127,7 +127,7 @@ class EngineHost:
             raise RuntimeError("the prefix cache could not be reset")
 
     def _sleep(self, level: int) -> None:
-        """Gives the memory of weights and cache back before a request is answered; the weights of level 2 are gone."""
+        """Free the memory of weights and cache before a request is answered; the weights of level 2 are gone."""
         if level:
             self.llm.sleep(level)
             self._asleep = {"weights", "kv_cache"}
@@ -135,7 +135,7 @@ class EngineHost:
                 self.version = None
 
     def _wake_up(self, *tags: str) -> None:
-        """Takes the memory of these again, weights before the cache: while they are loaded there is no cache."""
+        """Allocate the memory of these again, weights before the cache: while they are loaded there is no cache."""
         for tag in tags:
             if tag in self._asleep:
                 self.llm.wake_up(tags=[tag])

@@ -37,7 +37,7 @@ class SharedWeights:
     def __init__(
         self, config: ModelConfig, *, compute_dtype: str, int8: bool, probe: Probe | None, max_total_tokens: int
     ) -> None:
-        """Allocates the segments.
+        """Allocate the segments.
 
         Args:
             config: the model.
@@ -86,7 +86,7 @@ class SharedWeights:
         return self.published
 
     def close(self) -> None:
-        """Gives the shared memory back. Safe to call twice."""
+        """Free the shared memory. Safe to call twice."""
         self.published = None
         for segment in self.segments:
             segment.close()
