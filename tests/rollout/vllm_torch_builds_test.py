@@ -79,7 +79,7 @@ def test_the_sidecar_says_it_before_it_starts_the_engine(install, start):
 
 @pytest.mark.long
 def test_a_sidecar_starts_with_empty_caches(start, tmp_path, monkeypatch):
-    """As on a new machine, and in the demo of `.ci/run`: vLLM then inspects the model's class in a process of its own, out of our reach."""
+    """As on a new machine: vLLM then inspects the model's class in a process of its own, out of our reach."""
     for name in ("HOME", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "HF_HOME"):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
