@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
     [line] = [line for line in plan.table() if line.startswith("does not fit")]
     assert "the first device has 40.0 GiB and the phase 'push' takes 42.8" in line
     assert "engine's weights 15.3; smaller with a smaller model, more devices along rollout.local.tensor" in line
-    # State, engine and first slots of the cache are 11.4 + 15.3 + 0.2 GiB for sure: the run may work, it is not refused.
+    # State, engine and first slots of the cache are 11.4 + 15.3 + 0.2 GiB for sure: the run may work.
     plan.check()
     assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 26.9
     with pytest.raises(ValueError) as caught:
