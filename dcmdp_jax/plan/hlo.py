@@ -33,6 +33,10 @@ class Array(NamedTuple):
     dtype: str
     dims: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """As in HLO: f32[3,4]."""
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
     @property
     def size(self) -> int:
         """Elements."""

@@ -118,7 +118,7 @@ def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) ->
         config, mesh=mesh, training=dataclasses.replace(config.training, micro_batch_tokens=tokens)
     )
     try:
-        plan = plan_run(changed, topology, only=("step",))
+        plan = plan_run(changed, topology, only=("step",), refuse=True)
     except UserError as error:
         return Tried(mesh, tokens, None, str(error))
     seconds = float("inf")

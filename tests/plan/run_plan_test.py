@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 
 from configs import qwen3_8b
@@ -15,10 +14,7 @@ from dcmdp_jax.models.params import num_params, param_shapes
 from dcmdp_jax.plan.report import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import plan_run
 from dcmdp_jax.plan.search import candidates
-from dcmdp_jax.plan.step_program import abstract_batch
 from dcmdp_jax.plan.topologies import CHIPS, Topology
-from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
-from tests.rollout.packing_test import _rollout
 
 _DEVICES = Topology("v5e:2x4", CHIPS["v5e"], jax.devices()[:8])
 
@@ -132,19 +128,6 @@ def test_a_mesh_that_does_not_divide(changes, message):
     with pytest.raises(UserError) as raised:
         plan_run(_config(**changes), _DEVICES)
     assert str(raised.value).startswith(message)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_abstract_batch_is_the_one_that_is_packed(shared):
-    shapes = {"micro_batch_tokens": 70, "mini_batches": 2, "completions": 4, "row_shards": 2}
-    if shared:
-        packing = make_shared_plan(max_prompt_tokens=4, max_completion_tokens=4, group_size=2, **shapes)
-    else:
-        packing = make_plan(row_lengths=(4, 8), segments_per_row=1, **shapes)
-    rollout = _rollout([(3, 1), (3, 4)] * 4 if not shared else [(3, 1)] * 8, 2)
-    batch, _ = pack(rollout.episodes, np.zeros(8, np.float32), packing, mask_truncated=False)
-    shape = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
-    assert jax.tree.map(shape, abstract_batch(packing)) == jax.tree.map(shape, batch)
 
 
 def test_meshes_to_search():
