@@ -73,7 +73,7 @@ def check_plan(plan: RunPlan) -> list[Check]:
             tree_gathers(one.collectives, shapes),
         )
         for arrays, texts in zip(found, wrong.values(), strict=True):
-            texts += [f"{array} in {name}" for array in sorted(arrays, key=lambda array: -array.size)[:1]]
+            texts += [f"{array} in {name}" for array in sorted(arrays, key=lambda array: (-array.size, str(array)))[:1]]
     checks = [Check(name, ", ".join(texts) or "none", not texts) for name, texts in wrong.items()]
     if "step" in plan.programs and plan.programs["step"].refused is None:
         for name, ratio, most in (

@@ -156,7 +156,7 @@ def plan_run(
     check_training_mesh(
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
-    usable, reason = _usable(config, topology)
+    usable, reason = usable_memory(config, topology)
     step = plan_step(config, model, mesh)
     memory = plan_memory(
         config, model, step.compute, mesh, step.packing, Machine(topology.platform, mesh.size, usable, None),
@@ -200,8 +200,12 @@ def plan_run(
     )  # fmt: skip
 
 
-def _usable(config: Config, topology: Topology) -> tuple[int, str]:
-    """Bytes of each device that JAX may use."""
+def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
+    """Bytes of each device that JAX may use, and a note on them.
+
+    Raises:
+        UserError: if a sidecar on the same GPUs leaves too little.
+    """
     chip, vllm = topology.chip, config.rollout.vllm
     if config.rollout.engine != "vllm" or vllm.visible_devices:
         return int(chip.usable_gib * GIB), f"of {chip.memory_gib:g} GiB"
