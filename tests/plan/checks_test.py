@@ -35,7 +35,7 @@ def test_attention_matrices_have_two_axes_along_the_row():
     scores = _arrays((2, 4, 40, 40), (2, 2, 80, 40), (40, 40))  # whole, of the two heads of a group, and a mask
     rest = _arrays((2, 40, 4, 8), (2, 40, 16), (3, 16, 48))
     assert attention_matrices([*scores, *rest], 40, shapes) == scores
-    # W_o is [32, 16] and, whole in all layers, [3, 32, 16]; rows of 32 and of 16 tokens find neither.
+    # W_o is [32, 16], and [3, 32, 16] with the layers stacked; rows of 32 and of 16 tokens find neither.
     assert attention_matrices(_arrays((32, 16), (3, 32, 16), (16, 32)), 16, shapes) == []
     assert attention_matrices(_arrays((2, 32, 16)), 16, shapes) == _arrays((2, 32, 16))
 
@@ -91,7 +91,7 @@ def _lowered(attention):
 
 
 def test_a_step_with_splash_attention_has_no_attention_matrix():
-    """What the compiler gets has none, and a kernel has no memory but its own."""
+    """The compiler gets none, and a kernel has no memory but its own."""
     shapes, arrays = _lowered("splash")
     assert Array("f32", (8, _LENGTH, 192)) in arrays
     assert attention_matrices(arrays, _LENGTH, shapes) == []
