@@ -45,6 +45,7 @@ class ModelShapes(NamedTuple):
     Attributes:
         stacked: dimensions of every parameter of the layers with all layers, sorted, without 1s, whole or split.
         single: those of one layer, and of the parameters outside the layers.
+        sizes: of every axis of those.
         widths: sizes that stand beside the vocabulary in a parameter.
         vocab: the vocabulary, and the part of it on each device.
         query_group: query heads of a key-value head.
@@ -53,6 +54,7 @@ class ModelShapes(NamedTuple):
 
     stacked: frozenset[Dims]
     single: frozenset[Dims]
+    sizes: frozenset[int]
     widths: frozenset[int]
     vocab: frozenset[int]
     query_group: int
@@ -98,7 +100,7 @@ def model_shapes(model: ModelConfig, mesh: Mesh) -> ModelShapes:
             dims = dims[1:]
         single |= {_sorted(part) for part in _splits(dims, ways)}
     return ModelShapes(
-        stacked=frozenset(stacked), single=frozenset(single),
+        stacked=frozenset(stacked), single=frozenset(single), sizes=frozenset(itertools.chain(*single)),
         widths=frozenset(_divided(model.hidden_size, ways)),
         vocab=frozenset(_divided(model.vocab_size, {1, mesh.shape["tensor"]})),
         query_group=model.num_heads // model.num_kv_heads, parameters=num_params(model),
@@ -108,15 +110,11 @@ def model_shapes(model: ModelConfig, mesh: Mesh) -> ModelShapes:
 def attention_matrices(arrays: Iterable[Array], length: int, shapes: ModelShapes) -> list[Array]:
     """Arrays with two axes along a row of `length` tokens: scores of attention, masks.
 
-    An axis of queries may hold those of a group of heads, as in `ops.cpu.attention`. Parameters that have such sizes
-    are no finding.
+    An axis of queries may hold those of a group of heads, as in `ops.cpu.attention`. A length that is the size of a
+    parameter's axis too says nothing: activations have both.
     """
-    along = {length, length * shapes.query_group}
-    return [
-        array
-        for array in arrays
-        if sum(dim in along for dim in array.dims) >= 2 and _sorted(array.dims) not in shapes.single | shapes.stacked
-    ]
+    along = {length, length * shapes.query_group} - shapes.sizes
+    return [array for array in arrays if sum(dim in along for dim in array.dims) >= 2]
 
 
 def all_logits(arrays: Iterable[Array], tokens: int, shapes: ModelShapes) -> list[Array]:

@@ -35,9 +35,10 @@ def test_attention_matrices_have_two_axes_along_the_row():
     scores = _arrays((2, 4, 40, 40), (2, 2, 80, 40), (40, 40))  # whole, of the two heads of a group, and a mask
     rest = _arrays((2, 40, 4, 8), (2, 40, 16), (3, 16, 48))
     assert attention_matrices([*scores, *rest], 40, shapes) == scores
-    # W_o is [32, 16], and [3, 32, 16] with the layers stacked; rows of 32 and of 16 tokens find neither.
-    assert attention_matrices(_arrays((32, 16), (3, 32, 16), (16, 32)), 16, shapes) == []
-    assert attention_matrices(_arrays((2, 32, 16)), 16, shapes) == _arrays((2, 32, 16))
+    # Keys are 16 wide, as are hidden states: for rows of 16 tokens [2, 16, 16] may be either.
+    assert attention_matrices(_arrays((2, 16, 16), (2, 32, 16)), 16, shapes) == []
+    # Rows of 8 tokens: the queries of a group of two heads are 16.
+    assert attention_matrices(_arrays((2, 16, 8), (2, 8, 16)), 8, shapes) == []
 
 
 def test_logits_of_all_tokens_however_they_are_shaped():
