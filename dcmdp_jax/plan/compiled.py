@@ -24,6 +24,7 @@ class Compiled(NamedTuple):
     Attributes:
         name: of the program.
         seconds: of compilation.
+        row_lengths, tokens: as of `Lowerable`.
         peak: bytes in use at most, arguments included, as the compiler reports it; what it would need, if it says so,
             of a program that does not fit.
         temporary: bytes of temporary memory; 0 if it does not fit.
@@ -37,6 +38,8 @@ class Compiled(NamedTuple):
 
     name: str
     seconds: float
+    row_lengths: tuple[int, ...]
+    tokens: int
     peak: int
     temporary: int = 0
     arguments: int = 0
@@ -55,13 +58,14 @@ def compile_program(program: Lowerable) -> Compiled:
         jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
     """
     began = time.monotonic()
+    shapes = {"row_lengths": program.row_lengths, "tokens": program.tokens}
     try:
-        compiled = program.lower().compile()
+        compiled = program.trace().lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
         needed, reason = _shortage(str(error))
-        return Compiled(program.name, time.monotonic() - began, needed, refused=reason)
+        return Compiled(program.name, time.monotonic() - began, peak=needed, refused=reason, **shapes)
     seconds = time.monotonic() - began
     memory = compiled.memory_analysis()
     module = parse(compiled.as_text())
@@ -69,6 +73,7 @@ def compile_program(program: Lowerable) -> Compiled:
     return Compiled(
         name=program.name,
         seconds=seconds,
+        **shapes,
         peak=_peak(memory),
         temporary=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
