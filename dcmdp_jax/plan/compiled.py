@@ -56,15 +56,19 @@ def compile_program(program: Lowerable) -> Compiled:
     """
     began = time.monotonic()
     try:
-        compiled = program.lower().compile()
+        executable = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
         needed, reason = _shortage(str(error))
         return Compiled(program.name, time.monotonic() - began, needed, refused=reason)
-    seconds = time.monotonic() - began
-    memory = compiled.memory_analysis()
-    module = parse(compiled.as_text())
+    return read_executable(program, executable, time.monotonic() - began)
+
+
+def read_executable(program: Lowerable, executable: jax.stages.Compiled, seconds: float) -> Compiled:
+    """Read the memory, operations and traffic of a program that was compiled in `seconds`."""
+    memory = executable.memory_analysis()
+    module = parse(executable.as_text())
     unknown = {loop.op_name for visit in walk(module, program.trip_counts) for loop in visit.loops if not loop.known}
     return Compiled(
         name=program.name,

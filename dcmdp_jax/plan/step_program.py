@@ -88,7 +88,7 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     return StepPlan(
         program=Lowerable(
             "step", lambda: programs.train_step.lower(state, batch, reference),
-            _trip_counts(model, compute, packing, mesh), held,
+            step_trip_counts(model, compute, packing, mesh), held,
         ),
         compute=compute,
         packing=packing,
@@ -139,10 +139,15 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
-    """Every completion has the longest length: the bucket of the longest rows is full, the others are empty.
+def step_trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
+    """Lengths of a step's loops whose end is data, in the worst case: every completion has the longest length.
 
-    All tokens of a row count as wanted by the output layer, as they do for the model's operations.
+    The bucket of the longest rows is full, the others are empty. All tokens of a row count as wanted by the output
+    layer, as they do for the model's operations.
+
+    Args:
+        model, compute, mesh: of the step.
+        packing: its shapes; of a batch whose micro-batches are known, with their number as `micro_batches`.
     """
     last = len(packing.row_lengths) - 1
     tokens = packing.rows_per_micro_batch[-1] // row_shards(mesh) * (packing.row_lengths[-1] - 1)

@@ -55,6 +55,6 @@ def test_a_model_that_nobody_knows():
     with pytest.raises(UserError) as raised:
         model_of(_config("qwen3_8b", model__path="models/Qwen9-8B"))
     assert str(raised.value) == (
-        "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are Qwen3-8B, "
-        "Qwen3-30B-A3B, DeepSeek-R1-Distill-Qwen-1.5B"
+        "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are Qwen3-1.7B, "
+        "Qwen3-8B, Qwen3-30B-A3B, DeepSeek-R1-Distill-Qwen-1.5B"
     )
