@@ -13,7 +13,7 @@ is made on the device. Parts, in order of importance, each in a process of its o
     attention_one_sequence
     engine_fp8          8-bit weights
     experts             a mixture of experts beside a dense layer
-    step_one_sequence   the step with one sequence in each row
+    step_buckets        the same sequences one to a row, in rows of three lengths: the default of a run on a GPU
     engine_int8
 
 A part that fails, or takes longer than it may, is recorded with its error, and the others go on; the exit code is then
@@ -66,7 +66,7 @@ PARTS = {
     "attention_one_sequence": Part(functools.partial(attention.measure, packed=False), 90, 25),
     "engine_fp8": Part(functools.partial(engine.measure, precision="fp8"), 150, 40),
     "experts": Part(experts.measure, 90, 20),
-    "step_one_sequence": Part(functools.partial(step.measure, packed=False, remat="dots"), 180, 40),
+    "step_buckets": Part(functools.partial(step.measure, packed=False, remat="dots"), 180, 40),
     "engine_int8": Part(functools.partial(engine.measure, precision="int8"), 150, 40),
 }
 

@@ -25,11 +25,11 @@ class Size(NamedTuple):
     Attributes:
         model_path: `model.path`, whose last part names a published shape; empty: `architecture`.
         architecture: fields of `model.architecture`.
-        row_length: of the step's rows, and of attention.
+        row_length: of packed rows, the longest of a step, and of attention.
         micro_batch_tokens: of the step; attention has as many rows.
         prompts, group: completions of a step.
         prompt_tokens: of each prompt of a step.
-        median_tokens: median of the completions' lengths in packed rows.
+        median_tokens: median of the lengths of a step's completions.
         decode_prompts, decode_group, decode_prompt_tokens, new_tokens: of the engine.
         expert_layer, experts, expert_tokens: of the mixture of experts.
         product: side of the square product whose rate is measured.
@@ -93,16 +93,14 @@ def run_settings(size: Size) -> ConfigDict:
     config.rollout.group_size = size.group
     config.rollout.max_completion_tokens = size.row_length - size.prompt_tokens
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = size.prompts
-    config.training.row_lengths = (size.row_length,)
     config.training.micro_batch_tokens = size.micro_batch_tokens
     return config
 
 
-def completions(size: Size, model: ModelConfig, *, packed: bool) -> list[Episode]:
-    """Random completions: log-normal lengths for packed rows, else such that each fills a row."""
-    longest, count = size.row_length - size.prompt_tokens, size.prompts * size.group
-    lengths = np.full(count, longest)
-    if packed:
-        spread = np.random.default_rng(2).normal(0, 0.7, count)
-        lengths = (size.median_tokens * np.exp(spread)).astype(int).clip(1, longest)
-    return rollout(model, size.prompt_tokens, lengths, size.group)
+def completions(size: Size, model: ModelConfig) -> list[Episode]:
+    """Random completions of a step, their lengths log-normal."""
+    spread = np.random.default_rng(2).normal(0, 0.7, size.prompts * size.group)
+    lengths = size.median_tokens * np.exp(spread)
+    return rollout(
+        model, size.prompt_tokens, lengths.astype(int).clip(1, size.row_length - size.prompt_tokens), size.group
+    )

@@ -1,8 +1,7 @@
-"""The training step on rows of 8k tokens: tokens a second, share of the peak, memory beside the compiler's figure."""
+"""The training step: tokens a second, share of the peak, memory beside the compiler's figure."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -29,10 +28,11 @@ _MOST_SEGMENTS = 64
 
 
 def step_config(size: Size, *, packed: bool, remat: str) -> Config:
-    """The run whose step is measured: several sequences in a row, or one."""
+    """The run whose step is measured: several sequences in a row, or one, in rows of three lengths."""
     config = run_settings(size)
     config.model.remat = remat
-    config.training.segments_per_row = _MOST_SEGMENTS if packed else 1
+    if packed:
+        config.training.row_lengths, config.training.segments_per_row = (size.row_length,), _MOST_SEGMENTS
     return from_config_dict(config)
 
 
@@ -52,18 +52,17 @@ def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
     mesh, config = one_device_mesh(), step_config(size, packed=packed, remat=remat)
     model = model_of(config)
     plan = plan_step(config, model, mesh)
-    sampled = completions(size, model, packed=packed)
+    sampled = completions(size, model)
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan.packing, mask_truncated=False)
-    micro_batches = tuple(int(count) for count in batch.micro_batches[0])
-    run = dataclasses.replace(plan.packing, micro_batches=micro_batches)
-    trip_counts = step_trip_counts(model, plan.compute, run, mesh)
+    micro_batches = [int(count) for count in batch.micro_batches[0]]
+    trip_counts = step_trip_counts(model, plan.compute, plan.packing, mesh, micro_batches)
     executable, compiled = limits.read(plan.program._replace(trip_counts=trip_counts))
     found: dict[str, Any] = {
         "kind": "step",
         "parameters": num_params(model),
-        "rows": "several sequences in a row" if packed else "one sequence in a row",
-        "row_length": size.row_length,
+        "most_sequences_per_row": plan.packing.segments_per_row,
+        "row_lengths": plan.packing.row_lengths,
         "remat": remat,
         "attention": plan.compute.attention,
         "sequences": len(sampled),

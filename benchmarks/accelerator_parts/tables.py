@@ -52,8 +52,9 @@ def _step(found: Found) -> str:
     padding = 1 - found["tokens"] / found["computed_tokens"]
     rows = [
         ("model", f"{found['parameters']:,} parameters, remat {found['remat']}, attention {found['attention']}"),
-        ("batch", f"{found['sequences']} sequences, {found['tokens']:,} tokens, {found['rows']}, in "
-                  f"{found['micro_batches']} micro-batches; padding {padding:.0%}"),
+        ("batch", f"{found['sequences']} sequences, {found['tokens']:,} tokens, at most "
+                  f"{found['most_sequences_per_row']} in a row, {found['micro_batches']} micro-batches; padding "
+                  f"{padding:.0%}"),
         ("compilation", f"{found['compile_seconds']:.0f} s"),
         ("peak memory, by the compiler", _gib(found["predicted_peak_bytes"])),
     ]  # fmt: skip
@@ -74,7 +75,8 @@ def _step(found: Found) -> str:
         ]
     if "share_of_goal_rate" in found:
         rows.append(("share of 790 TFLOP/s; goal 50%", f"{found['share_of_goal_rate']:.1%}"))
-    return _rows(("training step", f"rows of {found['row_length']}"), rows)
+    lengths = ", ".join(f"{length:,}" for length in found["row_lengths"])
+    return _rows(("training step", f"rows of {lengths}"), rows)
 
 
 def _attention(found: Found) -> str:

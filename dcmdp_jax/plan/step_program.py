@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +70,8 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         mesh: the training devices.
     """
     compute, packing = layout(config, mesh)
+    # The worst case: every completion has the longest length, so the bucket of the longest rows is full.
+    longest = (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
     programs = make_step_programs(config, model, compute, mesh)
     shapes = param_shapes(model, config.model.param_dtype)
     state = jax.eval_shape(
@@ -88,7 +90,7 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     return StepPlan(
         program=Lowerable(
             "step", lambda: programs.train_step.lower(state, batch, reference),
-            step_trip_counts(model, compute, packing, mesh), held,
+            step_trip_counts(model, compute, packing, mesh, longest), held,
         ),
         compute=compute,
         packing=packing,
@@ -139,17 +141,17 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def step_trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
-    """Lengths of a step's loops whose end is data, in the worst case: every completion has the longest length.
+def step_trip_counts(
+    model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh, micro_batches: Sequence[int]
+) -> TripCounts:
+    """Lengths of a step's loops whose end is data.
 
-    The bucket of the longest rows is full, the others are empty. All tokens of a row count as wanted by the output
-    layer, as they do for the model's operations.
+    All tokens of a row count as wanted by the output layer, as they do for the model's operations.
 
     Args:
-        model, compute, mesh: of the step.
-        packing: its shapes; of a batch whose micro-batches are known, with their number as `micro_batches`.
+        model, compute, packing, mesh: of the step.
+        micro_batches: of a mini-batch, in each bucket.
     """
-    last = len(packing.row_lengths) - 1
     tokens = packing.rows_per_micro_batch[-1] // row_shards(mesh) * (packing.row_lengths[-1] - 1)
     axes = kernel_axes(model, mesh)
     vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
@@ -160,10 +162,10 @@ def step_trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan,
             return blocks
         if not in_scope(op_name, MICRO_BATCHES):
             return None
-        if not in_scope(op_name, bucket_scope(last)):
-            return 0
         # The first mini-batch's own update gives its p^Train.
         share = 1 - 1 / packing.mini_batches if in_scope(op_name, OLD_LOGPROBS) else 1
-        return packing.micro_batches[-1] * share
+        return share * sum(
+            count for bucket, count in enumerate(micro_batches) if in_scope(op_name, bucket_scope(bucket))
+        )
 
     return trips

@@ -63,7 +63,7 @@ def test_needed_operations_of_a_step_by_hand():
 def test_the_step_on_packed_rows():
     found = _measured("step_packed")
     model = model_of(from_config_dict(run_settings(_TOY)))
-    lengths = [len(episode.token_ids) for episode in completions(_TOY, model, packed=True)]
+    lengths = [len(episode.token_ids) for episode in completions(_TOY, model)]
     assert found["tokens"] == sum(lengths) and found["sequences"] == 16
     # Rows of 128, two in a micro-batch; one sequence in a row would take eight micro-batches.
     assert found["computed_tokens"] == 256 * found["micro_batches"]
@@ -72,7 +72,7 @@ def test_the_step_on_packed_rows():
     assert len(found["seconds"]) == _TOY.repeats
     # Parameters and two moments in float32 are arguments.
     assert found["predicted_peak_bytes"] >= found["predicted_argument_bytes"] >= 12 * num_params(model)
-    assert found["needed_flops"] == step.needed_flops(model, completions(_TOY, model, packed=True))
+    assert found["needed_flops"] == step.needed_flops(model, completions(_TOY, model))
     assert found["skipped_updates"] == 0 and found["unknown_loops"] == []
     # Padding and the upper half of attention are computed too; far less would be a loop that is counted once.
     assert 1 < found["compiled_over_needed"] < 4
