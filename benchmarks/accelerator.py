@@ -59,14 +59,14 @@ class Part(NamedTuple):
 
 PARTS = {
     "device": Part(limits.measure, 60, 5),
-    "step_packed": Part(functools.partial(step.measure, packed=True, remat="dots"), 180, 40),
+    "step_packed": Part(functools.partial(step.measure, packed=True, remat="none"), 180, 40),
     "attention_packed": Part(functools.partial(attention.measure, packed=True), 90, 25),
     "engine_bfloat16": Part(functools.partial(engine.measure, precision="bfloat16"), 150, 40),
     "step_full_remat": Part(functools.partial(step.measure, packed=True, remat="full"), 180, 40),
     "attention_one_sequence": Part(functools.partial(attention.measure, packed=False), 90, 25),
     "engine_fp8": Part(functools.partial(engine.measure, precision="fp8"), 150, 40),
     "experts": Part(experts.measure, 90, 20),
-    "step_buckets": Part(functools.partial(step.measure, packed=False, remat="dots"), 180, 40),
+    "step_buckets": Part(functools.partial(step.measure, packed=False, remat="none"), 180, 40),
     "engine_int8": Part(functools.partial(engine.measure, precision="int8"), 150, 40),
 }
 
@@ -161,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record = Path(scratch) / f"{name}.json"
             command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", name, "--size", given.size]
             found = run_process([*command, "--here", str(record)], record, seconds)
-            print(f"\n{table(found)}\n", flush=True)
+            shown = [text for text in (table(found), found["error"]) if text]
+            print("\n" + "\n\n".join(shown) + "\n", flush=True)
             return found
 
         code = run_parts(given.parts, run, write, given.budget_s)
