@@ -71,9 +71,9 @@ class ModelSettings:
     )
     forward_precision: str = setting(
         "full",
-        "Matrices in the forward pass. full: compute_dtype. int8, fp8: the values that the local engine has with "
+        "Matrices in the forward pass. full: compute_dtype. int8, int4, fp8: the values that the local engine has with "
         "rollout.precision of the same name, so that both agree; gradients pass straight through to the full weights.",
-        choices=("full", "int8", "fp8"), source="paper: full; Jet-RL, QaRL",
+        choices=("full", "int8", "int4", "fp8"), source="paper: full; Jet-RL, QaRL",
     )  # fmt: skip
     head_dtype: str = setting(
         "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",

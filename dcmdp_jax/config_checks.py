@@ -79,7 +79,7 @@ def _check_between(config: Any) -> None:
         )
     if config.rollout.engine == "vllm":
         _check_vllm_dtypes(config.rollout)
-    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in ("int8", "fp8"):
+    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in ("int8", "int4", "fp8"):
         raise UserError(
             f"config.rollout.compute_dtype: got 'float16' with rollout.precision={config.rollout.precision!r}, whose "
             "products before scaling leave float16's range; choose bfloat16 or float32"

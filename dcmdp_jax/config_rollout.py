@@ -93,12 +93,13 @@ class RolloutSettings:
     )  # fmt: skip
     precision: str = setting(
         "bfloat16",
-        "Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is 0. int8, fp8 "
-        "of the local engine: weights alone, quantised per output channel at each push; products are in compute_dtype, "
-        "and a CPU dequantises all weights in each program, which takes more memory than bfloat16. int8 of vLLM: W8A8, "
-        "per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; fp8_per_block: per block of 128.",
+        "Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is 0. int8, "
+        "int4 (in a byte), fp8 of the local engine: weights alone, quantised per output channel at each push; products "
+        "are in compute_dtype, and a CPU dequantises all weights in each program, which takes more memory than "
+        "bfloat16. int8 of vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; "
+        "fp8_per_block: per block of 128.",
         engine_choices={
-            "local": ("exact", "float32", "bfloat16", "float16", "int8", "fp8"),
+            "local": ("exact", "float32", "bfloat16", "float16", "int8", "int4", "fp8"),
             "vllm": ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_per_block"),
         },
     )  # fmt: skip

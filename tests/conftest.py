@@ -1,13 +1,14 @@
 """Eight fake CPU devices for everything that is sharded; set before anything imports jax.
 
-Nearly all the time of these tests is compilation, so XLA's backend does not optimise here. The whole runs of
-training/loop_test.py are processes of their own without these flags.
+Nearly all the time of these tests is compilation, so XLA's backend does not optimise here, nor in the whole runs that
+are processes of their own. The demos that `.ci/run` makes are optimised.
 """
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+_NOT_OPTIMISED = "--xla_backend_optimization_level=0"
+_FLAGS = f"--xla_force_host_platform_device_count=8 {_NOT_OPTIMISED}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 import hypothesis  # noqa: E402 - after the flags
@@ -19,6 +20,21 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 _MANY_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="session")
+def run_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a run in a process of its own: one device, and a cache of programs that all tests share."""
+    base = tmp_path_factory.getbasetemp()
+    # pytest-xdist gives each of its workers a directory in that of the session.
+    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": _NOT_OPTIMISED,
+        "JAX_COMPILATION_CACHE_DIR": str(session / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 @pytest.fixture(autouse=True)

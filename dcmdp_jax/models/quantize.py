@@ -1,4 +1,4 @@
-"""Weights of an inference engine in int8 or float8, one scale per output channel."""
+"""Weights of an inference engine in int8, int4 or float8, one scale per output channel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 
 from dcmdp_jax.types import Params
 
-PRECISIONS = ("int8", "fp8")
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; beyond it a cast gives NaN, not infinity."""
-INT8_MAX = 127.0
+_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": FP8_MAX}
+PRECISIONS = tuple(_LIMITS)
 
 
 class QuantizedKernel(NamedTuple):
     """A matrix stored as W ~ values * scale.
 
     Attributes:
-        values: [in, out] int8 or float8_e4m3fn.
+        values: [in, out] int8 (for int4 too, a byte each) or float8_e4m3fn.
         scale: [out] float32, positive.
     """
 
@@ -36,7 +36,7 @@ def quantized_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
 def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
     """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts anything.
 
-    With `keep_quantized` matrices in 8 bits stay so, and each product converts its own: for platforms that do it while
+    With `keep_quantized` quantised matrices stay so, and each product converts its own: for platforms that do it while
     they read the matrix, where a second copy of the weights would cost what quantization saves.
 
     Exact for int8 and float8 values in float32 and bfloat16 alike (at most 7 significant bits); scales stay float32.
@@ -59,16 +59,17 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
 
         scale = max_in |W| / M,    values = round(W / scale),
 
-    M = 127 and round to integer for "int8"; M = 448 and the nearest float8_e4m3fn for "fp8", ties to even in both. So
-    |W - values * scale| <= scale / 2 in int8; in fp8 at most 2^-4 |W|, or 2^-10 scale where W / scale is below 2^-6.
+    M = 127 for "int8" and 7 for "int4", rounded to integers; M = 448 for "fp8", to the nearest float8_e4m3fn; ties to
+    even. So |W - values * scale| <= scale / 2 in int8 and int4; in fp8 at most 2^-4 |W|, or 2^-10 scale where W / scale
+    is below 2^-6.
     A column of zeros, or one too small for its scale to be a normal float32, gets scale 1 and values 0.
 
     Args:
         kernel: [..., in, out], any float dtype; computed in float32.
-        precision: "int8" or "fp8".
+        precision: "int8", "int4" or "fp8".
 
     Returns:
-        values [..., in, out] in the 8-bit dtype, scale [..., out] float32. A column with a NaN has a NaN scale.
+        values [..., in, out] int8 or float8_e4m3fn, scale [..., out] float32. A column with a NaN has a NaN scale.
 
     Raises:
         ValueError: for another precision.
@@ -76,12 +77,12 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     if precision not in PRECISIONS:
         raise ValueError(f"precision: got {precision!r}, quantised ones are {', '.join(PRECISIONS)}")
     kernel = kernel.astype(jnp.float32)
-    limit = INT8_MAX if precision == "int8" else FP8_MAX
+    limit = _LIMITS[precision]
     scale = jnp.max(jnp.abs(kernel), axis=-2) / limit
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     # The quotient of a column's largest entry may round to just above the limit.
     scaled = jnp.clip(kernel / scale[..., None, :], -limit, limit)
-    values = jnp.round(scaled).astype(jnp.int8) if precision == "int8" else scaled.astype(jnp.float8_e4m3fn)
+    values = scaled.astype(jnp.float8_e4m3fn) if precision == "fp8" else jnp.round(scaled).astype(jnp.int8)
     return QuantizedKernel(values, scale)
 
 
@@ -97,7 +98,7 @@ def quantize_output(params: Params, precision: str) -> Params:
 
 
 def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
-    """Marked leaves with the values that an engine in 8 bits multiplies by, and the gradient of the leaves themselves.
+    """Marked leaves with the values that a quantised engine multiplies by, and the gradient of the leaves themselves.
 
         value  values * scale of `quantize_kernel`,      d value / d leaf = 1
 
@@ -106,7 +107,7 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
     Args:
         tree: parameters, or a part of them.
         quantized: the same tree of bools; see `params.quantized_leaves`.
-        precision: "int8" or "fp8".
+        precision: "int8", "int4" or "fp8".
     """
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:

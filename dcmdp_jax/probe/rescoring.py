@@ -66,6 +66,7 @@ class _Emulated(NamedTuple):
 
 _EMULATED = (
     _Emulated("int8 weights, a scale for each output channel", "quantized_weights", "int8", "auto"),
+    _Emulated("int4 weights, a scale for each output channel", "quantized_weights", "int4", "auto"),
     _Emulated("fp8 weights, a scale for each output channel", "quantized_weights", "fp8", "auto"),
     _Emulated("an fp8 key-value cache", "quantized_cache", "", "fp8"),
 )

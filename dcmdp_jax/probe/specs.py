@@ -19,7 +19,7 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 """Kind of engine -> precisions; the first is the default."""
 
-_QUANTIZED = ("int8", "fp8", "fp8_per_block")
+_QUANTIZED = ("int8", "int4", "fp8", "fp8_per_block")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,8 +56,8 @@ def make_row_logprobs(
         compute: dtype, rematerialisation, kernel and chunk.
         temperature: the one that completions are sampled at.
         mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
-        forward_precision: "full", or "int8" or "fp8": matrices, the output's too, have the values that the embedded
-            engine in this precision multiplies by; gradients pass straight through.
+        forward_precision: "full", or "int8", "int4" or "fp8": matrices, the output's too, have the values that the
+            embedded engine in this precision multiplies by; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
     """
     pin = {} if data_parallel_only(mesh) else {"constrain": constrain(mesh), "mesh": mesh}

@@ -30,10 +30,11 @@ _TINY = """    small = {
 
 
 @pytest.fixture(autouse=True)
-def _in_the_checkout(monkeypatch):
+def _in_the_checkout(monkeypatch, run_environment):
     """Config files are named from there. XLA's eight devices are for this process, not for the runs."""
     monkeypatch.chdir(_ROOT)
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    for name in run_environment.keys() - os.environ.keys() | {"XLA_FLAGS"}:
+        monkeypatch.setenv(name, run_environment[name])
 
 
 def _fails(capsys, *argv):
@@ -51,7 +52,6 @@ def test_a_stopped_study_continues_and_compares(tmp_path):
     words = [f"--study={study}", f"--out={out}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "bin.sweep", *words], cwd=_ROOT, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     # The second run begins once the first is finished.
     assert "grpo, seed 3: finished" in process.stdout.readline()

@@ -50,6 +50,15 @@ def test_fp8_hand_values():
     np.testing.assert_array_equal(scale, [2.0, 1.0])
 
 
+def test_int4_hand_values():
+    # absmax 14, scale 2: 14 -> 7, -13 -> -6.5 -> -6 (half to even), 5 -> 2.5 -> 2. -8 is never used.
+    values, scale = quantize_kernel(jnp.array([[14.0, -1.75], [-13.0, 0.875], [5.0, 0.2]]), "int4")
+    assert values.dtype == jnp.int8
+    np.testing.assert_array_equal(values[:, 0], [7, -6, 2])
+    np.testing.assert_array_equal(values[:, 1], [-7, 4, 1])  # by 0.25: -7, 3.5 -> 4, 0.8 -> 1
+    np.testing.assert_allclose(scale, [2.0, 0.25], rtol=0)
+
+
 @pytest.fixture
 def kernel() -> jax.Array:
     # Columns over nine orders of magnitude: per-tensor scales would miss the bounds.
@@ -57,12 +66,13 @@ def kernel() -> jax.Array:
     return jnp.asarray(rng.normal(size=(96, 40)) * 10.0 ** rng.integers(-6, 4, 40), jnp.float32)
 
 
-def test_int8_error_is_at_most_half_a_step(kernel):
-    values, scale = jax.jit(quantize_kernel, static_argnums=1)(kernel, "int8")
+@pytest.mark.parametrize(("precision", "limit"), [("int8", 127), ("int4", 7)])
+def test_integer_error_is_at_most_half_a_step(kernel, precision, limit):
+    values, scale = jax.jit(quantize_kernel, static_argnums=1)(kernel, precision)
     error = np.abs(np.asarray(kernel, np.float64) - np.asarray(values, np.float64) * np.asarray(scale, np.float64))
-    # The quotient W / scale itself rounds: 127 * 2^-24 of a step.
-    assert (error <= np.asarray(scale) * (0.5 + 127 * 2.0**-24)).all()
-    assert (np.abs(np.asarray(values)).max(axis=0) == 127).all()
+    # The quotient W / scale itself rounds: limit * 2^-24 of a step.
+    assert (error <= np.asarray(scale) * (0.5 + limit * 2.0**-24)).all()
+    assert (np.abs(np.asarray(values)).max(axis=0) == limit).all()
 
 
 def test_fp8_relative_error_is_at_most_one_sixteenth(kernel):
@@ -77,7 +87,7 @@ def test_fp8_relative_error_is_at_most_one_sixteenth(kernel):
     np.testing.assert_array_equal(np.asarray(values).view(np.uint8), expected.view(np.uint8))
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 def test_extreme_columns_stay_finite(precision):
     # 1e-40 is subnormal: its scale would flush to 0 and the quotient to infinity. 3e38 is near the top.
     kernel = jnp.array([[1e-40, 3e38, 1e-30], [0.0, -3e38, -1e-30]], jnp.float32)
@@ -88,7 +98,7 @@ def test_extreme_columns_stay_finite(precision):
     np.testing.assert_allclose(product[:, 1:], np.asarray(kernel)[:, 1:], rtol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_matmul_equals_that_of_dequantised_weights(kernel, precision, dtype):
     quantized = quantize_kernel(kernel, precision)
@@ -114,7 +124,7 @@ def test_dequantization_is_exact(dtype):
         np.testing.assert_array_equal(np.asarray(wide)[:, 0].astype(np.float64), values.astype(np.float64))
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_tree_has_every_matrix_quantised_per_layer_and_nothing_else(precision, tied):
     config = CONFIG if tied else ModelConfig(**{**vars(CONFIG), "tie_word_embeddings": False})
@@ -131,17 +141,17 @@ def test_tree_has_every_matrix_quantised_per_layer_and_nothing_else(precision, t
     matrices = [(layers["attention"][n]["kernel"], original["attention"][n]["kernel"]) for n in "qkvo"]
     matrices += [(layers["mlp"][n]["kernel"], original["mlp"][n]["kernel"]) for n in ("gate", "up", "down")]
     matrices.append((tree["output"], params["embedding"].T if tied else params["output"]))
-    limit = 127 if precision == "int8" else 448
+    limit = {"int8": 127, "int4": 7, "fp8": 448}[precision]
     for quantized, plain in matrices:
-        assert quantized.values.dtype == (jnp.int8 if precision == "int8" else jnp.float8_e4m3fn)
+        assert quantized.values.dtype == (jnp.float8_e4m3fn if precision == "fp8" else jnp.int8)
         assert quantized.values.shape == plain.shape
         expected = np.abs(np.asarray(plain, np.float64)).max(axis=-2) / limit
         np.testing.assert_allclose(quantized.scale, expected, rtol=1e-6)
         wide = np.asarray(quantized.values).astype(np.float64) * np.asarray(quantized.scale)[..., None, :]
-        step = 0.5 / 127 if precision == "int8" else 2.0**-4
+        step = 2.0**-4 if precision == "fp8" else 0.5 / limit
         assert (np.abs(wide - np.asarray(plain)) <= step * np.abs(np.asarray(plain)).max(-2, keepdims=True)).all()
 
 
 def test_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match="precision: got 'int4', quantised ones are int8, fp8"):
-        quantize_kernel(jnp.ones((2, 2)), "int4")
+    with pytest.raises(ValueError, match="precision: got 'int2', quantised ones are int8, int4, fp8"):
+        quantize_kernel(jnp.ones((2, 2)), "int2")

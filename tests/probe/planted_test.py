@@ -90,6 +90,7 @@ def test_bfloat16_is_rounding_noise():
     ("settings", "cause", "name"),
     [
         ({"precision": "int8"}, "quantized_weights", "int8 weights"),
+        ({"precision": "int4"}, "quantized_weights", "int4 weights"),
         ({"precision": "fp8"}, "quantized_weights", "fp8 weights, a scale for each output channel"),
         ({"kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8 key-value cache"),
         ({"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8"),

@@ -64,9 +64,9 @@ _EACH = tuple(range(PUSHES))
 @pytest.mark.parametrize(
     ("family", "tied", "precision", "compared"),
     [
-        ("qwen3", True, "bfloat16", (0, 19)),
-        ("qwen3", False, "bfloat16", (0, 19)),
-        ("qwen2", True, "float32", (0, 19)),
+        ("qwen3", True, "bfloat16", (19,)),
+        pytest.param("qwen3", False, "bfloat16", (0, 19), marks=pytest.mark.long),
+        ("qwen2", True, "float32", (19,)),
         pytest.param("qwen3", True, "bfloat16", _EACH, marks=pytest.mark.long),
         pytest.param("qwen2", True, "bfloat16", _EACH, marks=pytest.mark.long),
     ],

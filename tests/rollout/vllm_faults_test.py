@@ -56,7 +56,12 @@ def _same(first, second):
 
 
 @pytest.mark.parametrize(
-    ("when", "fault"), [("idle", signal.SIGKILL), ("generating", signal.SIGKILL), ("generating", signal.SIGSTOP)]
+    ("when", "fault"),
+    [
+        ("idle", signal.SIGKILL),
+        ("generating", signal.SIGKILL),
+        pytest.param("generating", signal.SIGSTOP, marks=pytest.mark.long),
+    ],
 )
 def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, when, fault):
     """The whole call again, with the same weights and seeds: the same bits as if nothing had happened."""

@@ -24,6 +24,7 @@ REGIMES = (
     Regime("int8", "bfloat16", "auto"),
 )
 SAMPLINGS = (SamplingParams(1, 24, temperature=0.0, stop_token_ids=(STOP,)), SamplingParams(1, 24))
+_LONG = {"auto": (), "fp8": (), "fp8_e5m2": pytest.mark.long}
 _LINEAR = re.compile(r"layers\.\d+\..*_proj\.weight$")
 
 
@@ -60,7 +61,9 @@ def _assert_as_documented(family: str, regime: Regime, found: float) -> None:
     assert documented / 1.5 < found < documented * 1.5
 
 
-@pytest.mark.parametrize("regime", (BF16, *REGIMES), ids=_name)
+@pytest.mark.parametrize(
+    "regime", [pytest.param(each, marks=_LONG[each.kv_cache_dtype]) for each in (BF16, *REGIMES)], ids=_name
+)
 def test_an_engine_differs_as_documented(regime):
     """In 8 bits by clearly more than in BF16."""
     found = measure("qwen3", regime).probability

@@ -77,6 +77,7 @@ def test_the_sidecar_says_it_before_it_starts_the_engine(install, start):
     assert f"vLLM runs without them: {_REMEDY}; its log is " in line
 
 
+@pytest.mark.long
 def test_a_sidecar_starts_with_empty_caches(start, tmp_path, monkeypatch):
     """As on a new machine: vLLM then inspects the model's class in a process of its own, out of our reach."""
     for name in ("HOME", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "HF_HOME"):

@@ -1,7 +1,6 @@
 """Whole runs in processes of their own: killed, resumed, exact, and on real data with a real checkpoint."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,18 +14,6 @@ from tests.waiting import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """One device, and a compilation cache that the runs of this module share."""
-    cache = tmp_path_factory.mktemp("cache")
-    return {
-        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
 
 
 # bin.train; prints each push and its version, and, where the first argument says so, gets SIGTERM in the middle of
@@ -60,10 +47,10 @@ cli.run_main(train.main)
 """
 
 
-def _start(environment, run_dir, *overrides, config="configs/demo.py:debug", program=("-m", "bin.train")):
+def _start(run_environment, run_dir, *overrides, config="configs/demo.py:debug", program=("-m", "bin.train")):
     command = [sys.executable, *program, f"--config={config}", f"--config.run_dir={run_dir}", *overrides]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=run_environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -123,10 +110,10 @@ _EVALUATED = (
 
 
 @pytest.fixture(scope="module")
-def whole(environment, tmp_path_factory):
+def whole(run_environment, tmp_path_factory):
     """An undisturbed run, and the versions that its engine got."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    output = _finish(_start(environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
+    output = _finish(_start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
     return run_dir, [int(line.split()[1]) for line in output.splitlines() if line.startswith("pushed ")]
 
 
@@ -145,18 +132,18 @@ def test_every_evaluated_policy_has_its_score_beside_it(whole):
     assert _scores(whole[0]) == {step: records[step]["eval/arithmetic/avg@2"] for step in range(7)}
 
 
-def test_a_signal_while_sampling_saves_and_leaves_at_once(environment, tmp_path, whole):
+def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_path, whole):
     """The state is final since the last update: nothing of what is sampled is waited for, judged or recorded."""
     run_dir = tmp_path / "run"
     # In training; then in the resumed run's first evaluation, which comes after step 3.
     for where, step in (("step 2", 2), ("evaluation 1", 3)):
-        output = _finish(_start(environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143)
+        output = _finish(_start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143)
         assert f"stopped by SIGTERM after step {step}, saved; the same command resumes" in output
         records = _records(run_dir)
         assert sorted(records) == list(range(step + 1))
         assert ("eval/arithmetic/avg@2" in records[step]) == where.startswith("step")
         assert (_scores(run_dir)[step] is not None) == where.startswith("step")
-    _finish(_start(environment, run_dir, *_EVALUATED))
+    _finish(_start(run_environment, run_dir, *_EVALUATED))
     assert _records(run_dir) == _records(whole[0])
     assert _digests(run_dir, 6) == _digests(whole[0], 6)
     assert _scores(run_dir) == _scores(whole[0])
@@ -173,38 +160,39 @@ _SPOILT = (
 )  # fmt: skip
 
 
-def test_the_initial_policy_can_be_the_best(environment, tmp_path):
-    _finish(_start(environment, tmp_path / "run", *_SPOILT))
+@pytest.mark.long
+def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
+    _finish(_start(run_environment, tmp_path / "run", *_SPOILT))
     scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(_records(tmp_path / "run").items())]
     assert scores[0] > 0.5 > max(scores[1:])
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
 
-def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(environment, tmp_path):
+def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environment, tmp_path):
     program = ("-c", _PROGRAM, "evaluation 1")
-    _finish(_start(environment, tmp_path / "run", *_SPOILT, program=program), code=143)
+    _finish(_start(run_environment, tmp_path / "run", *_SPOILT, program=program), code=143)
     assert _scores(tmp_path / "run") == {0: None}
-    _finish(_start(environment, tmp_path / "run", *_SPOILT))
+    _finish(_start(run_environment, tmp_path / "run", *_SPOILT))
     scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(_records(tmp_path / "run").items())]
     assert scores[0] > 0.5 > max(scores[1:])
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
 
-def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment, tmp_path, whole):
+def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environment, tmp_path, whole):
     settings = _EVALUATED
     broken = tmp_path / "broken"
-    process = _start(environment, broken, *settings)
+    process = _start(run_environment, broken, *settings)
     _wait_for_checkpoint(broken, 2, process)
     process.kill()
     process.communicate()
     # Then a polite stop, which saves whatever step it is at.
-    process = _start(environment, broken, *settings)
+    process = _start(run_environment, broken, *settings)
     _wait_for_checkpoint(broken, 4, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode in (0, 143), output  # 0: the last step was quicker than the signal
     assert "resuming" in output
-    _finish(_start(environment, broken, *settings))
+    _finish(_start(run_environment, broken, *settings))
 
     assert _digests(broken, 6) == _digests(whole[0], 6)
     undisturbed, resumed = _records(whole[0]), _records(broken)
@@ -216,10 +204,10 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(environment
     assert (broken / "report.html").is_file()
 
 
-def test_sigterm_saves_and_says_so(environment, tmp_path):
+def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     # At another temperature than the run below, which keeps its step 0 as well.
     process = _start(
-        environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0",
+        run_environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0",
         "--config.rollout.temperature=0.5", "--config.checkpoint.keep_last=9",
     )  # fmt: skip
     wait_until(lambda: len(_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps")
@@ -230,13 +218,15 @@ def test_sigterm_saves_and_says_so(environment, tmp_path):
     last = max(_records(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
 
-    _finish(_start(environment, tmp_path / "other", "--config.training.steps=1", "--config.evaluation.every_steps=0"))
+    _finish(
+        _start(run_environment, tmp_path / "other", "--config.training.steps=1", "--config.evaluation.every_steps=0")
+    )
     # The warm-up knows nothing of the sampling temperature.
     assert _digests(tmp_path / "run", 0)["params"] == _digests(tmp_path / "other", 0)["params"]
 
 
-def test_exact_engine_has_no_discrepancy_in_a_whole_run(environment, tmp_path):
-    _finish(_start(environment, tmp_path / "run", "--config.rollout.precision=exact", "--config.training.steps=3"))
+def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_path):
+    _finish(_start(run_environment, tmp_path / "run", "--config.rollout.precision=exact", "--config.training.steps=3"))
     records = _records(tmp_path / "run")
     for step in (1, 2, 3):
         assert records[step]["discrepancy/max"] == 0.0
@@ -247,16 +237,16 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(environment, tmp_path):
     assert 0 < records[1]["mismatch/noise_floor"] < 1e-5 and "mismatch/noise_floor" not in records[2]
 
 
-def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(environment, tmp_path):
+def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, tmp_path):
     broken = "import jax\nfrom dcmdp_jax.training import loop\nloop.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
     program = ("-c", f"{broken}from bin import cli, train\ncli.run_main(train.main)")
-    output = _finish(_start(environment, tmp_path / "run", program=program), code=1)
+    output = _finish(_start(run_environment, tmp_path / "run", program=program), code=1)
     log = tmp_path / "run" / "error.log"
     assert output.splitlines()[-1].endswith(f"(unexpected; traceback: {log})") and "Traceback" not in output
     assert log.read_text().count("Traceback (most recent call last)") == 1 and "in _pack" in log.read_text()
 
 
-def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(environment, tmp_path):
+def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, tmp_path):
     """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had come to."""
     settings = (
         "--config.training.steps=4", "--config.checkpoint.every_steps=1", "--config.evaluation.every_steps=0",
@@ -265,7 +255,7 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(environment, tmp_p
         # A policy that knows little gets it right now and then: some groups of four differ, others do not.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
     )  # fmt: skip
-    _finish(_start(environment, tmp_path / "run", *settings))
+    _finish(_start(run_environment, tmp_path / "run", *settings))
     records = _records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []
     assert max(record["rollout/refill_rounds"] for record in records.values()) in (1, 2)
@@ -276,17 +266,17 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(environment, tmp_p
     assert _prompts_taken(tmp_path / "run", 4) == taken[-1] > 4 * 4
 
     broken = tmp_path / "broken"
-    process = _start(environment, broken, *settings)
+    process = _start(run_environment, broken, *settings)
     _wait_for_checkpoint(broken, 2, process)
     process.kill()
     process.communicate()
-    _finish(_start(environment, broken, *settings))
+    _finish(_start(run_environment, broken, *settings))
     assert _records(broken) == records
     assert _digests(broken, 4) == _digests(tmp_path / "run", 4)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout")
-def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
+def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     """Ten steps on real data, kill -9, resume, export: transformers gives the export the trained model's logits."""
     torch = pytest.importorskip("torch", reason="torch (extra 'dev') makes and loads the checkpoint")
     import jax
@@ -323,11 +313,11 @@ def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
         "--config.checkpoint.every_steps=4",
         "--config.observe.samples_every_steps=1",
     ]
-    process = _start(environment, run_dir, *overrides, config="configs/qwen3_8b.py")
+    process = _start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py")
     _wait_for_checkpoint(run_dir, 4, process)
     process.kill()
     process.communicate()
-    output = _finish(_start(environment, run_dir, *overrides, config="configs/qwen3_8b.py"))
+    output = _finish(_start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py"))
     assert "resuming" in output
     assert sorted(_records(run_dir)) == list(range(1, 11))
 
@@ -342,7 +332,7 @@ def test_dapo_with_a_transformers_checkpoint(environment, tmp_path):
 
     out = tmp_path / "export"
     command = [sys.executable, "-m", "bin.convert", "export", str(run_dir), str(out), "--dtype", "float32"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=HANGS_S)
+    subprocess.run(command, cwd=ROOT, env=run_environment, check=True, capture_output=True, timeout=HANGS_S)
     params, model, step, _ = load_params_only(run_dir)
     assert step == 10
     ids = np.arange(2, 50, dtype=np.int32)[None]

@@ -30,7 +30,7 @@ def _rows(ids):
     return jax.tree.map(jnp.asarray, rows)
 
 
-@pytest.mark.parametrize(("precision", "tied"), [("int8", True), ("fp8", False)])
+@pytest.mark.parametrize(("precision", "tied"), [("int8", True), ("int4", False), ("fp8", False)])
 def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, tied):
     model = _model(tied)
     params = init_params(model, jax.random.key(0))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -19,11 +18,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 _RECORDED = _ROOT / "tests" / "data" / "run_of_2026_11"
 
 
-def _run(*command):
+def _run(environment, *command):
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        env=environment | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
         timeout=HANGS_S,
@@ -53,14 +52,15 @@ def test_the_recorded_config_is_read_with_every_setting(run_dir):
     assert config.training.row_lengths == (80,)
 
 
-def test_a_recorded_run_resumes(run_dir):
+def test_a_recorded_run_resumes(run_environment, run_dir):
     config = flatten(json.loads((run_dir / "config.json").read_text()))
     changed = (
         "model.architecture.hidden_size", "model.architecture.intermediate_size", "model.architecture.num_layers",
         "model.architecture.num_heads", "model.architecture.head_dim", "algorithm.tolerance",
     )  # fmt: skip
     out = _run(
-        "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}", "--config.training.steps=4",
+        run_environment, "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",
+        "--config.training.steps=4",
         "--config.evaluation.every_steps=0", "--config.mesh.cpu_devices=1", "--config.model.scan_unroll=2",
         *(f"--config.{name}={config[name]}" for name in changed),
     )  # fmt: skip
@@ -76,8 +76,9 @@ def test_a_recorded_run_resumes(run_dir):
     assert saved["config_version"] == VERSION and "top_p" not in saved["rollout"]
 
 
-def test_a_recorded_run_evaluates(run_dir):
-    _run("bin.evaluate", run_dir, "--samples", 2, "--max_completion_tokens", 16, "--out", run_dir / "scores.json")
+def test_a_recorded_run_evaluates(run_environment, run_dir):
+    short = ("--samples", 2, "--max_completion_tokens", 16)
+    _run(run_environment, "bin.evaluate", run_dir, *short, "--out", run_dir / "scores.json")
     scores = json.loads((run_dir / "scores.json").read_text())
     assert scores["step"] == 2 and scores["settings"]["precision"] == "fp8"
     (task,) = scores["tasks"].values()

@@ -1,7 +1,6 @@
 """Runs of two processes on fake devices, in processes of their own: like one, killed, stopped, resumed elsewhere."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -52,22 +51,12 @@ def _signalled(number, step):
     return ("-c", _SIGNALLED, f"{int(number)} {step}")
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return {
-        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-
-
-def _start(environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, ROOT)):
+def _start(run_environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, ROOT)):
     config = f"--config={ROOT}/configs/demo.py:debug"
     command = [sys.executable, *program, config, f"--config.run_dir={run_dir}", *overrides]
     working_directory, code = place
     return subprocess.Popen(
-        command, cwd=working_directory, env=environment | {"PYTHONPATH": str(code)}, stdout=subprocess.PIPE,
+        command, cwd=working_directory, env=run_environment | {"PYTHONPATH": str(code)}, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -79,13 +68,19 @@ def _free_port():
 
 
 def _two(
-    environment, run_dir, *overrides, programs=(_PLAIN, _PLAIN), devices=1, each=((), ()), places=2 * ((ROOT, ROOT),)
+    run_environment,
+    run_dir,
+    *overrides,
+    programs=(_PLAIN, _PLAIN),
+    devices=1,
+    each=((), ()),
+    places=2 * ((ROOT, ROOT),),
 ):
     """Two processes to their end: (code, stdout, stderr) of both."""
     address = f"localhost:{_free_port()}"
     started = [
         _start(
-            environment, run_dir, f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}",
+            run_environment, run_dir, f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}",
             "--config.hosts.processes=2", f"--config.hosts.process={number}", "--config.hosts.timeout_s=10",
             *overrides, *each[number], program=program, place=places[number],
         )
@@ -99,8 +94,8 @@ def _two(
     return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
-def _one(environment, run_dir, *overrides, devices=2):
-    process = _start(environment, run_dir, f"--config.mesh.cpu_devices={devices}", *overrides)
+def _one(run_environment, run_dir, *overrides, devices=2):
+    process = _start(run_environment, run_dir, f"--config.mesh.cpu_devices={devices}", *overrides)
     stdout, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, stderr
     return stdout
@@ -132,17 +127,17 @@ def _assert_alike(found, expected, *, without=(), rtol=1e-5):
 
 
 @pytest.fixture(scope="module")
-def alone(environment, tmp_path_factory):
+def alone(run_environment, tmp_path_factory):
     """The run of one process on two devices."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    _one(environment, run_dir, *_RUN)
+    _one(run_environment, run_dir, *_RUN)
     return run_dir
 
 
 @pytest.mark.long
-def test_two_processes_with_one_killed_and_resumed_are_like_one_process(environment, tmp_path, alone):
+def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_environment, tmp_path, alone):
     run_dir = tmp_path / "run"
-    first, second = _two(environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2)))
+    first, second = _two(run_environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2)))
     assert second[0] == -signal.SIGKILL
     # The other one stands in a collective operation that the dead one never enters: it ends itself, with a name.
     assert (
@@ -152,7 +147,7 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(environm
     last = _checkpoints(run_dir)[-1]
     assert last in (1, 2) and sorted(_records(run_dir)) == [0, 1, 2]
 
-    first, second = _two(environment, run_dir, *_RUN)
+    first, second = _two(run_environment, run_dir, *_RUN)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert f"resuming {run_dir} after step {last}" in first[1] and "after step" not in second[1]
     _assert_alike(_records(run_dir), _records(alone))
@@ -164,39 +159,39 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(environm
 
 
 @pytest.mark.long
-def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(environment, tmp_path, alone):
+def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(run_environment, tmp_path, alone):
     for number in (0, 1):
         run_dir = tmp_path / f"run{number}"
         programs = [_PLAIN, _PLAIN]
         programs[number] = _signalled(signal.SIGTERM, 1)
         # Without a checkpoint of its own at step 1: the signal saves it.
         settings = [*_RUN, "--config.checkpoint.every_steps=9"]
-        ended = _two(environment, run_dir, *settings, programs=programs)
+        ended = _two(run_environment, run_dir, *settings, programs=programs)
         assert [code for code, _, _ in ended] == [143, 143], ended[0][2] + ended[1][2]
         assert "stopped by SIGTERM after step 1, saved; the same command resumes" in ended[0][1]
         assert _checkpoints(run_dir) == [0, 1]
-        assert all(code == 0 for code, _, _ in _two(environment, run_dir, *settings))
+        assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *settings))
         _assert_alike(_records(run_dir), _records(alone))
 
 
 @pytest.mark.long
-def test_the_death_of_process_0_ends_the_other_with_its_name(environment, tmp_path, alone):
+def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tmp_path, alone):
     run_dir = tmp_path / "run"
-    first, second = _two(environment, run_dir, *_RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN))
+    first, second = _two(run_environment, run_dir, *_RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN))
     assert first[0] == -signal.SIGKILL and second[0] == 1
     assert f"error: process 0 on {socket.gethostname()} is gone" in second[2]
-    assert all(code == 0 for code, _, _ in _two(environment, run_dir, *_RUN))
+    assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *_RUN))
     _assert_alike(_records(run_dir), _records(alone))
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(environment, tmp_path):
+def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(run_environment, tmp_path):
     """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has other rows."""
     shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
     float32 = ["--config.rollout.precision=float32", "--config.evaluation.every_steps=0"]
     start = tmp_path / "start"
     on = "--config.mesh.data={} --config.mesh.fsdp={}".format
-    codes = _two(environment, start, *shorter, *float32, *on(1, 4).split(), "--config.training.steps=1", devices=2)
+    codes = _two(run_environment, start, *shorter, *float32, *on(1, 4).split(), "--config.training.steps=1", devices=2)
     assert [code for code, _, _ in codes] == [0, 0], codes[0][2] + codes[1][2]
     runs = {}
     for name, processes, devices, mesh in (
@@ -208,10 +203,10 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
         shutil.copytree(start, run_dir)
         settings = *shorter, *float32, *on(*mesh).split()
         if processes == 2:
-            ended = _two(environment, run_dir, *settings, devices=devices)
+            ended = _two(run_environment, run_dir, *settings, devices=devices)
             assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
         else:
-            assert "resuming" in _one(environment, run_dir, *settings, devices=devices)
+            assert "resuming" in _one(run_environment, run_dir, *settings, devices=devices)
         runs[name] = _records(run_dir)
     expected = runs.pop("two processes, fsdp")
     for found in runs.values():
@@ -221,7 +216,7 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
 
 
 @pytest.mark.long
-def test_hosts_that_differ_are_found_before_the_first_step(environment, tmp_path):
+def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_path):
     """Every process names the first difference, and the host that has it."""
     rows = [{"problem": f"1+{i}=", "answer": str(1 + i)} for i in range(8)]
     for name, kept in (("a", rows), ("b", [*rows[:-1], {"problem": "1+7=", "answer": "9"}])):
@@ -240,12 +235,12 @@ def test_hosts_that_differ_are_found_before_the_first_step(environment, tmp_path
         ((same[0], (tmp_path / "a", changed)), (), "code of dcmdp_jax (digest): process 1 on {0} has "),
         ((same[0], (tmp_path / "b", ROOT)), (), "problems of task.train (digest): process 1 on {0} has 8, "),
     ):
-        ended = _two(environment, tmp_path / "run", *_RUN, data, places=places, each=((), second))
+        ended = _two(run_environment, tmp_path / "run", *_RUN, data, places=places, each=((), second))
         for code, _, stderr in ended:
             assert code == 2 and f"error: {message.format(host)}" in stderr, stderr
     # The same data, and a run directory that is another one for each.
     (tmp_path / "b" / "data.jsonl").write_text((tmp_path / "a" / "data.jsonl").read_text())
-    ended = _two(environment, "run", *_RUN, data, places=(same[0], (tmp_path / "b", ROOT)))
+    ended = _two(run_environment, "run", *_RUN, data, places=(same[0], (tmp_path / "b", ROOT)))
     for code, _, stderr in ended:
         assert code == 2 and f"error: config.run_dir: run on {host} is not the directory of {host}" in stderr, stderr
     assert not (tmp_path / "run").exists() and not (tmp_path / "a" / "run" / "checkpoints").exists()

@@ -287,9 +287,14 @@ def test_step_is_algorithm_one(mini_batches, changes):
         assert state.dual.multiplier == pytest.approx(multiplier, rel=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 1, 1)])
 @pytest.mark.parametrize(
-    ("mini_batches", "aggregation"), [(1, "seq_mean_token_mean"), (2, "token_mean"), (2, "fixed_length")]
+    ("mini_batches", "aggregation", "mesh"),
+    [
+        (1, "seq_mean_token_mean", None),
+        (2, "token_mean", None),
+        (2, "token_mean", (2, 1, 1)),
+        (2, "fixed_length", (2, 1, 1)),
+    ],
 )
 def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batches, aggregation, mesh):
     settings = dataclasses.replace(ALGORITHM, aggregation=aggregation, corrections=CORRECTIONS)

@@ -1,7 +1,6 @@
 """Rewards of users in whole runs: what is trained on can be computed again, and every failure is one line."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -58,15 +57,9 @@ def text(completions, **columns):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """One device, a compilation cache that the runs share, and a mark that every process of theirs inherits."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        "JAX_PLATFORMS": "cpu",
-        "DCMDP_TEST_MARK": uuid.uuid4().hex,
-    }
+def environment(run_environment):
+    """With a mark that every process of a run inherits."""
+    return run_environment | {"DCMDP_TEST_MARK": uuid.uuid4().hex}
 
 
 @pytest.fixture(scope="module")

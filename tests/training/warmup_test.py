@@ -169,7 +169,7 @@ def logprobs(params, rows):
 
 mesh = make_mesh(2)
 params = jax.device_put({"table": jnp.eye(256)}, replicated(mesh))
-settings = WarmupSettings(task="x", steps=5000, batch_size=2, learning_rate=1e-6)
+settings = WarmupSettings(task="x", steps=2000, batch_size=2, learning_rate=1e-6)
 ids = [np.array([1, 2, 3], np.int32)] * 4
 warm_up(params, ids, ids, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
 print("done")

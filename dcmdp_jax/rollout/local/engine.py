@@ -69,7 +69,8 @@ class LocalEngine:
 
         Args:
             config: the model.
-            precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "float16", "int8", "fp8".
+            precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "float16", "int8", "int4",
+                "fp8".
             compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
             kv_cache_dtype: "auto" (the compute dtype) or "fp8" (float8_e4m3fn, scale 1).
             max_total_tokens: longest prompt with its completion.

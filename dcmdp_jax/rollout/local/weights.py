@@ -168,7 +168,7 @@ def convert(params: Params, config: ModelConfig, precision: str, mesh: Mesh) -> 
     Args:
         params: as returned by `params.init_params`, on any mesh.
         config: the model.
-        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", "int8" or "fp8"
+        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", "int8", "int4" or "fp8"
             (`quantize.quantize_kernel`).
         mesh: see `conversion_mesh`.
 
