@@ -1,4 +1,4 @@
-"""What limits a program on this device: its time beside the lower bounds that `bin.plan` prints."""
+"""A program's time on this device beside the lower bounds that `bin.plan` prints: the nearer one limits it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read(program: Lowerable) -> tuple[jax.stages.Compiled, Compiled]:
 
 
 def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) -> dict[str, Any]:
-    """What a measured time says beside the chip's figures.
+    """Compare a measured time with the chip's figures.
 
     Args:
         compiled: the program.

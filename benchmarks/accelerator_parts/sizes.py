@@ -1,4 +1,4 @@
-"""What is measured on an accelerator, and at toy size on a CPU."""
+"""Shapes of the measurements on an accelerator, and toy ones for a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts found, as markdown tables."""
+"""Results of the parts as markdown tables."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _TOY = SIZES["toy"]
 
 
 def _measured(name):
-    """What a part finds in this process. A table is made of all that it reports on the way."""
+    """Measure a part in this process. A table is made of all that it reports on the way."""
     snapshots = []
     PARTS[name].measure(_TOY, lambda found: snapshots.append(json.loads(json.dumps(found))))
     assert all(table(found) for found in snapshots)
