@@ -49,13 +49,13 @@ def chip_here(size: Size) -> tuple[Chip, str]:
 
 def compile_and_read(name: str, function: Any, *arguments: Any) -> tuple[jax.stages.Compiled, Compiled]:
     """Compile a jitted function without loops that depend on data."""
-    return read(Lowerable(name, lambda: function.lower(*arguments), lambda op_name: None, {}))
+    return read(Lowerable(name, lambda: function.trace(*arguments), lambda op_name: None, {}, (), 0))
 
 
 def read(program: Lowerable) -> tuple[jax.stages.Compiled, Compiled]:
     """Compile a program, to run it and to read it."""
     began = time.monotonic()
-    executable = program.lower().compile()
+    executable = program.trace().lower().compile()
     return executable, read_executable(program, executable, time.monotonic() - began)
 
 

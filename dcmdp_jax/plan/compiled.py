@@ -24,6 +24,7 @@ class Compiled(NamedTuple):
     Attributes:
         name: of the program.
         seconds: of compilation.
+        row_lengths, tokens: as of `Lowerable`.
         peak: bytes in use at most, arguments included, as the compiler reports it; what it would need, if it says so,
             of a program that does not fit.
         temporary: bytes of temporary memory; 0 if it does not fit.
@@ -37,6 +38,8 @@ class Compiled(NamedTuple):
 
     name: str
     seconds: float
+    row_lengths: tuple[int, ...]
+    tokens: int
     peak: int
     temporary: int = 0
     arguments: int = 0
@@ -56,12 +59,13 @@ def compile_program(program: Lowerable) -> Compiled:
     """
     began = time.monotonic()
     try:
-        executable = program.lower().compile()
+        executable = program.trace().lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
         needed, reason = _shortage(str(error))
-        return Compiled(program.name, time.monotonic() - began, needed, refused=reason)
+        seconds = time.monotonic() - began
+        return Compiled(program.name, seconds, program.row_lengths, program.tokens, needed, refused=reason)
     return read_executable(program, executable, time.monotonic() - began)
 
 
@@ -73,6 +77,8 @@ def read_executable(program: Lowerable, executable: jax.stages.Compiled, seconds
     return Compiled(
         name=program.name,
         seconds=seconds,
+        row_lengths=program.row_lengths,
+        tokens=program.tokens,
         peak=_peak(memory),
         temporary=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,

@@ -1,4 +1,4 @@
-"""Shapes of the models that the configs train and the benchmarks measure, as their publishers' config.json has them.
+"""Shapes of the models that the configs train, as their publishers' config.json has them.
 
 A plan needs no weights: where `model.path` is no directory, its last part names one of these.
 """
@@ -19,6 +19,10 @@ _QWEN3 = {
 }  # fmt: skip
 
 PUBLISHED = {
+    "Qwen3-0.6B": _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
     "Qwen3-1.7B": _QWEN3 | {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "tie_word_embeddings": True,

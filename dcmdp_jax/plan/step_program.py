@@ -19,12 +19,13 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.plan.hlo import TripCounts, in_scope
 from dcmdp_jax.rollout.packing import PackingPlan
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
+from dcmdp_jax.training.batch_shapes import abstract_batch
 from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.row_logprobs import kernel_axes
 from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings, new_state
 from dcmdp_jax.training.step import OLD_LOGPROBS
-from dcmdp_jax.types import Batch, Rows, SharedPrompts, TrainState
+from dcmdp_jax.types import TrainState
 
 
 class Lowerable(NamedTuple):
@@ -32,15 +33,19 @@ class Lowerable(NamedTuple):
 
     Attributes:
         name: "step", "prefill", ...
-        lower: gives the lowered program.
+        trace: gives the traced program.
         trip_counts: of loops whose end is data, in the worst case.
         held: bytes on each device of its arguments that live longer than it, by kind.
+        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
+        tokens: of one device at least, in a forward pass.
     """
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
+    trace: Callable[[], jax.stages.Traced]
     trip_counts: TripCounts
     held: dict[str, int]
+    row_lengths: tuple[int, ...]
+    tokens: int
 
 
 class StepPlan(NamedTuple):
@@ -78,7 +83,7 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
     )
     state: TrainState = sharded(state, programs.shardings)
-    batch = abstract_batch(packing)
+    batch = abstract_batch(packing, model.routing[:2] if config.rollout.router_replay else None)
     if config.algorithm.tolerance_steps:
         batch = batch._replace(noise_floor=jax.ShapeDtypeStruct((), jnp.float32))
     batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
@@ -89,8 +94,9 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         held["reference policy"] = params
     return StepPlan(
         program=Lowerable(
-            "step", lambda: programs.train_step.lower(state, batch, reference),
-            step_trip_counts(model, compute, packing, mesh, longest), held,
+            "step", lambda: programs.train_step.trace(state, batch, reference),
+            step_trip_counts(model, compute, packing, mesh, longest), held, packing.row_lengths,
+            min(_predicted(packing, mesh)),
         ),
         compute=compute,
         packing=packing,
@@ -98,33 +104,6 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         optimizer_bytes=optimizer,
         micro_batches=packing.micro_batches[-1],
     )  # fmt: skip
-
-
-def abstract_batch(packing: PackingPlan) -> Batch:
-    """The shapes of a batch that `packing.pack` makes."""
-    shapes = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
-    rows = tuple(_abstract_rows(packing, *shape) for shape in shapes)
-    completions = packing.mini_batches, packing.completions
-    per_completion = {
-        "rewards": jnp.float32, "group_ids": jnp.int32, "completion_lengths": jnp.int32, "loss_mask": jnp.bool_,
-        "valid": jnp.bool_,
-    }  # fmt: skip
-    counts = jax.ShapeDtypeStruct((packing.mini_batches, len(rows)), jnp.int32)
-    rest = {name: jax.ShapeDtypeStruct(completions, dtype) for name, dtype in per_completion.items()}
-    return Batch(rows=rows, micro_batches=counts, **rest)
-
-
-def _abstract_rows(packing: PackingPlan, micro_batches: int, rows: int, length: int) -> Rows:
-    shape = (packing.mini_batches, micro_batches, rows, length)
-    integers = ("input_ids", "position_ids", "segment_ids", "completion_index", "policy_versions")
-    dtypes = dict.fromkeys(integers, jnp.int32) | {"completion_mask": jnp.bool_, "rollout_logprobs": jnp.float32}
-    prompts = None
-    if packing.group_size:
-        groups = (packing.mini_batches, micro_batches, rows // packing.group_size)
-        prompts = SharedPrompts(
-            jax.ShapeDtypeStruct((*groups, packing.prompt_length), jnp.int32), jax.ShapeDtypeStruct(groups, jnp.int32)
-        )
-    return Rows(**{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}, prompts=prompts)
 
 
 def sharded(tree: Any, shardings: Any) -> Any:
@@ -141,6 +120,12 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def _predicted(packing: PackingPlan, mesh: Mesh) -> list[int]:
+    """Tokens of a device that a micro-batch predicts, of each bucket: all of a row but the first."""
+    shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
+
+
 def step_trip_counts(
     model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh, micro_batches: Sequence[int]
 ) -> TripCounts:
@@ -152,7 +137,7 @@ def step_trip_counts(
         model, compute, packing, mesh: of the step.
         micro_batches: of a mini-batch, in each bucket.
     """
-    tokens = packing.rows_per_micro_batch[-1] // row_shards(mesh) * (packing.row_lengths[-1] - 1)
+    tokens = _predicted(packing, mesh)[-1]
     axes = kernel_axes(model, mesh)
     vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
     blocks, _ = token_blocks(tokens, compute.logprob_chunk, vocab, axes)

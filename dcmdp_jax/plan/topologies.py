@@ -97,6 +97,11 @@ class Topology(NamedTuple):
     chip: Chip
     devices: Sequence[Any]
 
+    @property
+    def platform(self) -> str:
+        """ "tpu" or "gpu"."""
+        return "gpu" if self.name.partition(":")[0] in _GPUS else "tpu"
+
 
 def known_topologies() -> str:
     """The topologies of `load_topology`, for messages."""
