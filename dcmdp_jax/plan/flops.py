@@ -156,9 +156,11 @@ def _attention_kernel(target: str, instruction: Instruction) -> int | None:
 def _one_attention_product(visit: Visit) -> float:
     """Operations of one product of q and k: causal, over half of the square."""
     operands = [array for array in visit.computation.operands(visit.instruction) if len(array.dims) >= 3]
-    query = max(operands, key=lambda array: array.size, default=Array("f32", ()))
     # [.., heads, length, head_dim] in splash, [rows, length, heads, head_dim] in cuDNN: the longest axis is the row's.
-    length = max(query.dims, default=0)
+    length = max((size for array in operands for size in array.dims), default=0)
+    # A mask [.., length, length] may be larger than the queries.
+    heads = (array for array in operands if array.dims[-2:] != (length, length))
+    query = max(heads, key=lambda array: array.size, default=Array("f32", ()))
     return 2.0 * query.size * length / 2
 
 

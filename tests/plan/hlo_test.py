@@ -236,3 +236,17 @@ def test_scopes():
 def test_text_that_is_no_program():
     with pytest.raises(ValueError, match="HLO text: it has no ENTRY computation"):
         parse("HloModule nothing")
+
+
+def test_the_mask_of_an_attention_kernel_is_not_its_query():
+    text = """HloModule packed, num_partitions=1
+
+ENTRY %main (q: bf16[1,64,2,8], k: bf16[1,64,1,8], mask: bf16[1,1,64,64]) -> bf16[1,64,2,8] {
+  %q = bf16[1,64,2,8]{3,2,1,0} parameter(0)
+  %k = bf16[1,64,1,8]{3,2,1,0} parameter(1)
+  %mask = bf16[1,1,64,64]{3,2,1,0} parameter(2)
+  ROOT %out = bf16[1,64,2,8]{3,2,1,0} custom-call(%q, %k, %k, %mask), custom_call_target="__cudnn$fmhaScaleBiasSoftmax"
+}
+"""
+    # Two products of 2 heads x 64 x 64 x 8, half of each; the mask has four times as many entries as the queries.
+    assert compiled_flops(parse(text), _none).attention == 2 * 2 * 2 * 64 * 64 * 8 / 2
