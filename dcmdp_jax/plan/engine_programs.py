@@ -14,7 +14,7 @@ from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import sampling_mesh
-from dcmdp_jax.plan.step_program import Lowerable, bytes_per_device, sharded
+from dcmdp_jax.plan.step_program import Lowerable, bytes_per_device, expert_blocks, sharded
 from dcmdp_jax.rollout.local import decode, score
 from dcmdp_jax.rollout.local.cache import FLOAT8
 from dcmdp_jax.rollout.local.layout import Program, check_mesh, weight_specs
@@ -125,9 +125,8 @@ def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int
 
 
 def _one_token(op_name: str) -> float:
-    """Loops whose end is data count tokens to decode: what is compiled is told for one."""
-    del op_name
-    return 1
+    """Loops whose end is data count blocks of experts' rows, or tokens to decode: what is compiled is told for one."""
+    return expert_blocks(op_name) or 1
 
 
 def _weights(model: ModelConfig, precision: str, param_dtype: str, mesh: Mesh) -> Any:

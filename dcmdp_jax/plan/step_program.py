@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from dcmdp_jax.config import Config
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
+from dcmdp_jax.models.ops.cpu import BLOCKS
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.plan.hlo import TripCounts, in_scope
@@ -126,6 +128,16 @@ def _predicted(packing: PackingPlan, mesh: Mesh) -> list[int]:
     return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
 
 
+def expert_blocks(op_name: str) -> int | None:
+    """Iterations, at most, of a loop over blocks of rows of one expert each; None for another loop.
+
+    Args:
+        op_name: of the loop.
+    """
+    found = re.search(rf"\b{BLOCKS}_(\d+)\b", op_name)
+    return int(found.group(1)) if found else None
+
+
 def step_trip_counts(
     model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh, micro_batches: Sequence[int]
 ) -> TripCounts:
@@ -145,6 +157,8 @@ def step_trip_counts(
     def trips(op_name: str) -> float | None:
         if in_scope(op_name, CHUNKS):
             return blocks
+        if (most := expert_blocks(op_name)) is not None:
+            return most
         if not in_scope(op_name, MICRO_BATCHES):
             return None
         # The first mini-batch's own update gives its p^Train.

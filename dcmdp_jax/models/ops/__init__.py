@@ -50,14 +50,15 @@ def _ops_of(module: ModuleType, *, fuse_qkv: bool) -> Ops:
 
 REFERENCE = _ops_of(reference, fuse_qkv=False)
 CPU = _ops_of(cpu, fuse_qkv=True)
+GPU = REFERENCE._replace(grouped_matmul=cpu.grouped_matmul)
 TPU = REFERENCE._replace(grouped_matmul=tpu.grouped_matmul)
 
 
 def choose_ops(platform: str) -> Ops:
     """The operations for "cpu", "gpu" or "tpu".
 
-    GPU and TPU run the reference, as nothing else was measured there; but XLA on TPU computes the weight gradient of a
-    grouped product with all experts for each, which a kernel avoids. XLA on GPU computes the whole grouped product so
-    (compiled, not run: benchmarks/README.md).
+    GPU and TPU run the reference, as nothing else was measured there; but XLA computes `ragged_dot` on GPU, and its
+    weight gradient on TPU, with all experts for each row (compiled, not run: benchmarks/README.md). So experts are
+    computed block by block on GPU, by a kernel on TPU.
     """
-    return {"cpu": CPU, "tpu": TPU}.get(platform, REFERENCE)
+    return {"cpu": CPU, "gpu": GPU, "tpu": TPU}.get(platform, REFERENCE)

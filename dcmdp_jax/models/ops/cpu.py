@@ -175,6 +175,8 @@ def _attended_backward(
 _attended.defvjp(_attended_forward, _attended_backward)
 
 
+BLOCKS = "expert_blocks"
+"""Prefix of the name scope of a loop over blocks of rows; their largest number follows."""
 # Rows of one product: fewer read a matrix too often, more compute rows of other groups for nothing.
 _MOST_BLOCK_ROWS = 128
 
@@ -196,6 +198,11 @@ class _Blocks(NamedTuple):
     rows: jax.Array
     count: jax.Array
 
+    @property
+    def scope(self) -> str:
+        """Name scope of a loop over the blocks: how many there are at most."""
+        return f"{BLOCKS}_{self.owner.size}"
+
 
 def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
     groups = group_sizes.shape[0]
@@ -213,7 +220,8 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
     """`reference.grouped_matmul` block by block.
 
     XLA computes `ragged_dot` on CPU as the product of every row with every matrix: 4 to 60 times as long at 8 to 128
-    groups.
+    groups. On GPU too: 128 times the operations at 128 groups, and 32 GiB for 8,192 tokens of Qwen3-30B-A3B (compiled,
+    not run).
     """
     return _by_blocks(x, kernels, group_sizes, 0)
 
@@ -231,7 +239,8 @@ def _by_blocks(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, contrac
         return jax.lax.dynamic_update_slice_in_dim(y, product, blocks.first[i], 0)
 
     empty = jnp.zeros((padded.shape[0], kernels.shape[2 - contracted]), x.dtype)
-    return jax.lax.fori_loop(0, blocks.count, body, empty)[: x.shape[0]]
+    with jax.named_scope(blocks.scope):
+        return jax.lax.fori_loop(0, blocks.count, body, empty)[: x.shape[0]]
 
 
 def _grouped_forward(
@@ -254,7 +263,8 @@ def _grouped_backward(
         total = jax.lax.dynamic_index_in_dim(grads, blocks.owner[i], keepdims=False) + product
         return jax.lax.dynamic_update_index_in_dim(grads, total, blocks.owner[i], 0)
 
-    grads = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(kernels.shape, jnp.float32))
+    with jax.named_scope(blocks.scope):
+        grads = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(kernels.shape, jnp.float32))
     return _by_blocks(cotangent, kernels, group_sizes, 1), grads.astype(kernels.dtype), None
 
 
