@@ -210,7 +210,7 @@ def _loop(module: Module, instruction: Instruction, trip_counts: TripCounts) -> 
 
 
 def _constant_bound(module: Module, instruction: Instruction) -> int | None:
-    """n of a condition `i < n` with a constant n: JAX's loops count from 0 by 1."""
+    """Trips of a loop `for (i = 0; i < n; i += d)` with constant n and d: JAX's, and the compiler's own, unrolled."""
     found = re.search(r"\bcondition=%?([\w.\-]+)", instruction.attributes)
     condition = module.computations.get(found.group(1)) if found else None
     if condition is None:
@@ -218,10 +218,32 @@ def _constant_bound(module: Module, instruction: Instruction) -> int | None:
     compares = [one for one in condition.instructions.values() if one.opcode == "compare"]
     if len(compares) != 1 or "direction=LT" not in compares[0].attributes:
         return None
-    limit = condition.instructions.get(compares[0].operands[-1])
-    if limit is None or limit.opcode != "constant" or not limit.operands or not limit.operands[0].isdigit():
+    counter, limit = (condition.instructions.get(name) for name in compares[0].operands)
+    if (bound := _constant(limit)) is None:
         return None
-    return int(limit.operands[0])
+    return math.ceil(bound / _increment(module, instruction, counter))
+
+
+def _increment(module: Module, loop: Instruction, counter: Instruction | None) -> int:
+    """Increment of a loop's counter, 1 if it can't be read: the compiler unrolls the loops that it makes."""
+    place = re.search(r"\bindex=(\d+)", counter.attributes) if counter is not None else None
+    found = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
+    body = module.computations.get(found.group(1)) if found else None
+    if place is None or body is None or (root := list(body.instructions.values())[-1]).opcode != "tuple":
+        return 1
+    following = body.instructions.get(root.operands[int(place.group(1))])
+    while following is not None and following.opcode == "copy":
+        following = body.instructions.get(following.operands[0])
+    if following is None or following.opcode != "add":
+        return 1
+    return next((n for name in following.operands if (n := _constant(body.instructions.get(name)))), 1)
+
+
+def _constant(instruction: Instruction | None) -> int | None:
+    """The value of a scalar constant that is a number without a sign."""
+    if instruction is None or instruction.opcode != "constant" or not instruction.operands:
+        return None
+    return int(instruction.operands[0]) if instruction.operands[0].isdigit() else None
 
 
 def _instruction(line: str) -> Instruction | None:

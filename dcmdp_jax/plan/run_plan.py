@@ -97,10 +97,8 @@ class RunPlan:
 
     def _beside(self, name: str) -> dict[str, int]:
         """Memory that is held while a program runs and is none of its arguments."""
-        if self.engine is None:
+        if self.engine is None or name == "step":
             return {}
-        if name == "step":
-            return {"engine's weights": self.engine.weights_bytes}
         beside = dict(self.step.program.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.

@@ -86,7 +86,8 @@ class EngineMemory:
         lower = f"a smaller model, {split}or {options}engine=vllm"
         weights_lower = f"{options}precision=bfloat16, {lower}" if self.precision in ("exact", "float32") else lower
         weights, dequantized, copied = self._weights
-        parts = [exact("engine's weights", **machine.on_each(weights, 1), lower=weights_lower)]
+        held = frozenset({"push", "sample"})  # the trainer frees them before its step
+        parts = [exact("engine's weights", **machine.on_each(weights, 1), phases=held, lower=weights_lower)]
         push = frozenset({"push"})
         parts.append(Part("layers on their way to the engine", **machine.on_each(2 * copied, 1), phases=push,
                           lower=weights_lower))  # fmt: skip

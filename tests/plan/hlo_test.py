@@ -49,6 +49,38 @@ def test_loops_inside_loops_multiply():
     assert compiled_flops(_module(function, _shape(3, 7), _shape(7, 7)), _none).products == 12 * 294
 
 
+# As the compiler for TPUs writes a product of shards that arrive in turn: two of sixteen in each of eight halves.
+_UNROLLED = """HloModule unrolled
+%body (carried: (u32[], f32[3,7], f32[7,7])) -> (u32[], f32[3,7], f32[7,7]) {
+  %carried = (u32[], f32[3,7], f32[7,7]) parameter(0)
+  %counter = u32[]{:T(128)} get-tuple-element(%carried), index=0
+  %x = f32[3,7]{1,0:T(8,128)} get-tuple-element(%carried), index=1
+  %kernel = f32[7,7]{1,0:T(8,128)} get-tuple-element(%carried), index=2
+  %first = f32[3,7]{1,0} dot(%x, %kernel), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %second = f32[3,7]{1,0} dot(%first, %kernel), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %two = u32[]{:T(128)} constant(2)
+  %moved = u32[]{:T(128)S(6)} add(%counter, %two)
+  %copied = u32[]{:T(128)} copy(%moved)
+  ROOT %tuple = (u32[], f32[3,7], f32[7,7]) tuple(%copied, %second, %kernel)
+}
+%condition (carried: (u32[], f32[3,7], f32[7,7])) -> pred[] {
+  %carried = (u32[], f32[3,7], f32[7,7]) parameter(0)
+  %counter = u32[]{:T(128)} get-tuple-element(%carried), index=0
+  %bound = u32[]{:T(128)} constant(7)
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}
+ENTRY %main (given: (u32[], f32[3,7], f32[7,7])) -> (u32[], f32[3,7], f32[7,7]) {
+  %given = (u32[], f32[3,7], f32[7,7]) parameter(0)
+  ROOT %while = (u32[], f32[3,7], f32[7,7]) while(%given), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_that_counts_by_two_runs_half_as_often():
+    # 0, 2, 4, 6 are below 7: four iterations of two products.
+    assert compiled_flops(parse(_UNROLLED), _none).products == 4 * 2 * 294
+
+
 def test_a_loop_whose_end_is_data_has_the_stated_length():
     def function(x, kernel, count):
         with jax.named_scope("outer/tokens"):

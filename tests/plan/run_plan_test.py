@@ -50,7 +50,7 @@ def test_memory_by_kind_is_that_of_the_shards(plan):
     step = plan.programs["step"]
     assert step.peak >= plan.step.params_bytes + plan.step.optimizer_bytes
     (of_step,) = (phase for phase in plan.phases if phase.name == "step")
-    assert of_step.total == step.peak + plan.engine.weights_bytes
+    assert of_step.total == step.peak  # the engine has no weights then
     (of_decode,) = (phase for phase in plan.phases if phase.name == "decode")
     assert of_decode.beside == {"parameters": plan.step.params_bytes, "optimizer": plan.step.optimizer_bytes}
 
@@ -94,16 +94,14 @@ def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
     # Forward and backward of each gradient, and the two passes.
     passes = 2 * 4 + 2
     gathered = _moved(step, "all-gather")
-    # The embedding is the output matrix too, which comes in eight pieces. For lookups it is gathered whole.
-    table, pieces = (model.vocab_size, hidden), (model.vocab_size // 8, hidden)
-    assert 0 < gathered.pop(table) <= passes
+    # The embedding is the output matrix too, which comes in eight pieces. For lookups it stays where it is.
+    pieces = (model.vocab_size // 8, hidden)
     assert gathered == {
         (hidden, hidden): passes * layers, (hidden, fused): passes * layers, (hidden, wide): 3 * passes * layers,
         pieces: 8 * passes,
     }  # fmt: skip
     assert _moved(step, "all-reduce", "reduce-scatter") == {
         (hidden, hidden): 4 * layers, (hidden, fused): 4 * layers, (hidden, wide): 3 * 4 * layers, pieces: 8 * 4,
-        table: 4,
     }  # fmt: skip
 
 

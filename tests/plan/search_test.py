@@ -34,7 +34,9 @@ def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
     by_tensor = {one.mesh.tensor: one.refused for one in found.tried}
     assert by_tensor[8].startswith("config.mesh.tensor: got 8, must divide the model's 4 query heads")
     for tensor in (1, 2, 4):
-        assert by_tensor[tensor].startswith("memory: the first device has 0.0 GiB and the phase 'step' takes at least")
+        assert by_tensor[tensor].startswith(
+            "memory: the first device has 0.0 GiB and the phase 'sample' takes at least"
+        )
         assert "of which engine's weights" in by_tensor[tensor] and "\n" not in by_tensor[tensor]
     assert found.table().splitlines()[-1] == "nothing of these fits"
     assert {one["fits"] for one in found.record()["candidates"]} == {False}
