@@ -58,22 +58,27 @@ def compile_program(program: Lowerable) -> Compiled:
         jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
     """
     began = time.monotonic()
-    shapes = {"row_lengths": program.row_lengths, "tokens": program.tokens}
     try:
-        compiled = program.trace().lower().compile()
+        executable = program.trace().lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
         needed, reason = _shortage(str(error))
-        return Compiled(program.name, time.monotonic() - began, peak=needed, refused=reason, **shapes)
-    seconds = time.monotonic() - began
-    memory = compiled.memory_analysis()
-    module = parse(compiled.as_text())
+        seconds = time.monotonic() - began
+        return Compiled(program.name, seconds, program.row_lengths, program.tokens, needed, refused=reason)
+    return read_executable(program, executable, time.monotonic() - began)
+
+
+def read_executable(program: Lowerable, executable: jax.stages.Compiled, seconds: float) -> Compiled:
+    """Read the memory, operations and traffic of a program that was compiled in `seconds`."""
+    memory = executable.memory_analysis()
+    module = parse(executable.as_text())
     unknown = {loop.op_name for visit in walk(module, program.trip_counts) for loop in visit.loops if not loop.known}
     return Compiled(
         name=program.name,
         seconds=seconds,
-        **shapes,
+        row_lengths=program.row_lengths,
+        tokens=program.tokens,
         peak=_peak(memory),
         temporary=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,

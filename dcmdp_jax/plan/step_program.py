@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +75,8 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         mesh: the training devices.
     """
     compute, packing = layout(config, mesh)
+    # The worst case: every completion has the longest length, so the bucket of the longest rows is full.
+    longest = (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
     programs = make_step_programs(config, model, compute, mesh)
     shapes = param_shapes(model, config.model.param_dtype)
     state = jax.eval_shape(
@@ -93,7 +95,8 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     return StepPlan(
         program=Lowerable(
             "step", lambda: programs.train_step.trace(state, batch, reference),
-            _trip_counts(model, compute, packing, mesh), held, packing.row_lengths, min(_predicted(packing, mesh)),
+            step_trip_counts(model, compute, packing, mesh, longest), held, packing.row_lengths,
+            min(_predicted(packing, mesh)),
         ),
         compute=compute,
         packing=packing,
@@ -123,12 +126,17 @@ def _predicted(packing: PackingPlan, mesh: Mesh) -> list[int]:
     return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
 
 
-def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
-    """Every completion has the longest length: the bucket of the longest rows is full, the others are empty.
+def step_trip_counts(
+    model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh, micro_batches: Sequence[int]
+) -> TripCounts:
+    """Lengths of a step's loops whose end is data.
 
     All tokens of a row count as wanted by the output layer, as they do for the model's operations.
+
+    Args:
+        model, compute, packing, mesh: of the step.
+        micro_batches: of a mini-batch, in each bucket.
     """
-    last = len(packing.row_lengths) - 1
     tokens = _predicted(packing, mesh)[-1]
     axes = kernel_axes(model, mesh)
     vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
@@ -139,10 +147,10 @@ def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mes
             return blocks
         if not in_scope(op_name, MICRO_BATCHES):
             return None
-        if not in_scope(op_name, bucket_scope(last)):
-            return 0
         # The first mini-batch's own update gives its p^Train.
         share = 1 - 1 / packing.mini_batches if in_scope(op_name, OLD_LOGPROBS) else 1
-        return packing.micro_batches[-1] * share
+        return share * sum(
+            count for bucket, count in enumerate(micro_batches) if in_scope(op_name, bucket_scope(bucket))
+        )
 
     return trips
