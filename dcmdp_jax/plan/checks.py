@@ -45,7 +45,7 @@ class ModelShapes(NamedTuple):
     Attributes:
         stacked: dimensions of every parameter of the layers with all layers, sorted, without 1s, whole or split.
         single: those of one layer, and of the parameters outside the layers.
-        sizes: of every axis of those.
+        sizes: of every axis of those, and of a head.
         widths: sizes that stand beside the vocabulary in a parameter.
         vocab: the vocabulary, and the part of it on each device.
         query_group: query heads of a key-value head.
@@ -100,7 +100,8 @@ def model_shapes(model: ModelConfig, mesh: Mesh) -> ModelShapes:
             dims = dims[1:]
         single |= {_sorted(part) for part in _splits(dims, ways)}
     return ModelShapes(
-        stacked=frozenset(stacked), single=frozenset(single), sizes=frozenset(itertools.chain(*single)),
+        stacked=frozenset(stacked), single=frozenset(single),
+        sizes=frozenset((model.head_dim, *itertools.chain(*single))),
         widths=frozenset(_divided(model.hidden_size, ways)),
         vocab=frozenset(_divided(model.vocab_size, {1, mesh.shape["tensor"]})),
         query_group=model.num_heads // model.num_kv_heads, parameters=num_params(model),

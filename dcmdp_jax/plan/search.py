@@ -83,8 +83,8 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
     """Compile the step for every candidate; minutes for each of a large model.
 
     Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp. Micro-batches of 1, 2
-    and 4 rows on each device; no more once one does not fit. Where parameters, optimizer, gradients and the engine's
-    weights alone do not fit, nothing is compiled.
+    and 4 rows on each device; no more once one does not fit. Where what a phase holds for certain does not fit, nothing
+    is compiled.
 
     Args:
         config: the settings.
