@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.ops import choose_ops
 
 _VOCABULARY = 151_936
 
@@ -40,7 +41,7 @@ def main() -> None:
     mask = jnp.ones(input_ids.shape, bool).at[:, 0].set(False)
 
     def ours(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-        options = {"temperature": 1.0, "chunk": arguments.chunk}
+        options = {"temperature": 1.0, "chunk": arguments.chunk, "ops": choose_ops(jax.default_backend())}
         return token_logprobs(hidden, kernel, input_ids, mask, **options)[0]
 
     naive = functools.partial(naive_logprobs, input_ids=input_ids, mask=mask)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +26,47 @@ from dcmdp_jax.models.layers import MLP
 from dcmdp_jax.models.moe import MoE
 from dcmdp_jax.models.ops import REFERENCE, Ops, choose_ops
 
-EMBED, WIDTH, PER_TOKEN = 512, 192, 8
-_Layer = Callable[[nnx.State, jax.Array], jax.Array]
+
+class Sizes(NamedTuple):
+    """A layer.
+
+    Attributes:
+        embed: width of the residual stream.
+        width: of an expert.
+        per_token: experts that compute each token.
+        dtype: of parameters and products.
+    """
+
+    embed: int = 512
+    width: int = 192
+    per_token: int = 8
+    dtype: str = "float32"
 
 
-def layer(experts: int, ops: Ops) -> tuple[_Layer, nnx.State]:
-    """A pure function of (parameters, tokens [T, D]), and random parameters; a dense MLP without experts."""
-    sizes = {"num_experts": experts, "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": WIDTH}
-    family = "qwen3_moe" if experts else "qwen3"
-    config = ModelConfig(family, 8, EMBED, PER_TOKEN * WIDTH, 1, 8, 8, 64, **(sizes if experts else {}))
+Layer = Callable[[nnx.State, jax.Array], jax.Array]
+"""(parameters, tokens [T, D]) -> [T, D]."""
+
+PASSES: dict[str, Callable[[Layer], Callable[..., object]]] = {
+    "forward": lambda f: f,
+    "forward and backward": lambda f: jax.grad(
+        lambda params, x: jnp.sum(f(params, x).astype(jnp.float32) ** 2), argnums=(0, 1)
+    ),
+}
+
+
+def layer(experts: int, ops: Ops, sizes: Sizes) -> tuple[Layer, nnx.State]:
+    """A pure function of parameters and tokens, and random parameters; a dense MLP without experts."""
+    shape = {
+        "num_experts": experts, "num_experts_per_tok": sizes.per_token, "moe_intermediate_size": sizes.width
+    }  # fmt: skip
+    family, dense = "qwen3_moe" if experts else "qwen3", sizes.per_token * sizes.width
+    config = ModelConfig(family, 8, sizes.embed, dense, 1, 8, 8, 64, **(shape if experts else {}))
     graph, state = nnx.split((MoE if experts else MLP)(config, hf_name="mlp"))
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     random = [
-        jax.random.normal(key, leaf.shape) / leaf.shape[-2] ** 0.5 for key, leaf in zip(keys, leaves, strict=True)
+        jax.random.normal(key, leaf.shape, sizes.dtype) / leaf.shape[-2] ** 0.5
+        for key, leaf in zip(keys, leaves, strict=True)
     ]
 
     def apply(params: nnx.State, x: jax.Array) -> jax.Array:
@@ -48,16 +76,17 @@ def layer(experts: int, ops: Ops) -> tuple[_Layer, nnx.State]:
     return apply, jax.tree.unflatten(tree, random)
 
 
-def products(experts: int, ops: Ops) -> _Layer:
+def products(experts: int, ops: Ops, sizes: Sizes) -> Layer:
     """The products of a mixture whose rows lie in the order of their experts, as many for each."""
 
     def apply(params: nnx.State, x: jax.Array) -> jax.Array:
         kernels = params["experts"]
-        sizes = jnp.full(experts, x.shape[0] * PER_TOKEN // experts, jnp.int32)
-        rows = jnp.repeat(x, PER_TOKEN, axis=0)
-        gate, up = (ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), sizes) for name in ("gate", "up"))
-        down = ops.grouped_matmul(ops.swiglu(gate, up), kernels["down"]["kernel"].get_value(), sizes)
-        return down.reshape(x.shape[0], PER_TOKEN, -1).sum(1)
+        group_sizes = jnp.full(experts, x.shape[0] * sizes.per_token // experts, jnp.int32)
+        rows = jnp.repeat(x, sizes.per_token, axis=0)
+        gate, up = (ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), group_sizes)
+                    for name in ("gate", "up"))  # fmt: skip
+        down = ops.grouped_matmul(ops.swiglu(gate, up), kernels["down"]["kernel"].get_value(), group_sizes)
+        return down.reshape(x.shape[0], sizes.per_token, -1).sum(1)
 
     return apply
 
@@ -68,19 +97,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least_one, default=2048)
     parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()
-    x = jax.random.normal(jax.random.key(1), (arguments.tokens, EMBED))
-    ops = choose_ops(jax.default_backend())
-    passes: dict[str, Callable[[_Layer], Callable[..., object]]] = {
-        "forward": lambda f: f,
-        "forward and backward": lambda f: jax.grad(lambda params, x: jnp.sum(f(params, x) ** 2), argnums=(0, 1)),
-    }
+    sizes, ops = Sizes(), choose_ops(jax.default_backend())
+    x = jax.random.normal(jax.random.key(1), (arguments.tokens, sizes.embed))
     print(machine() + "\n")
     print("| experts | pass | dense, s | experts, s | experts / dense | products / dense | ragged_dot / dense |")
     print("|---|---|---|---|---|---|---|")
     for experts in [int(text) for text in arguments.experts.split(",")]:
-        for name, wrap in passes.items():
-            contenders = {"dense": layer(0, ops), "experts": layer(experts, ops), "ragged": layer(experts, REFERENCE)}
-            contenders["products"] = products(experts, ops), contenders["experts"][1]
+        for name, wrap in PASSES.items():
+            contenders = {
+                "dense": layer(0, ops, sizes), "experts": layer(experts, ops, sizes),
+                "ragged": layer(experts, REFERENCE, sizes),
+            }  # fmt: skip
+            contenders["products"] = products(experts, ops, sizes), contenders["experts"][1]
             times = interleave(
                 {key: functools.partial(jax.jit(wrap(f)), params, x) for key, (f, params) in contenders.items()},
                 arguments.repeats,

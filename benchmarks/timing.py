@@ -32,10 +32,10 @@ def ratio(times: list[float], baseline: list[float]) -> str:
     return median_and_spread([a / b for a, b in zip(times, baseline, strict=True)], ".2f")
 
 
-def matmul_gflops() -> float:
-    """The rate of a 1024^3 float32 product, the best of ten: the measure of a busy machine."""
-    x = jax.numpy.ones((1024, 1024))
-    return 2 * 1024**3 / min(interleave({"product": lambda: x @ x}, 10)["product"]) / 1e9
+def matmul_gflops(size: int = 1024, dtype: str = "float32") -> float:
+    """The rate of a square product, the best of ten: the measure of a busy machine."""
+    x = jax.numpy.ones((size, size), dtype)
+    return 2 * size**3 / min(interleave({"product": lambda: x @ x}, 10)["product"]) / 1e9
 
 
 def machine() -> str:

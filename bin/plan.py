@@ -4,7 +4,8 @@
     python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
     python -m bin.plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
 
-Prints memory by kind, what fits, collectives, operations and a lower bound of the time; docs/plan.md explains them.
+Prints memory by kind, what fits, collectives, operations, a lower bound of the time, and checks of the programs;
+docs/plan.md explains them.
 `pip install -e '.[plan]'` installs the compilers.
 """
 

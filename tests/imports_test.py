@@ -89,7 +89,7 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.plan": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
+        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
     },
     "dcmdp_jax.probe": {
         "dcmdp_jax.config", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.parallel",

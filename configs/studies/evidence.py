@@ -1,6 +1,7 @@
 """The runs behind docs/evidence.md: every remedy on one policy under strain.
 
     python -m bin.sweep --study=configs/studies/evidence.py         embedded engine: FP8 weights and FP8 cache
+    python -m bin.sweep --study=configs/studies/evidence.py:int4    embedded engine: int4 weights, fewer arms
     python -m bin.sweep --study=configs/studies/evidence.py:vllm    vLLM: BF16, FP8 cache
 
 The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is the paper's 0.0037.
@@ -20,14 +21,30 @@ _STRAIN = {
     "evaluation.every_steps": 20,
 }
 _FP8_CACHE = {"rollout.kv_cache_dtype": "fp8"}
+_INT4 = {
+    "grpo": {"rollout.precision": "int4"},
+    "dc_grpo": {"rollout.precision": "int4"},
+    "tis": {"rollout.precision": "int4"},
+    "icepop": {"rollout.precision": "int4"},
+    "matched": {"rollout.precision": "int4", "model.forward_precision": "int4"},
+    "exact": {},
+}
 
 
 def get_study(arg: str = "") -> Study:
     if arg == "vllm":
         arms = {name: arm for name, arm in remedy_arms(VLLM, {}, DEMO).items() if arm.config == VLLM}
         return Study("Remedies under strain, vLLM with an FP8 cache", _strained(arms), "grpo", SEEDS)
+    if arg == "int4":
+        arms = remedy_arms(DEMO, {}, DEMO)
+        return Study(
+            "Remedies under strain, embedded int4 engine",
+            {name: Arm(DEMO, {**_STRAIN, **arms[name].settings, **changes}) for name, changes in _INT4.items()},
+            "grpo",
+            SEEDS,
+        )
     if arg:
-        raise ValueError(f"study argument {arg!r}: allowed is vllm")
+        raise ValueError(f"study argument {arg!r}: allowed are int4, vllm")
     return Study("Remedies under strain, embedded FP8 engine", _strained(remedy_arms(DEMO, {}, DEMO)), "grpo", SEEDS)
 
 

@@ -36,6 +36,8 @@ Reduce = Callable[[jax.Array], jax.Array]
 
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
+LookUp = Callable[[jax.Array, jax.Array], jax.Array]
+"""(table [V, D], input_ids [R, L]) -> [R, L, D] in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +194,7 @@ class Decoder(nnx.Module):
         compute: Compute,
         *,
         constrain: Constrain,
+        look_up: LookUp | None,
         mesh: Mesh | None,
         prompts: SharedPrompts | None,
         counted: jax.Array | None,
@@ -237,10 +240,9 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer)
         elif compute.remat == "dots":
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        # Gathered over fsdp before the lookup, as every weight is: XLA (jax 0.10.2) aborts on a lookup in a table that
-        # is sharded there, inside a shard_map over data alone.
-        table = constrain(self.embedding.get_value().astype(dtype), ("vocab", "hidden"))
-        x = constrain(table[input_ids], axes)
+        table = self.embedding.get_value()
+        found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
+        x = constrain(found, axes)
         layers = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
         replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
         x, aux = jax.lax.scan(layer, x, (layers, replayed), unroll=compute.scan_unroll)
@@ -277,6 +279,7 @@ def hidden_states_and_aux(
     compute: Compute,
     *,
     constrain: Constrain = _identity,
+    look_up: LookUp | None = None,
     mesh: Mesh | None = None,
     prompts: SharedPrompts | None = None,
     counted: jax.Array | None = None,
@@ -290,6 +293,8 @@ def hidden_states_and_aux(
         input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
         compute: dtype, rematerialisation and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
+        look_up: the lookup in an embedding whose width is split over devices, see `embedding.look_up`; None: the
+            compiler's own.
         mesh: the mesh, for kernels that need `shard_map`.
         prompts: the rows' shared prompts [P, S], if they have any. Computed on one device with the "xla" kernel.
         counted: [R, L] bool, the tokens that the layers report on; None: all but padding and shared prompts.
@@ -302,8 +307,8 @@ def hidden_states_and_aux(
     """
     decoder = _merge(_decoder_graph(config), params)
     return decoder(
-        input_ids, position_ids, segment_ids, compute, constrain=constrain, mesh=mesh, prompts=prompts,
-        counted=counted, replayed=replayed,
+        input_ids, position_ids, segment_ids, compute, constrain=constrain, look_up=look_up, mesh=mesh,
+        prompts=prompts, counted=counted, replayed=replayed,
     )  # fmt: skip
 
 

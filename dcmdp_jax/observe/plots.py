@@ -14,16 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
+from dcmdp_jax.observe.figure_style import COLOURS, INK, MUTED, style_axes
 from dcmdp_jax.observe.metric_names import PHASES
 from dcmdp_jax.observe.metrics_io import Series
 
 Runs = Mapping[str, Series]
 
-# Okabe and Ito's colours, distinguishable with common colour blindness; without yellow, which is faint on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_INK, _MUTED, _GRID = "#222222", "#666666", "#e3e3e3"
 _SMOOTH_ABOVE = 40
 _BARS_UP_TO = 200
 _RAISED, _LOWERED = "#D55E00", "#0072B2"
@@ -69,7 +67,7 @@ def draw_reward(runs: Runs) -> Figure | None:
                 marker=_MARKERS[place],
                 markersize=7,
                 markeredgecolor="white",
-                color=colour if len(runs) > 1 or place else _COLOURS[1],
+                color=colour if len(runs) > 1 or place else COLOURS[1],
                 label=f"{label}: {name}" if len(runs) > 1 else name,
                 zorder=4,
             )
@@ -140,7 +138,7 @@ def draw_multiplier(runs: Runs) -> Figure | None:
     else:
         for index, (label, series) in enumerate(runs.items()):
             _line(axes, series, "dual/violation", label, index)
-    axes.axhline(0.0, color=_INK, linewidth=0.8)
+    axes.axhline(0.0, color=INK, linewidth=0.8)
     axes.set_title("violation: mean discrepancy - c", **_PANEL_TITLE)
     _finish(axes, "violation", legend=len(runs) == 1)
     return figure
@@ -214,13 +212,13 @@ def draw_time(runs: Runs) -> Figure | None:
             seconds = float(np.median(values)) if len(values) else 0.0
             panels[0].barh(row, seconds, left=left, height=0.6, color=_colour(index), label=phase if row == 0 else None)
             left += seconds
-        panels[0].text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=_INK)
+        panels[0].text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=INK)
     panels[0].set_yticks(range(len(runs)), list(runs))
     spare = max(0.0, (2 - len(runs)) / 2)
     panels[0].set_ylim(len(runs) - 0.4 + spare, -0.6 - spare)
     panels[0].margins(x=0.12)
     panels[0].set_title("seconds of a median step", **_PANEL_TITLE)
-    _style(panels[0])
+    style_axes(panels[0])
     panels[0].legend(**_LEGEND, ncols=len(phases), loc="lower center", bbox_to_anchor=(0.5, -0.22))
     if len(panels) > 1:
         for index, (label, series) in enumerate(runs.items()):
@@ -242,12 +240,12 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
 }
 """File stem to (caption, function), in display order."""
 
-_PANEL_TITLE = {"fontsize": 10, "color": _INK, "loc": "left", "pad": 6}
-_LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": _INK}
+_PANEL_TITLE = {"fontsize": 10, "color": INK, "loc": "left", "pad": 6}
+_LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 
 
 def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
+    return COLOURS[index % len(COLOURS)]
 
 
 def _recorded(runs: Runs, name: str) -> bool:
@@ -274,7 +272,7 @@ def _panels(title: str, count: int, columns: int | None = None) -> tuple[Figure,
     rows = -(-count // columns)
     width = {1: 10.8, 2: 10.8, 3: 13.0, 4: 14.4}[columns]
     figure = Figure(figsize=(width, 0.5 + (3.7 if rows == 1 else 2.9 * rows)), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for spare in axes[count:]:
         spare.remove()
@@ -293,7 +291,7 @@ def _line(
         return colour
     steps, values = series[name]
     values = np.where(np.isfinite(values), values, np.nan)
-    style = {"color": colour, "linestyle": _LINE_STYLES[(index // len(_COLOURS) + variant) % len(_LINE_STYLES)]}
+    style = {"color": colour, "linestyle": _LINE_STYLES[(index // len(COLOURS) + variant) % len(_LINE_STYLES)]}
     if smoothed and len(steps) > _SMOOTH_ABOVE:
         axes.plot(steps, values, linewidth=0.8, alpha=0.3, **style)
         values = smooth(values, len(steps) // 20 | 1)
@@ -313,7 +311,7 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
         elif levels:
             axes.plot(steps, values, color=_colour(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
     for level, indices in constant.items():
-        colour = _INK if len(constant) == 1 else _colour(indices[0])
+        colour = INK if len(constant) == 1 else _colour(indices[0])
         _horizontal(axes, level, color=colour, linestyle="--", label=f"tolerance c = {level:g}")
 
 
@@ -349,19 +347,10 @@ def _grid(runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]],
     return figure
 
 
-def _style(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.tick_params(colors=_MUTED, labelsize=9, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#bbbbbb")
-
-
 def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = True, percent: bool = False) -> None:
-    _style(axes)
-    axes.set_xlabel("training step", color=_MUTED, fontsize=9)
-    axes.set_ylabel(unit, color=_MUTED, fontsize=9)
+    style_axes(axes)
+    axes.set_xlabel("training step", color=MUTED, fontsize=9)
+    axes.set_ylabel(unit, color=MUTED, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     # A constant curve gets a fixed scale, so that rounding is not magnified.
     low, high = axes.get_ylim()

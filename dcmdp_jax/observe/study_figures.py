@@ -8,10 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# As in `plots`: Okabe and Ito's colours.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+from dcmdp_jax.observe.figure_style import COLOURS, INK, MUTED, style_axes
+
 _STYLES = ("-", "--", ":", "-.")
-_INK, _MUTED, _GRID = "#222222", "#666666", "#e3e3e3"
 
 
 def draw_curves(
@@ -28,7 +27,7 @@ def draw_curves(
     figure = Figure(figsize=(8.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for index, (label, curve) in enumerate(arms.items()):
-        colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index // len(_COLOURS) % len(_STYLES)]
+        colour, style = COLOURS[index % len(COLOURS)], _STYLES[index // len(COLOURS) % len(_STYLES)]
         steps, mean, half = curve.T
         marker = "o" if len(steps) <= 12 else None
         axes.plot(steps, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label)
@@ -36,12 +35,12 @@ def draw_curves(
             axes.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)
         if level and label in level:
             axes.axhline(level[label], color=colour, linestyle=(0, (5, 2)), linewidth=1)
-    axes.set_title(title, fontsize=12, fontweight="bold", color=_INK, loc="left")
-    axes.set_xlabel("training step", color=_MUTED, fontsize=9)
-    axes.set_ylabel(unit, color=_MUTED, fontsize=9)
+    axes.set_title(title, fontsize=12, fontweight="bold", color=INK, loc="left")
+    axes.set_xlabel("training step", color=MUTED, fontsize=9)
+    axes.set_ylabel(unit, color=MUTED, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    _style(axes)
-    axes.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    style_axes(axes)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     return figure
 
 
@@ -55,23 +54,14 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, tuple[float, floa
     """
     figure = Figure(figsize=(8.6, 0.6 * len(arms) + 1.5), layout="constrained")
     axes = figure.subplots()
-    axes.axvline(0, color=_INK, linewidth=1)
+    axes.axvline(0, color=INK, linewidth=1)
     for place, (mean, half, values) in enumerate(arms.values()):
-        colour = _COLOURS[place % len(_COLOURS)]
+        colour = COLOURS[place % len(COLOURS)]
         axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=colour, alpha=0.45, markersize=5)
         axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=colour, capsize=4)
     axes.set_yticks(range(len(arms)), list(arms))
     axes.set_ylim(len(arms) - 0.4, -0.6)
-    axes.set_title(title, fontsize=12, fontweight="bold", color=_INK, loc="left")
-    axes.set_xlabel(unit, color=_MUTED, fontsize=9)
-    _style(axes)
+    axes.set_title(title, fontsize=12, fontweight="bold", color=INK, loc="left")
+    axes.set_xlabel(unit, color=MUTED, fontsize=9)
+    style_axes(axes)
     return figure
-
-
-def _style(axes) -> None:
-    axes.set_axisbelow(True)
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.tick_params(colors=_MUTED, labelsize=9, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#bbbbbb")

@@ -24,6 +24,7 @@ class Compiled(NamedTuple):
     Attributes:
         name: of the program.
         seconds: of compilation.
+        row_lengths, tokens: as of `Lowerable`.
         peak: bytes in use at most, arguments included, as the compiler reports it; what it would need, if it says so,
             of a program that does not fit.
         temporary: bytes of temporary memory; 0 if it does not fit.
@@ -37,6 +38,8 @@ class Compiled(NamedTuple):
 
     name: str
     seconds: float
+    row_lengths: tuple[int, ...]
+    tokens: int
     peak: int
     temporary: int = 0
     arguments: int = 0
@@ -56,19 +59,26 @@ def compile_program(program: Lowerable) -> Compiled:
     """
     began = time.monotonic()
     try:
-        compiled = program.lower().compile()
+        executable = program.trace().lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
         needed, reason = _shortage(str(error))
-        return Compiled(program.name, time.monotonic() - began, needed, refused=reason)
-    seconds = time.monotonic() - began
-    memory = compiled.memory_analysis()
-    module = parse(compiled.as_text())
+        seconds = time.monotonic() - began
+        return Compiled(program.name, seconds, program.row_lengths, program.tokens, needed, refused=reason)
+    return read_executable(program, executable, time.monotonic() - began)
+
+
+def read_executable(program: Lowerable, executable: jax.stages.Compiled, seconds: float) -> Compiled:
+    """Read the memory, operations and traffic of a program that was compiled in `seconds`."""
+    memory = executable.memory_analysis()
+    module = parse(executable.as_text())
     unknown = {loop.op_name for visit in walk(module, program.trip_counts) for loop in visit.loops if not loop.known}
     return Compiled(
         name=program.name,
         seconds=seconds,
+        row_lengths=program.row_lengths,
+        tokens=program.tokens,
         peak=_peak(memory),
         temporary=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,

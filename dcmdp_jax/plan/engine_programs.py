@@ -30,6 +30,7 @@ class EnginePlan(NamedTuple):
         weights_bytes, cache_bytes: on each device; the cache of a full batch of the longest rows.
         rows: completions decoded at a time.
         slots: cache slots of a row.
+        refills: whether a step has more completions than rows, so that some wait.
     """
 
     programs: tuple[Lowerable, ...]
@@ -37,6 +38,7 @@ class EnginePlan(NamedTuple):
     cache_bytes: int
     rows: int
     slots: int
+    refills: bool
 
 
 def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int) -> EnginePlan:
@@ -58,7 +60,7 @@ def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int
         raise UserError(f"config.rollout.local.{error}") from None
     engine = sampling_mesh(mesh, tensor=rollout.local.tensor, expert=rollout.local.expert)
     cache_dtype = FLOAT8 if rollout.kv_cache_dtype == "fp8" else rollout.compute_dtype
-    program = Program(model, rollout.compute_dtype, cache_dtype, engine)
+    program = Program(model, rollout.compute_dtype, cache_dtype, engine, rollout.router_replay)
     weights = _weights(model, rollout.precision, config.model.param_dtype, engine)
     group, bucket = rollout.group_size, _bucket(config.task.max_prompt_tokens)
     completions = config.training.prompts_per_step * group
@@ -86,33 +88,40 @@ def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int
         Lowerable(
             "prefill",
             functools.partial(
-                decode.prefill.lower, weights, by_row(jnp.int32, prompts, bucket), by_row(jnp.int32, prompts),
+                decode.prefill.trace, weights, by_row(jnp.int32, prompts, bucket), by_row(jnp.int32, prompts),
                 program=program, groups=groups,
             ),
             _one_token,
             held,
+            (bucket,),
+            prompts // groups // engine.size * bucket,
         ),
         Lowerable(
             "decode",
             functools.partial(
-                decode.decode.lower, weights, cache, state, *(scalar(jnp.int32) for _ in range(3)),
+                decode.decode.trace, weights, cache, state, *(scalar(jnp.int32) for _ in range(3)),
                 scalar(jnp.float32), scalar(jnp.float32), scalar(jnp.int32, 1), program=program, prompt_slots=bucket,
                 prefix_slots=bucket, mode="sample",
             ),
             _one_token,
             held | {"engine's cache": cache_bytes},
+            (),
+            # One token of each row, whose logits are wanted.
+            rows + 1,
         ),
         Lowerable(
             "score",
             functools.partial(
-                score.score.lower, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
+                score.score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
                 scalar(jnp.float32), program=program,
             ),
             _one_token,
             held,
+            (length,),
+            scored // engine.size * length,
         ),
     )  # fmt: skip
-    return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots)
+    return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < completions)
 
 
 def _one_token(op_name: str) -> float:

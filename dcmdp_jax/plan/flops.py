@@ -57,6 +57,8 @@ def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
                 products += visit.count * _library_product(visit)
             elif (kernel := _attention_kernel(name, instruction)) is not None:
                 attention += visit.count * kernel * _one_attention_product(visit)
+            elif re.search(r"\bt?gmm\b", instruction.op_name):
+                products += visit.count * _grouped_product(visit)
             elif name in ("tpu_custom_call", "__triton", "xla.gpu.triton"):
                 uncounted.add(instruction.op_name.rsplit("/", 1)[-1] or instruction.name)
     return CompiledFlops(products, attention, tuple(sorted(uncounted)))
@@ -97,6 +99,14 @@ def _library_product(visit: Visit) -> float:
     found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', visit.instruction.attributes)
     contracted = [int(n) for n in re.findall(r"\d+", found.group(1))] if found else [len(left.dims) - 1]
     return 2.0 * visit.instruction.results[0].size * math.prod(left.dims[i] for i in contracted)
+
+
+def _grouped_product(visit: Visit) -> float:
+    """Megablox's product of [m, k] with one of the experts [E, k, n], or a gradient of it: the same three shapes."""
+    arrays = [*visit.instruction.results, *visit.computation.operands(visit.instruction)]
+    experts = next(array.dims for array in arrays if len(array.dims) == 3)
+    rows = next(array.dims[0] for array in arrays if len(array.dims) == 2)
+    return 2.0 * rows * experts[1] * experts[2]
 
 
 def _convolution(visit: Visit) -> float:
@@ -146,9 +156,11 @@ def _attention_kernel(target: str, instruction: Instruction) -> int | None:
 def _one_attention_product(visit: Visit) -> float:
     """Operations of one product of q and k: causal, over half of the square."""
     operands = [array for array in visit.computation.operands(visit.instruction) if len(array.dims) >= 3]
-    query = max(operands, key=lambda array: array.size, default=Array("f32", ()))
     # [.., heads, length, head_dim] in splash, [rows, length, heads, head_dim] in cuDNN: the longest axis is the row's.
-    length = max(query.dims, default=0)
+    length = max((size for array in operands for size in array.dims), default=0)
+    # A mask [.., length, length] may be larger than the queries.
+    heads = (array for array in operands if array.dims[-2:] != (length, length))
+    query = max(heads, key=lambda array: array.size, default=Array("f32", ()))
     return 2.0 * query.size * length / 2
 
 

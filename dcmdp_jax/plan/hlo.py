@@ -33,6 +33,10 @@ class Array(NamedTuple):
     dtype: str
     dims: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """As in HLO: f32[3,4]."""
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
     @property
     def size(self) -> int:
         """Elements."""
@@ -221,7 +225,7 @@ def _constant_bound(module: Module, instruction: Instruction) -> int | None:
 
 
 def _increment(module: Module, loop: Instruction, counter: Instruction | None) -> int:
-    """What a loop's body adds to its counter, 1 if that can't be read: the compiler unrolls the loops that it makes."""
+    """Increment of a loop's counter, 1 if it can't be read: the compiler unrolls the loops that it makes."""
     place = re.search(r"\bindex=(\d+)", counter.attributes) if counter is not None else None
     found = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
     body = module.computations.get(found.group(1)) if found else None

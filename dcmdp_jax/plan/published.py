@@ -19,6 +19,14 @@ _QWEN3 = {
 }  # fmt: skip
 
 PUBLISHED = {
+    "Qwen3-0.6B": _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "Qwen3-1.7B": _QWEN3 | {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
     "Qwen3-8B": _QWEN3 | {
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8,

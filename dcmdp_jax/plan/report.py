@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.plan.checks import check_plan
 from dcmdp_jax.plan.collectives import KINDS, Collective
 from dcmdp_jax.plan.compiled import Compiled
 from dcmdp_jax.plan.flops import forward_flops
@@ -13,6 +14,11 @@ from dcmdp_jax.plan.roofline import ASSUMPTIONS, roofline
 from dcmdp_jax.plan.run_plan import GIB, RunPlan
 
 _LARGEST_SHOWN = 8
+_REMAT = {
+    "full": "; remat=full computes every layer's forward pass twice, 4/3 of a gradient's operations",
+    "dots": "; remat=dots computes all but the matrix products twice",
+    "none": "",
+}
 
 
 def describe_plan(plan: RunPlan) -> str:
@@ -20,7 +26,7 @@ def describe_plan(plan: RunPlan) -> str:
     lines = [*_heading(plan), "", *_memory(plan)]
     if "step" in plan.programs and plan.programs["step"].refused is None:
         lines += ["", *_communication(plan), "", *_operations(plan)]
-    lines += ["", *_times(plan), "", *_notes(plan)]
+    lines += ["", *_times(plan), "", *_checks(plan), "", *_notes(plan)]
     return "\n".join(lines)
 
 
@@ -48,6 +54,7 @@ def plan_record(plan: RunPlan) -> dict[str, Any]:
         "model_flops_of_all_devices": plan.model_flops,
         "compiled_over_model_flops": plan.flops_ratio if _compiled(plan, "step") else None,
         "communicated_over_least": plan.traffic_ratio if _compiled(plan, "step") else None,
+        "checks": [check._asdict() for check in check_plan(plan)],
     }  # fmt: skip
 
 
@@ -114,8 +121,11 @@ def _memory(plan: RunPlan) -> list[str]:
         "  program     compiled: arguments  temporary    peak  by arithmetic, beside it              together",
     ]
     for phase in plan.phases:
-        compiled = plan.programs[phase.name]
         beside = ", ".join(f"{name} {size / GIB:.2f}" for name, size in phase.beside.items()) or "nothing"
+        if phase.name not in plan.programs:
+            lines.append(f"  {phase.name:11} {'by arithmetic alone':>38}  {beside:36} {phase.total / GIB:9.2f}")
+            continue
+        compiled = plan.programs[phase.name]
         if compiled.refused is not None:
             lines.append(f"  {phase.name:11} does not fit by itself ({compiled.refused}); beside it {beside}")
             continue
@@ -159,14 +169,15 @@ def _communication(plan: RunPlan) -> list[str]:
         array, count = ones[0].array, sum(one.count for one in ones)
         received = sum(one.received_bytes for one in ones)
         if received:
-            shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-            lines.append(f"    {ones[0].kind:18} {shape:24} {count:8,.0f} {received / GIB:10.2f}")
+            lines.append(f"    {ones[0].kind:18} {array!s:24} {count:8,.0f} {received / GIB:10.2f}")
     least = plan.least
     lines.append(
         f"  least (arithmetic): every parameter gathered once a forward and once a backward pass "
         f"{least.gathers / GIB:.2f}, its gradient reduced once in float32 {least.reductions / GIB:.2f}; compiled / "
         f"least {plan.traffic_ratio:.2f}"
     )
+    if split := [axis for axis in ("tensor", "expert") if plan.mesh.shape[axis] > 1]:
+        lines.append(f"  the least has no activations, which travel along {' and '.join(split)} too")
     return lines
 
 
@@ -181,8 +192,7 @@ def _operations(plan: RunPlan) -> list[str]:
         f"{flops.attention * plan.mesh.size:.3e}",
         f"  needed by the model:   {plan.model_flops:.3e}: {per_token:.3e} for a token forward, three times that with "
         "its gradient, once more for p^Train of all mini-batches but the first",
-        f"  compiled / needed {plan.flops_ratio:.2f}; remat=full computes every layer's forward pass twice, 4/3 of a "
-        "gradient's operations",
+        f"  compiled / needed {plan.flops_ratio:.2f}{_REMAT[plan.step.compute.remat]}",
     ]  # fmt: skip
 
 
@@ -203,6 +213,14 @@ def _times(plan: RunPlan) -> list[str]:
     return lines + [f"  assumed: {assumption}" for assumption in ASSUMPTIONS]
 
 
+def _checks(plan: RunPlan) -> list[str]:
+    checks = check_plan(plan)
+    width = max(len(check.name) for check in checks)
+    return ["checks of the compiled programs"] + [
+        f"  {'yes' if check.holds else 'NO ':3}  {check.name:{width}}  {check.found}" for check in checks
+    ]
+
+
 def _notes(plan: RunPlan) -> list[str]:
     lines = ["compiled: programs, their memory, collectives, products, traffic. Worst case: every completion has the "
              "longest length, every row is one sequence and all its tokens are in the loss."]  # fmt: skip
@@ -212,5 +230,4 @@ def _notes(plan: RunPlan) -> list[str]:
             lines.append(f"{name}: loops of unknown length, counted once: {loops}")
         if compiled.flops.uncounted:
             lines.append(f"{name}: kernels whose products are not counted: {', '.join(compiled.flops.uncounted)}")
-    seconds = ", ".join(f"{name} {compiled.seconds:.0f} s" for name, compiled in plan.programs.items())
-    return [*lines, f"compilation: {seconds}"]
+    return lines

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from dcmdp_jax.config import Config
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import check_training_mesh, make_mesh
 from dcmdp_jax.plan.compiled import Compiled, compile_program
@@ -19,13 +20,16 @@ from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import Topology
+from dcmdp_jax.rollout.vllm.devices import check_shares, trainer_share
+from dcmdp_jax.training.memory_engine import PREEMPTED_CACHES
 from dcmdp_jax.training.memory_parts import plan_memory
-from dcmdp_jax.training.memory_plan import Machine
+from dcmdp_jax.training.memory_plan import Machine, MemoryPlan
+from dcmdp_jax.training.model_checks import check_experts, platform_kernel
 
 GIB = 2**30
 PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
-# JAX leaves this share of a GPU that it shares with vLLM to neither.
+# Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
 _UNUSED_SHARE = 0.1
 
 
@@ -33,8 +37,8 @@ class Phase(NamedTuple):
     """Memory of one device in a phase of the run.
 
     Attributes:
-        name: "step", or an engine's program.
-        peak: of the compiled program, bytes.
+        name: a program's, or "push" or "sample", whose memory is arithmetic.
+        peak: of the compiled program, bytes; 0 without one.
         beside: bytes that live through the phase and are no argument of its program, by kind.
     """
 
@@ -57,6 +61,7 @@ class RunPlan:
         config, model: the run.
         step: the training step.
         engine: the embedded engine; None with vLLM, whose programs are not ours.
+        memory: by arithmetic, as `bin.train --dry_run` has it.
         programs: compiled, by name.
         least: the least communication of the step.
         model_flops: of the products that the step needs, all devices together.
@@ -70,6 +75,7 @@ class RunPlan:
     model: ModelConfig
     step: StepPlan
     engine: EnginePlan | None
+    memory: MemoryPlan
     programs: dict[str, Compiled]
     least: LeastBytes
     model_flops: float
@@ -78,17 +84,28 @@ class RunPlan:
 
     @property
     def phases(self) -> list[Phase]:
-        """Every compiled program with what stays in memory beside its arguments."""
-        state = dict(self.step.program.held)
-        found = []
-        for name, compiled in self.programs.items():
-            beside: dict[str, int] = {}
-            if name != "step":
-                beside = state
-            elif self.engine is not None:
-                beside = {"engine's weights": self.engine.weights_bytes}
-            found.append(Phase(name, compiled.peak, beside))
+        """Every compiled program with what stays in memory beside its arguments, and the phases without a program."""
+        found = [Phase(name, compiled.peak, self._beside(name)) for name, compiled in self.programs.items()]
+        vllm = self.config.rollout.vllm
+        if self.engine is not None:
+            parts = [part for part in self.memory.parts if "push" in part.phases and part.each]
+            found.append(Phase("push", 0, {part.name: part.each for part in parts}))
+        elif vllm.sleep and not vllm.visible_devices:
+            share = int(vllm.memory_share * self.topology.chip.memory_gib * GIB)
+            found.append(Phase("sample", 0, self.step.program.held | {"vLLM's share": share}))
         return found
+
+    def _beside(self, name: str) -> dict[str, int]:
+        """Memory that is held while a program runs and is none of its arguments."""
+        if self.engine is None or name == "step":
+            return {}
+        beside = dict(self.step.program.held)
+        if name in ("prefill", "decode") and self.engine.refills:
+            # New rows enter a batch while it decodes.
+            preempted = sum(part.each for part in self.memory.parts if part.name == PREEMPTED_CACHES)
+            beside |= {PREEMPTED_CACHES: preempted} if preempted else {}
+            beside |= {"engine's cache": self.engine.cache_bytes} if name == "prefill" else {}
+        return beside
 
     @property
     def fits(self) -> bool:
@@ -114,6 +131,7 @@ def plan_run(
     *,
     only: Sequence[str] = (),
     on_program: Callable[[str], None] = lambda name: None,
+    refuse: bool = False,
 ) -> RunPlan:
     """Compile the programs of a run for a topology.
 
@@ -122,21 +140,32 @@ def plan_run(
         topology: the devices.
         only: names of the programs to compile; empty for all.
         on_program: called with a program's name before it is compiled.
+        refuse: compile nothing where what the run certainly holds does not fit.
 
     Raises:
-        UserError: if the mesh does not fit the devices or the model.
+        UserError: if the mesh does not fit the devices or the model, a setting does not fit the model or the platform,
+            or with `refuse`.
     """
     model = model_of(config)
+    check_experts(config, model)
+    platform_kernel(config, topology.platform)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = make_mesh(*sizes, devices=topology.devices)
     check_training_mesh(
         mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
     )
+    usable, reason = usable_memory(config, topology)
     step = plan_step(config, model, mesh)
-    usable, reason = _usable(config, topology)
-    engine = None
-    if config.rollout.engine == "local":
-        engine = plan_engine(config, model, mesh, max_rows=_fitting_rows(config, model, mesh, step, usable))
+    memory = plan_memory(
+        config, model, step.compute, mesh, step.packing, Machine(topology.platform, mesh.size, usable, None),
+        prompt_lengths=[config.task.max_prompt_tokens],
+        completions=config.training.prompts_per_step * config.rollout.group_size,
+    )  # fmt: skip
+    if refuse:
+        memory.check()
+    engine = plan_engine(config, model, mesh, max_rows=memory.rows) if config.rollout.engine == "local" else None
+    if only and engine is None and "step" not in only:
+        raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, and rollout.engine is vllm")
     programs: dict[str, Compiled] = {}
     for program in (step.program, *(engine.programs if engine else ())):
         if not only or program.name in only:
@@ -155,6 +184,7 @@ def plan_run(
         model=model,
         step=step,
         engine=engine,
+        memory=memory,
         programs=programs,
         least=least_bytes(
             model, mesh, compute_dtype=config.model.compute_dtype, updates=updates, recomputations=recomputed,
@@ -168,21 +198,18 @@ def plan_run(
     )  # fmt: skip
 
 
-def _fitting_rows(config: Config, model: ModelConfig, mesh: Mesh, step: StepPlan, usable: int) -> int:
-    """The completions that the embedded engine would decode at a time, as the run decides it."""
-    machine = Machine(mesh.devices.flat[0].platform, mesh.size, usable, None)
-    memory = plan_memory(
-        config, model, step.compute, mesh, step.packing, machine, prompt_lengths=[config.task.max_prompt_tokens],
-        completions=config.training.prompts_per_step * config.rollout.group_size,
-    )  # fmt: skip
-    return memory.rows
+def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
+    """Bytes of each device that JAX may use, and a note on them.
 
-
-def _usable(config: Config, topology: Topology) -> tuple[int, str]:
-    """Bytes of each device that JAX may use."""
+    Raises:
+        UserError: if a sidecar on the same GPUs leaves too little.
+    """
     chip, vllm = topology.chip, config.rollout.vllm
-    if config.rollout.engine == "vllm" and not vllm.visible_devices:
-        share = 1 - vllm.memory_share - _UNUSED_SHARE
-        reason = f"{chip.memory_gib:g} GiB less vLLM's share of {vllm.memory_share:g} and a tenth"
-        return int(chip.memory_gib * share * GIB), reason
-    return int(chip.usable_gib * GIB), f"of {chip.memory_gib:g} GiB"
+    if config.rollout.engine != "vllm" or vllm.visible_devices:
+        return int(chip.usable_gib * GIB), f"of {chip.memory_gib:g} GiB"
+    if vllm.sleep:
+        share, reason = 1 - _UNUSED_SHARE, "less a tenth, while vLLM sleeps"
+    else:
+        share, reason = trainer_share(vllm), f"less vLLM's share of {vllm.memory_share:g} and a tenth"
+        check_shares(vllm, share)
+    return int(chip.memory_gib * share * GIB), f"{chip.memory_gib:g} GiB {reason}"

@@ -60,7 +60,7 @@ class Found:
                 lines.append(f"   -  {shape}  {_peak(one.plan) / GIB:8.2f}  does not fit")
             else:
                 lines.append(f"{rank:4}  {shape}  {_peak(one.plan) / GIB:8.2f}  {1 / one.seconds_per_token:,.0f}")
-        return "\n".join(lines)
+        return "\n".join(lines if self.fitting else [*lines, "nothing of these fits"])
 
     def record(self) -> dict[str, Any]:
         """The table as a tree for JSON."""
@@ -83,12 +83,16 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
     """Compile the step for every candidate; minutes for each of a large model.
 
     Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp. Micro-batches of 1, 2
-    and 4 rows on each device; no more once one does not fit.
+    and 4 rows on each device; no more once one does not fit. Where parameters, optimizer, gradients and the engine's
+    weights alone do not fit, nothing is compiled.
 
     Args:
         config: the settings.
         topology: the devices.
         tell: called with a line for each candidate.
+
+    Raises:
+        UserError: if all are refused for one and the same reason.
     """
     tried: list[Tried] = []
     longest = -(-config.max_total_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
@@ -101,6 +105,9 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
             tell(f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a device: {result}")
             if one.plan is None or not one.plan.fits:
                 break
+    reasons = {one.refused for one in tried}
+    if len(reasons) == 1 and tried[0].plan is None:
+        raise UserError(tried[0].refused)
     return Found(tuple(sorted(tried, key=lambda one: one.seconds_per_token)))
 
 
@@ -118,7 +125,7 @@ def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) ->
         config, mesh=mesh, training=dataclasses.replace(config.training, micro_batch_tokens=tokens)
     )
     try:
-        plan = plan_run(changed, topology, only=("step",))
+        plan = plan_run(changed, topology, only=("step",), refuse=True)
     except UserError as error:
         return Tried(mesh, tokens, None, str(error))
     seconds = float("inf")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +19,13 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.plan.hlo import TripCounts, in_scope
 from dcmdp_jax.rollout.packing import PackingPlan
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
+from dcmdp_jax.training.batch_shapes import abstract_batch
 from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.row_logprobs import kernel_axes
 from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings, new_state
 from dcmdp_jax.training.step import OLD_LOGPROBS
-from dcmdp_jax.types import Batch, Rows, SharedPrompts, TrainState
+from dcmdp_jax.types import TrainState
 
 
 class Lowerable(NamedTuple):
@@ -32,15 +33,19 @@ class Lowerable(NamedTuple):
 
     Attributes:
         name: "step", "prefill", ...
-        lower: gives the lowered program.
+        trace: gives the traced program.
         trip_counts: of loops whose end is data, in the worst case.
         held: bytes on each device of its arguments that live longer than it, by kind.
+        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
+        tokens: of one device at least, in a forward pass.
     """
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
+    trace: Callable[[], jax.stages.Traced]
     trip_counts: TripCounts
     held: dict[str, int]
+    row_lengths: tuple[int, ...]
+    tokens: int
 
 
 class StepPlan(NamedTuple):
@@ -70,13 +75,15 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         mesh: the training devices.
     """
     compute, packing = layout(config, mesh)
+    # The worst case: every completion has the longest length, so the bucket of the longest rows is full.
+    longest = (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
     programs = make_step_programs(config, model, compute, mesh)
     shapes = param_shapes(model, config.model.param_dtype)
     state = jax.eval_shape(
         lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
     )
     state: TrainState = sharded(state, programs.shardings)
-    batch = abstract_batch(packing)
+    batch = abstract_batch(packing, model.routing[:2] if config.rollout.router_replay else None)
     if config.algorithm.tolerance_steps:
         batch = batch._replace(noise_floor=jax.ShapeDtypeStruct((), jnp.float32))
     batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
@@ -87,8 +94,9 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         held["reference policy"] = params
     return StepPlan(
         program=Lowerable(
-            "step", lambda: programs.train_step.lower(state, batch, reference),
-            _trip_counts(model, compute, packing, mesh), held,
+            "step", lambda: programs.train_step.trace(state, batch, reference),
+            step_trip_counts(model, compute, packing, mesh, longest), held, packing.row_lengths,
+            min(_predicted(packing, mesh)),
         ),
         compute=compute,
         packing=packing,
@@ -96,33 +104,6 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         optimizer_bytes=optimizer,
         micro_batches=packing.micro_batches[-1],
     )  # fmt: skip
-
-
-def abstract_batch(packing: PackingPlan) -> Batch:
-    """The shapes of a batch that `packing.pack` makes."""
-    shapes = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
-    rows = tuple(_abstract_rows(packing, *shape) for shape in shapes)
-    completions = packing.mini_batches, packing.completions
-    per_completion = {
-        "rewards": jnp.float32, "group_ids": jnp.int32, "completion_lengths": jnp.int32, "loss_mask": jnp.bool_,
-        "valid": jnp.bool_,
-    }  # fmt: skip
-    counts = jax.ShapeDtypeStruct((packing.mini_batches, len(rows)), jnp.int32)
-    rest = {name: jax.ShapeDtypeStruct(completions, dtype) for name, dtype in per_completion.items()}
-    return Batch(rows=rows, micro_batches=counts, **rest)
-
-
-def _abstract_rows(packing: PackingPlan, micro_batches: int, rows: int, length: int) -> Rows:
-    shape = (packing.mini_batches, micro_batches, rows, length)
-    integers = ("input_ids", "position_ids", "segment_ids", "completion_index", "policy_versions")
-    dtypes = dict.fromkeys(integers, jnp.int32) | {"completion_mask": jnp.bool_, "rollout_logprobs": jnp.float32}
-    prompts = None
-    if packing.group_size:
-        groups = (packing.mini_batches, micro_batches, rows // packing.group_size)
-        prompts = SharedPrompts(
-            jax.ShapeDtypeStruct((*groups, packing.prompt_length), jnp.int32), jax.ShapeDtypeStruct(groups, jnp.int32)
-        )
-    return Rows(**{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}, prompts=prompts)
 
 
 def sharded(tree: Any, shardings: Any) -> Any:
@@ -139,13 +120,24 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh) -> TripCounts:
-    """Every completion has the longest length: the bucket of the longest rows is full, the others are empty.
+def _predicted(packing: PackingPlan, mesh: Mesh) -> list[int]:
+    """Tokens of a device that a micro-batch predicts, of each bucket: all of a row but the first."""
+    shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
+
+
+def step_trip_counts(
+    model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh, micro_batches: Sequence[int]
+) -> TripCounts:
+    """Lengths of a step's loops whose end is data.
 
     All tokens of a row count as wanted by the output layer, as they do for the model's operations.
+
+    Args:
+        model, compute, packing, mesh: of the step.
+        micro_batches: of a mini-batch, in each bucket.
     """
-    last = len(packing.row_lengths) - 1
-    tokens = packing.rows_per_micro_batch[-1] // row_shards(mesh) * (packing.row_lengths[-1] - 1)
+    tokens = _predicted(packing, mesh)[-1]
     axes = kernel_axes(model, mesh)
     vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
     blocks, _ = token_blocks(tokens, compute.logprob_chunk, vocab, axes)
@@ -155,10 +147,10 @@ def _trip_counts(model: ModelConfig, compute: Compute, packing: PackingPlan, mes
             return blocks
         if not in_scope(op_name, MICRO_BATCHES):
             return None
-        if not in_scope(op_name, bucket_scope(last)):
-            return 0
         # The first mini-batch's own update gives its p^Train.
         share = 1 - 1 / packing.mini_batches if in_scope(op_name, OLD_LOGPROBS) else 1
-        return packing.micro_batches[-1] * share
+        return share * sum(
+            count for bucket, count in enumerate(micro_batches) if in_scope(op_name, bucket_scope(bucket))
+        )
 
     return trips

@@ -53,6 +53,7 @@ CHIPS = {
     "v6e": Chip("TPU v6e", 918e12, 1640e9, 32, 31.25, 4.48e11, 4.48e11, _POD,
                 ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")),
     "h100": Chip("H100 80GB SXM", 989e12, 3352e9, 80, 79.1 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
+    "h200": Chip("H200 141GB SXM", 989e12, 4800e9, 141, 139.8 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
 }  # fmt: skip
 
 # The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are none.
@@ -63,19 +64,24 @@ _ENVIRONMENT = {
 
 INSTALL = "pip install -e '.[plan]'"
 
-# An H100 as XLA's compiler describes it; JAX asks a device that is present, here there is none.
-_H100 = """gpu_device_info {
+# A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100 and H200 differ in
+# their memory: bytes a second, bytes, and the name.
+_HOPPER = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: %d shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+device_description_str: "%s"
 """
+_GPUS = {
+    "h100": _HOPPER % (3352320000000, 84929347584, "NVIDIA H100 80GB HBM3"),
+    "h200": _HOPPER % (4800000000000, 150754820096, "NVIDIA H200"),
+}
 
 
 class Topology(NamedTuple):
@@ -91,6 +97,11 @@ class Topology(NamedTuple):
     chip: Chip
     devices: Sequence[Any]
 
+    @property
+    def platform(self) -> str:
+        """ "tpu" or "gpu"."""
+        return "gpu" if self.name.partition(":")[0] in _GPUS else "tpu"
+
 
 def known_topologies() -> str:
     """The topologies of `load_topology`, for messages."""
@@ -104,7 +115,7 @@ def chip_and_count(name: str) -> tuple[Chip, int]:
         UserError: for a name that is none, with those known.
     """
     kind, _, shape = name.partition(":")
-    pattern = r"[1-9]\d{0,4}" if kind == "h100" else r"[1-9]\d?(x[1-9]\d?){1,2}"
+    pattern = r"[1-9]\d{0,4}" if kind in _GPUS else r"[1-9]\d?(x[1-9]\d?){1,2}"
     if kind not in CHIPS or not re.fullmatch(pattern, shape):
         raise UserError(f"--topology: got {name!r}, known are {known_topologies()}")
     count = math.prod(int(size) for size in shape.split("x"))
@@ -139,13 +150,13 @@ def load_topology(name: str) -> Topology:
     """The devices of a topology, from the vendor's compiler.
 
     Args:
-        name: "v5e:4x4", "v5p:4x4x4", "v6e:8x8" or "h100:8".
+        name: "v5e:4x4", "v5p:4x4x4", "v6e:8x8", "h100:8" or "h200:8".
 
     Raises:
         UserError: for an unknown topology, or if its compiler is not installed.
     """
     chip, count = chip_and_count(name)
-    gpu = name.startswith("h100")
+    gpu = _GPUS.get(name.partition(":")[0])
     module, package = ("jax_cuda12_plugin", "jax-cuda12-plugin") if gpu else ("libtpu", "libtpu")
     if importlib.util.find_spec(module) is None:
         raise UserError(f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}")
@@ -154,7 +165,7 @@ def load_topology(name: str) -> Topology:
             _load_cudnn()
             hosts = -(-count // chip.devices_near)
             description = topologies.get_topology_desc(
-                "h100", platform="cuda", target_config=_H100, topology=f"1x{hosts}x{min(count, chip.devices_near)}"
+                "gpu", platform="cuda", target_config=gpu, topology=f"1x{hosts}x{min(count, chip.devices_near)}"
             )
         else:
             description = topologies.get_topology_desc(name, platform="tpu")

@@ -49,9 +49,9 @@ class SamplingParams:
 class Engine(Protocol):
     """Samples completions and reports the probabilities it sampled them with.
 
-    Weights arrive by `push_weights` and stay until the next push. Sampling is a function of (seed, step, row), row
-    being `(first_prompt + prompt) * group_size + member`: neither batch composition nor earlier calls change it, nor
-    which of several engines samples a prompt.
+    Weights arrive by `push_weights` and stay until the next push or `release_weights`. Sampling is a function of (seed,
+    step, row), row being `(first_prompt + prompt) * group_size + member`: neither batch composition nor earlier calls
+    change it, nor which of several engines samples a prompt.
     """
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
@@ -95,6 +95,9 @@ class Engine(Protocol):
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
         """The engine's own log-probs, float32 nats, of given completions, one array per completion."""
+
+    def release_weights(self) -> None:
+        """Free the weights until the next push if they are in the trainer's memory, which its step needs."""
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""

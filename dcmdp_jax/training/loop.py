@@ -100,6 +100,8 @@ class Trainer:
             rollout = self.rollouts.sample(step, self._prompts_taken, timer, alone, self._check_stop)
             measures = measures_tolerance(config.algorithm, jax.device_get(state.dual))
             floor = self._noise_floor(rollout) if step == 0 or measures else {}
+            # Before the step, whose peak they would add to; the next push brings new ones in any case.
+            self.engine.release_weights()
             with timer.phase("pack"):
                 batch, packed = self._pack(rollout, floor, state, step)
             with timer.phase("step"), jax.transfer_guard("disallow"):

@@ -21,6 +21,8 @@ from dcmdp_jax.training.memory_plan import Machine, MemoryPlan, Part, certain, e
 
 LOGITS_HELD = 3
 """Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked copy."""
+PREEMPTED_CACHES = "preempted caches, at most"
+"""Name of the part with the caches of preempted rows."""
 _PREEMPTED = 2
 """Max caches of preempted rows, in caches of a full batch (see `schedule.Scheduler`)."""
 
@@ -38,6 +40,7 @@ class EngineMemory:
         completions: maximum number sampled in one call.
         prompt_lengths: tokens of each prompt.
         max_completion_tokens: limit of each completion.
+        router_replay: whether it returns the experts of each token.
         options: prefix of its settings' names.
     """
 
@@ -51,6 +54,7 @@ class EngineMemory:
     completions: int
     prompt_lengths: Sequence[int]
     max_completion_tokens: int
+    router_replay: bool
     options: str
 
     def fitting_rows(self, max_rows: int, others: Sequence[Part]) -> int:
@@ -82,7 +86,8 @@ class EngineMemory:
         lower = f"a smaller model, {split}or {options}engine=vllm"
         weights_lower = f"{options}precision=bfloat16, {lower}" if self.precision in ("exact", "float32") else lower
         weights, dequantized, copied = self._weights
-        parts = [exact("engine's weights", **machine.on_each(weights, 1), lower=weights_lower)]
+        held = frozenset({"push", "sample"})  # the trainer frees them before its step
+        parts = [exact("engine's weights", **machine.on_each(weights, 1), phases=held, lower=weights_lower)]
         push = frozenset({"push"})
         parts.append(Part("layers on their way to the engine", **machine.on_each(2 * copied, 1), phases=push,
                           lower=weights_lower))  # fmt: skip
@@ -105,7 +110,14 @@ class EngineMemory:
         )  # fmt: skip
         if waiting and begin < limit:
             held = machine.on_each(_PREEMPTED * full, devices)
-            parts.append(Part("preempted caches, at most", **held, phases=sample, lower=fewer))
+            parts.append(Part(PREEMPTED_CACHES, **held, phases=sample, lower=fewer))
+        if self.router_replay:
+            of_token = own * 2 * math.prod(model.routing[:2])
+            parts.append(
+                Part("experts of decoded tokens", **machine.on_each(limit * of_token, devices), phases=sample,
+                     lower=f"{fewer}, or {options}router_replay=False",
+                     certain=certain(**machine.on_each(begin * of_token, devices)))
+            )  # fmt: skip
         scores = min(ATTENTION_ELEMENTS, own * model.num_heads // tensor * _bucket(max(self.prompt_lengths)) ** 2)
         logits = own * model.vocab_size // tensor * 4 * LOGITS_HELD
         working = machine.on_each(logits + 4 * scores, devices)

@@ -15,10 +15,11 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import AXES, row_shards, sampling_mesh
-from dcmdp_jax.parallel.sharding import data_parallel_only, param_shardings
+from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
 from dcmdp_jax.rollout.packing import PackingPlan
 from dcmdp_jax.rollout.sidecar.bridge import WeightBridge
 from dcmdp_jax.rollout.vllm import launch
+from dcmdp_jax.training.batch_shapes import abstract_batch
 from dcmdp_jax.training.memory_engine import LOGITS_HELD, EngineMemory, product_item
 from dcmdp_jax.training.memory_plan import MORE_DEVICES, Machine, MemoryPlan, Part, certain, exact
 
@@ -49,6 +50,7 @@ def plan_memory(
         vllm_on_cpu: whether vLLM is the CPU build.
     """
     parts = [*_training_parts(config, model, mesh, machine), *_step_parts(model, compute, mesh, packing, machine)]
+    parts += _batch_parts(config, model, mesh, packing, machine, completions)
     note, rows = "", 0
     if config.rollout.engine == "vllm":
         parts += _vllm_parts(config, model, machine, on_cpu=vllm_on_cpu)
@@ -70,6 +72,7 @@ def plan_memory(
             completions=completions,
             prompt_lengths=prompt_lengths,
             max_completion_tokens=config.rollout.max_completion_tokens,
+            router_replay=config.rollout.router_replay,
             options="rollout.",
         )
         rows = engine.fitting_rows(config.rollout.max_rows, parts)
@@ -115,6 +118,7 @@ def plan_engine_memory(
         completions=completions,
         prompt_lengths=prompt_lengths,
         max_completion_tokens=max_completion_tokens,
+        router_replay=False,
         options="--",
     )
     rows = engine.fitting_rows(max_rows, [loaded])
@@ -135,10 +139,13 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
     fewer = "a smaller model" if machine.platform == "cpu" else MORE_DEVICES
     state_lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
 
-    if mesh.size > 1 and data_parallel_only(mesh):
-        copies = 1
+    # A checkpoint is copied before it is written, so that the next steps need not wait: on an accelerator to the host,
+    # by the devices that hold different parts of the state; a CPU's devices copy it each, a replicated state once.
+    if machine.platform != "cpu":
+        copies = max(1, machine.devices // mesh.shape[DATA])
     else:
-        copies = mesh.size if machine.platform == "cpu" else machine.devices
+        copies = 1 if data_parallel_only(mesh) else mesh.size
+    saved = 3 * values * item * copies
 
     def on_mesh(size: int) -> dict[str, int]:
         return machine.on_each(size, mesh.size)
@@ -156,10 +163,8 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
         ),
         # One micro-batch's gradient before it is added; afterwards the update.
         Part("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
-        # The state is copied before it is written, so the next steps need not wait. A replicated state is copied by one
-        # device.
-        Part("checkpoint's copy of the state", **machine.on_each(3 * values * item, copies), lower=state_lower),
-        Part("checkpoint being written", host=3 * values * item * copies, lower=state_lower),
+        Part("checkpoint's copy of the state", host=saved, lower=state_lower),
+        Part("checkpoint being written", host=saved, lower=state_lower),
     ]
     if config.algorithm.kl_coefficient:
         parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
@@ -201,6 +206,28 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
         copies = machine.on_each(2 * 4 * model.vocab_size * model.hidden_size, mesh.size)
         lower = "model.compute_dtype=float32"
         parts.append(Part("float32 copies of the output layer", **copies, phases=step, lower=lower))
+    return parts
+
+
+def _batch_parts(
+    config: Config, model: ModelConfig, mesh: Mesh, packing: PackingPlan, machine: Machine, completions: int
+) -> list[Part]:
+    """The batch, on the devices and before, and the experts of each token that an engine returns for router replay."""
+    routed = model.routing[:2] if config.rollout.router_replay else None
+    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_batch(packing, routed).rows))
+    step, lower = frozenset({"step"}), "training.prompts_per_step or rollout.max_completion_tokens"
+    parts = [
+        exact("batch", **machine.on_each(rows // row_shards(mesh), mesh.size), phases=step, lower=lower),
+        Part("batch, before it is split over devices", host=rows, phases=step, lower=lower),
+    ]
+    if routed:
+        lower += ", or rollout.router_replay=False"
+        tokens = completions * 2 * math.prod(routed)
+        parts.append(Part("experts of the completions' tokens", host=tokens * config.max_total_tokens,
+                          phases=frozenset({"sample", "step"}), lower=lower))  # fmt: skip
+        if config.rollout.engine == "local":
+            parts.append(Part("engine's record of them", host=tokens * config.rollout.max_completion_tokens,
+                              phases=frozenset({"sample"}), lower=lower))  # fmt: skip
     return parts
 
 

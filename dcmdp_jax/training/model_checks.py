@@ -13,6 +13,7 @@ from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.rollout.local.layout import check_mesh
 
 
@@ -68,27 +69,12 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
 
     Whether cuDNN is there, and takes this dtype and head width, is found out by compiling one small attention.
     """
-    setting = config.model.attention
-    dtype = jnp.dtype(config.model.compute_dtype)
-    kernel = choose_kernel(setting, dtype, platform)
-    gpu = platform in ("gpu", "cuda")
-    if kernel == "splash" and platform != "tpu":
-        raise UserError(f"config.model.attention: got 'splash', which needs a TPU, this is {platform}; choose auto")
-    if kernel == "cudnn" and not gpu:
-        raise UserError(
-            f"config.model.attention: got 'cudnn', which needs an NVIDIA GPU with cuDNN, this is {platform}; "
-            "choose auto"
-        )
-    if kernel != "cudnn":
+    setting, dtype = config.model.attention, jnp.dtype(config.model.compute_dtype)
+    if platform_kernel(config, platform) != "cudnn":
         return
-    if dtype == jnp.float32:
-        raise UserError(
-            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
-            "model.compute_dtype=bfloat16"
-        )
     heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), dtype)
     segments = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    attention = functools.partial(row_attention, kernel="cudnn", one_segment=True)
+    attention = functools.partial(row_attention, kernel="cudnn", one_segment=True, ops=choose_ops(platform))
     try:
         jax.jit(attention).lower(heads, heads, heads, segments).compile()
     except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
@@ -97,3 +83,26 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
             f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work ({reason}); install "
             "nvidia-cudnn-cu12, or choose xla"
         ) from error
+
+
+def platform_kernel(config: Config, platform: str) -> str:
+    """The attention kernel on a platform.
+
+    Raises:
+        UserError: if the platform does not have the one of the settings, or it does not compute in their dtype.
+    """
+    dtype = jnp.dtype(config.model.compute_dtype)
+    kernel = choose_kernel(config.model.attention, dtype, platform)
+    if kernel == "splash" and platform != "tpu":
+        raise UserError(f"config.model.attention: got 'splash', which needs a TPU, this is {platform}; choose auto")
+    if kernel == "cudnn" and platform not in ("gpu", "cuda"):
+        raise UserError(
+            f"config.model.attention: got 'cudnn', which needs an NVIDIA GPU with cuDNN, this is {platform}; "
+            "choose auto"
+        )
+    if kernel == "cudnn" and dtype == jnp.float32:
+        raise UserError(
+            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
+            "model.compute_dtype=bfloat16"
+        )
+    return kernel

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models import decoder, logprobs, quantize
+from dcmdp_jax.models import decoder, embedding, logprobs, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import Aux
@@ -60,7 +60,9 @@ def make_row_logprobs(
             embedded engine in this precision multiplies by; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
     """
-    pin = {} if data_parallel_only(mesh) else {"constrain": constrain(mesh), "mesh": mesh}
+    pin: dict[str, Any] = {}
+    if not data_parallel_only(mesh):
+        pin = {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh), "mesh": mesh}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     token_logprobs = functools.partial(
         logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, ops=choose_ops(platform)
@@ -101,6 +103,16 @@ def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
         if mesh.shape[PARAM_AXES[name]] > 1 and size % mesh.shape[PARAM_AXES[name]] == 0
     }
     return logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+
+
+def _lookup_over_model_axes(model: ModelConfig, compute: Compute, mesh: Mesh) -> decoder.LookUp | None:
+    """The embedding's lookup with rows split over fsdp and expert; None where the embedding's width is whole."""
+    axes = kernel_axes(model, mesh)
+    if axes.embed is None:
+        return None
+    rows = P(("fsdp", "expert"))
+    look_up = functools.partial(embedding.look_up, dtype=compute.dtype, axes=axes)
+    return shard_map_over_model_axes(look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows)
 
 
 def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:

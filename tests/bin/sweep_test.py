@@ -119,11 +119,12 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
     assert called == [("a, seed 0", "bin.train"), ("a, seed 1", "bin.train")]
 
 
-@pytest.mark.parametrize("argument", ["", ":paper"])
-@pytest.mark.parametrize("name", _STUDIES)
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, argument) for name in _STUDIES for argument in ("", ":paper") if f"{name}{argument}" != "evidence:paper"]
+    + [("evidence", ":int4"), ("evidence", ":vllm")],
+)
 def test_every_study_file_has_runs_that_can_be_made(name, argument, tmp_path, capsys):
-    if name == "evidence" and argument:
-        argument = ":vllm"  # it has no paper's size
     main(["sweep", f"--study=configs/studies/{name}.py{argument}", f"--out={tmp_path}", "--dry_run"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= (3 if argument else 15) or name == "main_results"

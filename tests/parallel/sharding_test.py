@@ -298,3 +298,8 @@ def test_the_output_matrix_travels_once_a_pass(sizes: tuple[int, int, int]) -> N
     if sizes[1] > 1:
         assert counts["all-gather"] == 16 and counts["reduce-scatter"] + counts["all-reduce"] == 8
     assert [one for one in found if one.count > 1 and 96 in one.array.dims] == []
+    if sizes[1] > 1:
+        # The embedding's rows of tokens travel, not the embedding: [2 rows x 16, 32] there and, as gradients, back.
+        assert not [one for one in found if one.array.dims[-2:] == (96 // sizes[2], 32)]
+        # A CPU has an array for each device.
+        assert sum(one.count for one in found if one.kind == "all-to-all") == 2 * sizes[1]

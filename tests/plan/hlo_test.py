@@ -145,6 +145,27 @@ def test_a_batched_product_that_a_tpu_writes_as_a_dilated_convolution():
     assert compiled_flops(parse(_CONVOLUTION), _none).products == 8 * 2 * 512 * 64 * 256
 
 
+# The custom calls of megablox, compiled for a v5e: forward, the experts' gradient, the rows'.
+_GROUPED = """HloModule jit_f, num_partitions=1
+
+ENTRY %main (x: bf16[1024,256], k: bf16[8,256,384], y: bf16[1024,384], g: s32[9]) -> bf16[1024,256] {
+  %x = bf16[1024,256]{1,0} parameter(0)
+  %k = bf16[8,256,384]{2,1,0} parameter(1)
+  %y = bf16[1024,384]{1,0} parameter(2)
+  %g = s32[9]{0} parameter(3)
+  %a = bf16[1024,384]{1,0:T(8,128)} custom-call(%g, %g, %x, %k), custom_call_target="tpu_custom_call", metadata={op_name="jit(loss)/jvp(jit(gmm))/pallas_call"}
+  %b = bf16[8,256,384]{2,1,0} custom-call(%g, %x, %y), custom_call_target="tpu_custom_call", metadata={op_name="jit(loss)/transpose(jvp(jit(tgmm)))/pallas_call"}
+  ROOT %c = bf16[1024,256]{1,0} custom-call(%g, %y, %k), custom_call_target="tpu_custom_call", metadata={op_name="jit(loss)/transpose(jvp(jit(gmm)))/pallas_call"}
+}
+"""  # noqa: E501
+
+
+def test_grouped_products_of_experts():
+    # Each row is multiplied by one expert's [256, 384]: 2 x 1024 x 256 x 384, three times.
+    flops = compiled_flops(parse(_GROUPED), _none)
+    assert (flops.products, flops.attention, flops.uncounted) == (3 * 201_326_592, 0, ())
+
+
 def test_a_gather_in_a_loop():
     mesh = _mesh()
 
@@ -215,3 +236,17 @@ def test_scopes():
 def test_text_that_is_no_program():
     with pytest.raises(ValueError, match="HLO text: it has no ENTRY computation"):
         parse("HloModule nothing")
+
+
+def test_the_mask_of_an_attention_kernel_is_not_its_query():
+    text = """HloModule packed, num_partitions=1
+
+ENTRY %main (q: bf16[1,64,2,8], k: bf16[1,64,1,8], mask: bf16[1,1,64,64]) -> bf16[1,64,2,8] {
+  %q = bf16[1,64,2,8]{3,2,1,0} parameter(0)
+  %k = bf16[1,64,1,8]{3,2,1,0} parameter(1)
+  %mask = bf16[1,1,64,64]{3,2,1,0} parameter(2)
+  ROOT %out = bf16[1,64,2,8]{3,2,1,0} custom-call(%q, %k, %k, %mask), custom_call_target="__cudnn$fmhaScaleBiasSoftmax"
+}
+"""
+    # Two products of 2 heads x 64 x 64 x 8, half of each; the mask has four times as many entries as the queries.
+    assert compiled_flops(parse(text), _none).attention == 2 * 2 * 2 * 64 * 64 * 8 / 2

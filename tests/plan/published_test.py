@@ -11,10 +11,11 @@ import pytest
 
 from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import from_hf
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.plan.published import PUBLISHED, model_of
 
 # Of the model cards, and of transformers' own modules on the meta device.
 _PARAMETERS = {
@@ -51,10 +52,15 @@ def test_every_axis_divides(name, mesh, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("name", "parameters"), [("Qwen3-0.6B", 596_049_920), ("Qwen3-1.7B", 1_720_574_976)])
+def test_small_published_models_have_their_parameters(name, parameters):
+    assert num_params(from_hf(PUBLISHED[name])) == parameters
+
+
 def test_a_model_that_nobody_knows():
     with pytest.raises(UserError) as raised:
         model_of(_config("qwen3_8b", model__path="models/Qwen9-8B"))
     assert str(raised.value) == (
-        "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are Qwen3-8B, "
-        "Qwen3-30B-A3B, DeepSeek-R1-Distill-Qwen-1.5B"
+        "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are "
+        "Qwen3-0.6B, Qwen3-1.7B, Qwen3-8B, Qwen3-30B-A3B, DeepSeek-R1-Distill-Qwen-1.5B"
     )

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 
 from configs import qwen3_8b
 from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import num_params, param_shapes
+from dcmdp_jax.plan.checks import all_logits, check_plan, model_shapes
+from dcmdp_jax.plan.hlo import Array
 from dcmdp_jax.plan.report import describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import plan_run
-from dcmdp_jax.plan.search import candidates
-from dcmdp_jax.plan.step_program import abstract_batch
+from dcmdp_jax.plan.run_plan import GIB, plan_run, usable_memory
 from dcmdp_jax.plan.topologies import CHIPS, Topology
-from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
-from tests.rollout.packing_test import _rollout
 
 _DEVICES = Topology("v5e:2x4", CHIPS["v5e"], jax.devices()[:8])
 
@@ -52,7 +50,7 @@ def test_memory_by_kind_is_that_of_the_shards(plan):
     step = plan.programs["step"]
     assert step.peak >= plan.step.params_bytes + plan.step.optimizer_bytes
     (of_step,) = (phase for phase in plan.phases if phase.name == "step")
-    assert of_step.total == step.peak + plan.engine.weights_bytes
+    assert of_step.total == step.peak  # the engine has no weights then
     (of_decode,) = (phase for phase in plan.phases if phase.name == "decode")
     assert of_decode.beside == {"parameters": plan.step.params_bytes, "optimizer": plan.step.optimizer_bytes}
 
@@ -77,26 +75,118 @@ def test_products_of_the_step(plan):
     assert plan.flops_ratio == pytest.approx(by_hand / needed)
 
 
+def _moved(program, *kinds):
+    """Executions of the float32 collectives of matrices, by their dimensions, sorted."""
+    found = collections.Counter()
+    for one in program.collectives:
+        if one.kind in kinds and one.array.dtype == "f32" and len(one.array.dims) == 2 and one.array.size >= 1024:
+            found[tuple(sorted(one.array.dims))] += one.count
+    return found
+
+
 def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
     """Two mini-batches of two micro-batches: four gradients, and p^Train of the second mini-batch, two passes more."""
     step, model = plan.programs["step"], plan.model
-    large = [one for one in step.collectives if one.array.size >= 1024 and one.array.dtype == "f32"]
-    # The embedding is the output matrix too: it is gathered, and its gradient reduced, for each.
-    count = num_params(model) + model.vocab_size * model.hidden_size
-    gathered = sum(one.count * one.array.size for one in large if one.kind == "all-gather")
-    assert 0.9 * 8 * count < gathered <= (2 * 4 + 2) * count
-    reductions = ("all-reduce", "reduce-scatter")
-    reduced = sum(one.count * one.array.size for one in large if one.kind in reductions)
-    assert 0.99 * 4 * count < reduced <= 4 * count
-    # Of the whole tree at once nothing is gathered: the largest is a matrix of one layer.
-    assert max(one.array.size for one in large) == model.hidden_size * model.intermediate_size
+    hidden, wide, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    queries = model.num_heads * model.head_dim
+    # On a CPU the matrices of q, k and v are one.
+    fused = queries + 2 * model.num_kv_heads * model.head_dim
+    # Forward and backward of each gradient, and the two passes.
+    passes = 2 * 4 + 2
+    gathered = _moved(step, "all-gather")
+    # The embedding is the output matrix too, which comes in eight pieces. For lookups it stays where it is.
+    pieces = (model.vocab_size // 8, hidden)
+    assert gathered == {
+        (hidden, hidden): passes * layers, (hidden, fused): passes * layers, (hidden, wide): 3 * passes * layers,
+        pieces: 8 * passes,
+    }  # fmt: skip
+    assert _moved(step, "all-reduce", "reduce-scatter") == {
+        (hidden, hidden): 4 * layers, (hidden, fused): 4 * layers, (hidden, wide): 3 * 4 * layers, pieces: 8 * 4,
+    }  # fmt: skip
+
+
+def test_what_the_checks_find(plan):
+    """The plain attention of a CPU has a matrix of scores; nothing else that a large model must not have."""
+    step = plan.programs["step"]._replace(seconds=180.0)
+    plan = dataclasses.replace(plan, programs={"step": step})
+    no_logits, no_scores, no_tree, operations, _, seconds = check_plan(plan)
+    assert no_logits.holds and no_tree.holds and operations.holds and seconds.holds
+    # Two key-value heads, and the two query heads of each along the queries.
+    assert not no_scores.holds and no_scores.found == "f32[1,2,160,80] in step"
+    assert operations.found == f"{plan.flops_ratio:.2f}"
+    slow = step._replace(seconds=181.0)
+    assert not check_plan(dataclasses.replace(plan, programs={"step": slow}))[-1].holds
 
 
 def test_no_array_of_all_tokens_and_the_vocabulary(plan):
     arrays, vocab = plan.programs["step"].arrays, plan.model.vocab_size
     # Logits exist for an eighth of the 104 tokens of the vocabulary at a time.
     assert any(array.dims == (79, vocab // 8) for array in arrays)
-    assert [array for array in arrays if vocab in array.dims and {79, 80} & set(array.dims)] == []
+    assert all_logits(arrays, 79, model_shapes(plan.model, plan.mesh)) == []
+
+
+def test_memory_beside_the_engines_programs(plan):
+    """32 completions in batches of 32: none waits, no cache lives beside a program. With smaller batches some do."""
+    state = {"parameters": plan.step.params_bytes, "optimizer": plan.step.optimizer_bytes}
+    (push,) = (phase for phase in plan.phases if phase.name == "push")
+    assert push.peak == 0 and push.beside["engine's weights"] == plan.engine.weights_bytes
+    assert push.total > sum(state.values()) + plan.engine.weights_bytes
+    assert not plan.engine.refills
+    waiting = plan_run(_config(rollout__max_rows=16), _DEVICES, only=("prefill",))
+    assert waiting.engine.refills
+    (prefill,) = (phase for phase in waiting.phases if phase.name == "prefill")
+    # No row of 16 tokens is preempted: its cache has that length from the start.
+    assert prefill.beside == state | {"engine's cache": waiting.engine.cache_bytes}
+
+
+def test_caches_of_preempted_rows_are_beside_a_decoding_batch():
+    # 272 tokens are more than two blocks of 128: a cache of 128 grows, and rows that fill it wait.
+    config = _config(rollout__max_rows=16, rollout__max_completion_tokens=272, training__row_lengths=(336,))
+    plan = plan_run(config, _DEVICES, only=("decode",))
+    (decode,) = (phase for phase in plan.phases if phase.name == "decode")
+    # Two batches of two rows a device: 64 + 272 slots of two heads of 32, keys and values, four layers, float32.
+    assert decode.beside["preempted caches, at most"] == 2 * 2 * 336 * 2 * 2 * 32 * 4 * 4
+    assert "engine's cache" not in decode.beside
+
+
+def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
+    gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
+    awake, asleep = _with_vllm(), _with_vllm(sleep=1)
+    assert usable_memory(awake, gpus) == (40 * GIB, "80 GiB less vLLM's share of 0.4 and a tenth")
+    assert usable_memory(asleep, gpus) == (72 * GIB, "80 GiB less a tenth, while vLLM sleeps")
+    assert usable_memory(_with_vllm(visible_devices="8,9"), gpus)[0] == int(79.1 * 0.9 * GIB)
+    beside_vllm = dataclasses.replace(plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]})
+    assert [phase.name for phase in dataclasses.replace(beside_vllm, config=awake).phases] == ["step"]
+    (_, sample) = dataclasses.replace(beside_vllm, config=asleep).phases
+    assert sample.total == plan.step.params_bytes + plan.step.optimizer_bytes + 32 * GIB
+
+
+def test_a_sidecar_that_leaves_nothing():
+    gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
+    with pytest.raises(UserError, match="config.rollout.vllm.memory_share: got 0.95, and the trainer has -0.05 of the"):
+        plan_run(_with_vllm(memory_share=0.95), gpus)
+
+
+def _with_vllm(**changes):
+    rollout = _config(rollout__engine="vllm").rollout
+    vllm = dataclasses.replace(rollout.vllm, **changes)
+    return dataclasses.replace(_config(), rollout=dataclasses.replace(rollout, vllm=vllm))
+
+
+def test_replayed_experts_are_in_the_programs():
+    """Eight experts, two of them for a token, four layers, int16."""
+    changes = {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    config = _config(rollout__router_replay=True)
+    architecture = dataclasses.replace(config.model.architecture, **changes)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+    plan = plan_run(config, _DEVICES, only=("prefill",))
+    # [M, A, R, L, layers, k] of two mini-batches of two micro-batches of eight rows.
+    shapes = [leaf.shape for leaf in jax.tree.leaves(plan.step.program.trace().in_avals)]
+    assert (2, 2, 8, 80, 4, 2) in shapes
+    # A prompt on each device.
+    assert Array("s16", (1, 64, 4, 2)) in plan.programs["prefill"].arrays
 
 
 def test_what_does_not_fit_is_refused(plan):
@@ -132,22 +222,3 @@ def test_a_mesh_that_does_not_divide(changes, message):
     with pytest.raises(UserError) as raised:
         plan_run(_config(**changes), _DEVICES)
     assert str(raised.value).startswith(message)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_abstract_batch_is_the_one_that_is_packed(shared):
-    shapes = {"micro_batch_tokens": 70, "mini_batches": 2, "completions": 4, "row_shards": 2}
-    if shared:
-        packing = make_shared_plan(max_prompt_tokens=4, max_completion_tokens=4, group_size=2, **shapes)
-    else:
-        packing = make_plan(row_lengths=(4, 8), segments_per_row=1, **shapes)
-    rollout = _rollout([(3, 1), (3, 4)] * 4 if not shared else [(3, 1)] * 8, 2)
-    batch, _ = pack(rollout.episodes, np.zeros(8, np.float32), packing, mask_truncated=False)
-    shape = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
-    assert jax.tree.map(shape, abstract_batch(packing)) == jax.tree.map(shape, batch)
-
-
-def test_meshes_to_search():
-    shapes = [(one.fsdp, one.tensor, one.expert) for one in candidates(16, experts=False)]
-    assert shapes == [(16, 1, 1), (8, 2, 1), (4, 4, 1), (2, 8, 1)]
-    assert (2, 2, 4) in [(one.fsdp, one.tensor, one.expert) for one in candidates(16, experts=True)]

@@ -12,7 +12,8 @@ from dcmdp_jax.plan.topologies import chip_and_count, load_topology
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("v5e:4x4", 16), ("v5p:4x4x2", 32), ("v6e:16x16", 256), ("h100:8", 8), ("h100:32", 32)]
+    ("name", "count"),
+    [("v5e:4x4", 16), ("v5p:4x4x2", 32), ("v6e:16x16", 256), ("h100:8", 8), ("h100:32", 32), ("h200:1", 1)],
 )
 def test_the_number_of_devices(name, count):
     assert chip_and_count(name)[1] == count

@@ -335,8 +335,8 @@ def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_
     [
         ("cudnn", "float32", "which computes in half precision alone; choose auto, or model.compute_dtype=bfloat16"),
         # This machine has no cuDNN, whatever the platform is called.
-        ("cudnn", "bfloat16", "'cudnn' is cuDNN's attention here, which does not work ("),
-        ("auto", "bfloat16", "'auto' is cuDNN's attention here, which does not work ("),
+        ("cudnn", "bfloat16", "'cudnn' is cuDNN's attention here, which does not work (cuDNN is not detected.)"),
+        ("auto", "bfloat16", "'auto' is cuDNN's attention here, which does not work (cuDNN is not detected.)"),
     ],
 )
 def test_a_gpu_without_cudnn_is_told_what_to_choose(setting, dtype, words):

@@ -10,11 +10,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs import base, demo, qwen3_8b
+from configs import base, demo, qwen3_8b, qwen3_30b_a3b
 from dcmdp_jax.config import from_config_dict
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.training import build, memory_plan, setup
 from dcmdp_jax.training.memory_parts import plan_engine_memory, plan_memory
 from dcmdp_jax.training.memory_plan import Machine
@@ -58,14 +59,17 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     # bfloat16 weights, replicated: 15.3 GiB.
     assert _part(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
     # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row, 3.8 with the caches
-    # of preempted rows. State 11.4 GiB, a checkpoint's copy of it, and the engine's weights leave 21.8 of 60, less what
-    # attention of five prompts takes: 5 rows a device.
-    assert plan.rows == 8 * 5
+    # of preempted rows. State 11.4 GiB and the engine's weights leave 33.3 of 60, less what attention of eight prompts
+    # takes, 1.0: 8 rows a device, 30.4. (Nine are 34.2.)
+    assert plan.rows == 8 * 8
     cache = _part(plan, "key-value cache")
-    assert cache.each == 5 * 9216 * 147_456
+    assert cache.each == 8 * 9216 * 147_456
     assert _part(plan, "preempted caches").each == 2 * cache.each
     # For sure rows begin with 128 slots each, after their prompt's bucket.
-    assert cache.certain == (5 * (1024 + 128) * 147_456, 0, 0)
+    assert cache.certain == (8 * (1024 + 128) * 147_456, 0, 0)
+    # Orbax copies the state to the host before the next step: no device holds a second one. Twice while it is written.
+    for name in ("checkpoint's copy", "checkpoint being written"):
+        assert (_part(plan, name).each, _part(plan, name).host) == (0, 8 * 12 * share)
     # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
     assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
     assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
@@ -87,22 +91,54 @@ def test_an_engine_over_tensor_has_room_for_more_rows():
     assert wide.rows == 256
 
 
+def test_a_replicated_state_is_copied_to_the_host_once():
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (2, 4, 1))
+    # Orbax has each replica copy a part. As above with four shards: norms on each.
+    share = (8_190_735_360 - 308_224) // 4 + 308_224
+    assert _part(plan, "parameters").each == 4 * share
+    assert _part(plan, "checkpoint's copy").host == 4 * 12 * share
+
+
+def test_router_replay_is_counted_where_it_is_held():
+    """128 experts of which 8 are named in each of 48 layers, int16: 768 bytes a token."""
+    config = qwen3_30b_a3b.get_config()
+    config.mesh.fsdp, config.mesh.expert = 8, 1
+    config.rollout.engine = "local"
+    model = from_hf(PUBLISHED["Qwen3-30B-A3B"])
+    machine = Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
+    without = _plan(config, model, machine, (1, 8, 1))
+    config.rollout.router_replay = True
+    plan = _plan(config, model, machine, (1, 8, 1))
+    completions = config.training.prompts_per_step * config.rollout.group_size
+    assert _part(plan, "experts of the completions' tokens").host == completions * (1024 + 8192) * 768
+    assert _part(plan, "engine's record").host == completions * 8192 * 768
+    # Each device decodes an eighth of the rows; for sure the first 128 of each one's tokens.
+    rows = plan.rows // 8
+    assert _part(plan, "experts of decoded").each == rows * 8192 * 768
+    assert _part(plan, "experts of decoded").certain == (rows * 128 * 768, 0, 0)
+    # Five int32, a float32 and a bool for each token of a row, and its experts.
+    assert _part(without, "batch").each * (25 + 768) == _part(plan, "batch").each * 25
+    assert _part(plan, "batch, before").host == 8 * _part(plan, "batch").each
+    assert not any(part.name.startswith(("experts of", "engine's record")) for part in without.parts)
+
+
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
-    machine = Machine("gpu", 8, 40 * _GIB, 1000 * _GIB)
+    machine = Machine("gpu", 8, 28 * _GIB, 1000 * _GIB)
     plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (1, 8, 1))
-    # One row for each device, which does not fit at its longest: 38.2 GiB as above, and 3.8.
-    assert plan.rows == 8 and 42 < plan.total("sample", "first") / _GIB < 43
-    # Gradients make the step larger still.
+    # One row for each device: 26.7 GiB of state and engine, and 3.8.
+    assert plan.rows == 8 and 30 < plan.total("sample", "first") / _GIB < 31
+    # A push: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
     [line] = [line for line in plan.table() if line.startswith("does not fit")]
-    assert "the first device has 40.0 GiB and the phase 'step' takes" in line
+    assert "the first device has 28.0 GiB and the phase 'push' takes 31.3" in line
     assert "engine's weights 15.3; smaller with a smaller model, more devices along rollout.local.tensor" in line
-    # State, engine and gradients are 11.4 + 15.3 + 3.8 GiB for sure: the run may work, so it is not refused.
+    # State, engine and first slots of the cache are 11.4 + 15.3 + 0.2 GiB for sure: the run may work.
     plan.check()
-    assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 30.5
+    assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 26.9
     with pytest.raises(ValueError) as caught:
         dataclasses.replace(plan, machine=machine._replace(device_bytes=20 * _GIB)).check()
     assert str(caught.value) == (
-        "memory: the first device has 20.0 GiB and the phase 'step' takes at least 30.5, of which engine's weights "
+        "memory: the first device has 20.0 GiB and the phase 'sample' takes at least 26.9, of which engine's weights "
         "15.3; smaller with a smaller model, more devices along rollout.local.tensor, or rollout.engine=vllm"
     )
 
@@ -123,10 +159,10 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     assert _part(plan, "engine's weights, cast").host == 4 * params
     assert _part(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
     # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6 and what of it is on its
-    # way to the disk 6, engine 2, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
-    # (28 * 596,049,920 + 1,244,659,712) / 2^30 = 16.70 GiB. It was announced with 6.7 and took over 12.6.
-    least = 28 * params + 1_244_659_712
-    assert round(least / _GIB, 2) == 16.70
+    # way to the disk 6, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
+    # (26 * 596,049,920 + 1,244,659,712) / 2^30 = 15.59 GiB. It was announced with 6.7 and took over 12.6.
+    least = 26 * params + 1_244_659_712
+    assert round(least / _GIB, 2) == 15.59
     assert least < plan.total("step", "host") < 1.2 * least
     assert plan.peak("host")[0] == "step"
 

@@ -14,7 +14,8 @@ from tests.run_invariants import contradictions
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ("training.steps=2", "warmup.steps=5", "evaluation.every_steps=0")
+# One update a step: after another one the trainer would route some tokens elsewhere.
+SHORT = ("training.steps=2", "training.prompts_per_mini_batch=4", "warmup.steps=5", "evaluation.every_steps=0")
 FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 
 
@@ -54,11 +55,7 @@ def _needs_vllm() -> None:
 
 def test_with_the_embedded_engine(run_environment: dict[str, str], tmp_path: Path) -> None:
     balancing = "algorithm.router_aux_loss=0.01"
-    # One update a step: after another one the trainer would route some tokens elsewhere.
-    one_update = "training.prompts_per_mini_batch=4"
-    records = _train(
-        run_environment, tmp_path / "run", "debug,replay", *SHORT, balancing, one_update, "rollout.precision=float32"
-    )
+    records = _train(run_environment, tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
     _assert_two_steps(records, 1e-5)
 
 

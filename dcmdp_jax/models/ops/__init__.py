@@ -57,6 +57,7 @@ def choose_ops(platform: str) -> Ops:
     """The operations for "cpu", "gpu" or "tpu".
 
     GPU and TPU run the reference, as nothing else was measured there; but XLA on TPU computes the weight gradient of a
-    grouped product with all experts for each, which a kernel avoids. The reference does so on GPU.
+    grouped product with all experts for each, which a kernel avoids. XLA on GPU computes the whole grouped product so
+    (compiled, not run: benchmarks/README.md).
     """
     return {"cpu": CPU, "tpu": TPU}.get(platform, REFERENCE)

@@ -147,7 +147,7 @@ class LocalEngine:
             own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
             params = jax.device_put(own, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
-        self.close()
+        self.release_weights()
         weights = convert(params, *made_of, mesh)
         expected, consumed = source_fingerprint(params, *made_of), fingerprint(weights, *made_of, mesh)
         if not np.array_equal(expected, consumed):
@@ -292,9 +292,13 @@ class LocalEngine:
         check_finite(results)
         return results
 
-    def close(self) -> None:
-        """Free the weights; keep compiled programs. Safe to call twice."""
+    def release_weights(self) -> None:
+        """Free the weights; keep compiled programs."""
         self._weights = self._policy_version = self._fingerprint = None
+
+    def close(self) -> None:
+        """As `release_weights`. Safe to call twice."""
+        self.release_weights()
 
 
 def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -117,13 +117,31 @@ def share_devices(settings: VllmSettings) -> None:
         return
     said = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     try:
-        fraction = float(said) if said else round(1 - _MARGIN - settings.memory_share, 2)
+        fraction = float(said) if said else trainer_share(settings)
     except ValueError:
         raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: got {said!r}, must be a number") from None
+    check_shares(settings, fraction)
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"
+
+
+def trainer_share(settings: VllmSettings) -> float:
+    """Share of the memory of a GPU that the trainer gets beside a sidecar that does not sleep."""
+    return round(1 - _MARGIN - settings.memory_share, 2)
+
+
+def check_shares(settings: VllmSettings, fraction: float) -> None:
+    """Refuse shares of one GPU that leave too little for the trainer or for both contexts.
+
+    Args:
+        settings: of the sidecars.
+        fraction: the trainer's share.
+
+    Raises:
+        UserError: naming both.
+    """
     if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
         raise UserError(
             f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
             "same GPU (XLA_PYTHON_CLIENT_MEM_FRACTION); lower one, or give the sidecar GPUs of its own with "
             "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
         )
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"

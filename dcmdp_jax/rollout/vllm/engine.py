@@ -260,6 +260,9 @@ class VllmEngine:
         check_finite(results)
         return results
 
+    def release_weights(self) -> None:
+        """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between calls."""
+
     def close(self) -> None:
         """Stop the sidecars and free the shared memory. Safe to call twice."""
         for replica in self._replicas:

@@ -215,6 +215,9 @@ class RemoteEngine:
 
         return self._server.complete_all("score: completion", payloads, read)
 
+    def release_weights(self) -> None:
+        """Do nothing: the server keeps its weights."""
+
     def close(self) -> None:
         """Nothing is held between calls; safe to call any number of times."""
 

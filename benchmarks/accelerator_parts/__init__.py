@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.accelerator`; each measures one thing in a process of its own."""

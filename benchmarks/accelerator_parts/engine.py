@@ -1,0 +1,74 @@
+"""The embedded engine: tokens a second in one precision, and its decode step beside the chip's bounds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.accelerator_parts import limits
+from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
+from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.models.params import init_params, num_params
+from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
+from dcmdp_jax.plan.compiled import compile_program
+from dcmdp_jax.plan.engine_programs import plan_engine
+from dcmdp_jax.plan.flops import forward_flops
+from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.rollout.engine import SamplingParams
+from dcmdp_jax.rollout.episode import collect
+from dcmdp_jax.rollout.local.engine import LocalEngine
+
+
+def measure(size: Size, tell: Tell, *, precision: str) -> None:
+    """Sample `size.new_tokens` tokens for each completion, without a stop token."""
+    settings = run_settings(size)
+    settings.rollout.precision = precision
+    settings.rollout.group_size = size.decode_group
+    settings.rollout.max_completion_tokens = size.new_tokens
+    settings.task.max_prompt_tokens = size.decode_prompt_tokens
+    settings.training.prompts_per_step = settings.training.prompts_per_mini_batch = size.decode_prompts
+    config, mesh = from_config_dict(settings), one_device_mesh()
+    model, rows = model_of(config), size.decode_prompts * size.decode_group
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32)
+               for _ in range(size.decode_prompts)]  # fmt: skip
+    engine = LocalEngine(
+        model, precision=precision, compute_dtype=config.rollout.compute_dtype, max_rows=rows,
+        max_total_tokens=config.max_total_tokens, mesh=sampling_mesh(mesh),
+    )  # fmt: skip
+    params = jax.block_until_ready(jax.jit(lambda key: init_params(model, key))(jax.random.key(0)))
+    engine.push_weights(params, 0)
+    began = time.perf_counter()
+    engine.push_weights(params, 1)
+    pushed = time.perf_counter() - began
+    sampling = SamplingParams(size.decode_group, size.new_tokens)
+    seconds, tokens = [], 0
+    for step in range(size.repeats + 1):
+        began = time.perf_counter()
+        episodes = collect(engine.generate(prompts, sampling, seed=0, step=step))
+        seconds.append(time.perf_counter() - began)
+        tokens = sum(episode.num_sampled for episode in episodes)
+    first, *seconds = seconds
+    found: dict[str, Any] = {
+        "kind": "engine", "parameters": num_params(model), "precision": precision, "rows": rows,
+        "prompt_tokens": size.decode_prompt_tokens, "new_tokens": size.new_tokens, "tokens": tokens,
+        "push_seconds": pushed, "first_call_seconds": first, "seconds": seconds,
+        "tokens_per_second": [tokens / each for each in seconds], "peak_bytes": limits.memory_peak(),
+    }  # fmt: skip
+    tell(found)
+
+    plan = plan_engine(config, model, mesh, max_rows=rows)
+    decode = compile_program(next(program for program in plan.programs if program.name == "decode"))
+    chip, source = limits.chip_here(size)
+    # A call is the prefill and a decode step for each token: the prefill's time is counted as theirs.
+    per_step = float(np.median(seconds)) / size.new_tokens
+    needed = rows * forward_flops(model, size.decode_prompt_tokens * 2 + size.new_tokens)
+    found |= {
+        "cache_slots": plan.slots, "cache_bytes": plan.cache_bytes, "weights_bytes": plan.weights_bytes,
+        "predicted_decode_peak_bytes": decode.peak, "seconds_per_token_of_all_rows": per_step, "chip_figures": source,
+    }  # fmt: skip
+    found |= limits.limits(decode, chip, per_step, needed)
+    tell(found)

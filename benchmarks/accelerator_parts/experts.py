@@ -1,0 +1,51 @@
+"""A layer of a mixture of experts beside a dense one with as many active parameters, as `benchmarks.moe` on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import moe
+from benchmarks.accelerator_parts import limits
+from benchmarks.accelerator_parts.sizes import Size, Tell
+from benchmarks.timing import interleave
+from dcmdp_jax.models.ops import CPU, choose_ops
+
+
+def measure(size: Size, tell: Tell) -> None:
+    """Times of both layers and of the grouped products alone, forward and with the gradient.
+
+    Where the platform's grouped product is another one, also by the CPU's, block by block: JAX as it is.
+    """
+    sizes, ops = size.expert_layer, choose_ops(jax.default_backend())
+    chip, source = limits.chip_here(size)
+    x = jax.random.normal(jax.random.key(1), (size.expert_tokens, sizes.embed), sizes.dtype)
+    dense, dense_params = moe.layer(0, ops, sizes)
+    mixture, params = moe.layer(size.experts, ops, sizes)
+    contenders = {
+        "dense": (dense, dense_params), "experts": (mixture, params),
+        "products": (moe.products(size.experts, ops, sizes), params),
+    }  # fmt: skip
+    if ops.grouped_matmul is not CPU.grouped_matmul:
+        contenders["products by blocks"] = moe.products(size.experts, CPU, sizes), params
+    found: dict[str, Any] = {
+        "kind": "experts", "experts": size.experts, "tokens": size.expert_tokens, "chip_figures": source,
+        **sizes._asdict(), "passes": {},
+    }  # fmt: skip
+    # Three products of [T, D] with k experts' matrices [D, F]; three times that with the gradients.
+    forward = 3 * 2.0 * size.expert_tokens * sizes.embed * sizes.per_token * sizes.width
+    for (name, wrap), passes in zip(moe.PASSES.items(), (1, 3), strict=True):
+        calls, compiled = {}, {}
+        for key, (function, arguments) in contenders.items():
+            executable, compiled[key] = limits.compile_and_read(key, jax.jit(wrap(function)), arguments, x)
+            calls[key] = functools.partial(executable, arguments, x)
+        times = interleave(calls, size.repeats)
+        found["passes"][name] = {
+            key: {"seconds": seconds, "temporary_bytes": compiled[key].temporary}
+            | limits.limits(compiled[key], chip, float(np.median(seconds)), passes * forward)
+            for key, seconds in times.items()
+        }
+        tell(found)

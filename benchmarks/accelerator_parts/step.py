@@ -1,0 +1,108 @@
+"""The training step: tokens a second, share of the peak, memory beside the compiler's figure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.accelerator_parts import limits
+from benchmarks.accelerator_parts.sizes import Size, Tell, completions, run_settings
+from dcmdp_jax.config import Config, from_config_dict
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import init_params, num_params
+from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.plan.flops import step_flops
+from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.plan.step_program import plan_step, step_trip_counts
+from dcmdp_jax.rollout.episode import Episode
+from dcmdp_jax.rollout.packing import pack
+from dcmdp_jax.training.programs import make_step_programs
+from dcmdp_jax.training.state import batch_shardings, new_state
+
+_MOST_SEGMENTS = 64
+
+
+def step_config(size: Size, *, packed: bool, remat: str) -> Config:
+    """The run whose step is measured: several sequences in a row, or one, in rows of three lengths."""
+    config = run_settings(size)
+    config.model.remat = remat
+    if packed:
+        config.training.row_lengths, config.training.segments_per_row = (size.row_length,), _MOST_SEGMENTS
+    return from_config_dict(config)
+
+
+def needed_flops(model: ModelConfig, episodes: Sequence[Episode]) -> float:
+    """Products of an update on these sequences: each attends to itself alone, and only sampled tokens have logits."""
+    lengths = [len(episode.token_ids) for episode in episodes]
+    whole = sum(step_flops(model, length=n, tokens=n, recomputed_tokens=0) for n in lengths)
+    prompts = sum(lengths) - sum(episode.num_sampled for episode in episodes)
+    return whole - 3 * 2.0 * model.hidden_size * model.vocab_size * prompts
+
+
+def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
+    """Train on one batch, `size.repeats` times after two steps that are not counted.
+
+    The program is the one that `bin.plan` compiles, and `bin.train` runs; parameters and tokens are random.
+    """
+    mesh, config = one_device_mesh(), step_config(size, packed=packed, remat=remat)
+    model = model_of(config)
+    plan = plan_step(config, model, mesh)
+    sampled = completions(size, model)
+    rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
+    batch, report = pack(sampled, rewards, plan.packing, mask_truncated=False)
+    micro_batches = [int(count) for count in batch.micro_batches[0]]
+    trip_counts = step_trip_counts(model, plan.compute, plan.packing, mesh, micro_batches)
+    executable, compiled = limits.read(plan.program._replace(trip_counts=trip_counts))
+    found: dict[str, Any] = {
+        "kind": "step",
+        "parameters": num_params(model),
+        "most_sequences_per_row": plan.packing.segments_per_row,
+        "row_lengths": plan.packing.row_lengths,
+        "remat": remat,
+        "attention": plan.compute.attention,
+        "sequences": len(sampled),
+        "tokens": report.tokens,
+        "computed_tokens": report.computed_tokens,
+        "micro_batches": sum(micro_batches),
+        "compile_seconds": compiled.seconds,
+        "predicted_peak_bytes": compiled.peak,
+        "predicted_argument_bytes": compiled.arguments,
+        "predicted_temporary_bytes": compiled.temporary,
+    }
+    tell(found)
+
+    programs = make_step_programs(config, model, plan.compute, mesh)
+    create = jax.jit(
+        lambda key: new_state(init_params(model, key), programs.optimizer, programs.dual, programs.loss_scale),
+        out_shardings=programs.shardings,
+    )
+    state = jax.block_until_ready(create(jax.random.key(0)))
+    batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(plan.packing.row_lengths)))
+    found["peak_bytes_before"] = limits.memory_peak()
+    seconds = []
+    for repeat in range(size.repeats + 2):
+        began = time.perf_counter()
+        state, metrics = jax.block_until_ready(executable(state, batch, None))
+        if repeat >= 2:
+            seconds.append(time.perf_counter() - began)
+    found |= {
+        "seconds": seconds,
+        "tokens_per_second": [report.tokens / each for each in seconds],
+        "peak_bytes": limits.memory_peak(),
+        "loss": float(metrics["policy/loss"]),
+        "skipped_updates": float(metrics["optimizer/skipped_updates"]),
+    }
+    tell(found)
+    chip, source = limits.chip_here(size)
+    needed = needed_flops(model, sampled)
+    found |= limits.limits(compiled, chip, float(np.median(seconds)), needed) | {"chip_figures": source}
+    if goal := limits.GOAL_FLOPS.get(limits.chip_name(jax.local_devices()[0])):
+        found["share_of_goal_rate"] = found["flops_per_second"] / goal
+    tell(found)
+    if not math.isfinite(found["loss"]) or found["skipped_updates"]:
+        raise FloatingPointError(f"the step's loss is {found['loss']}, {found['skipped_updates']:.0f} updates skipped")
