@@ -11,7 +11,9 @@ from dcmdp_jax.studies.results import tables
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(("name", "argument", "arms", "steps"), [("embedded", "", 9, 80), ("vllm", "vllm", 7, 32)])
+@pytest.mark.parametrize(
+    ("name", "argument", "arms", "steps"), [("embedded", "", 9, 80), ("int4", "int4", 6, 80), ("vllm", "vllm", 7, 32)]
+)
 def test_the_tables_are_those_of_the_kept_metrics(name, argument, arms, steps):
     study = runpy.run_path(str(_ROOT / "configs" / "studies" / "evidence.py"))["get_study"](argument)
     runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", list(study.arms))
