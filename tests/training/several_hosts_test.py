@@ -187,6 +187,7 @@ def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tm
 @pytest.mark.long
 def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(run_environment, tmp_path):
     """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has other rows."""
+    run_environment = run_environment | {"XLA_FLAGS": ""}  # optimised
     shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
     float32 = ["--config.rollout.precision=float32", "--config.evaluation.every_steps=0"]
     start = tmp_path / "start"

@@ -124,7 +124,7 @@ _ROUNDING = {"rel": 1e-3, "abs": 1e-4}
 @pytest.mark.long
 def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_environment, tmp_path, record_property):
     """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random points."""
-    steps, kills = 20, 10
+    steps, kills = 40, 10
     for name, replicas in (("one", 1), ("two", 2)):
         run = _start(
             run_environment, tmp_path / name, steps, "debug,float32", f"--config.rollout.vllm.replicas={replicas}"
@@ -137,9 +137,10 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_envir
         # A sidecar that dies before the run has begun ends it.
         seen = _steps(tmp_path / "killed")
         wait_until(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None, "another step")
-        time.sleep(3.0 * chance.random())
-        assert killed.poll() is None, f"ended after {number} kills: {killed.communicate()[0]}"
-        victim = chance.choice(sorted(_sidecars_of(killed.pid)))
+        time.sleep(chance.random())
+        sidecars = sorted(_sidecars_of(killed.pid))
+        assert sidecars, f"the run ended after {number} kills"
+        victim = chance.choice(sidecars)
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda victim=victim: victim not in _sidecars_of(killed.pid), "the end of the killed sidecar")
     output, _ = killed.communicate(timeout=HANGS_S)
