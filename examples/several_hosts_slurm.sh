@@ -14,7 +14,8 @@
 #SBATCH --requeue
 set -euo pipefail
 
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# All lines are read: `head` would close the pipe, which ends the script where scontrol still writes.
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 # Any free port; jobs that share a node must not share it.
 port=$((20000 + SLURM_JOB_ID % 10000))
 

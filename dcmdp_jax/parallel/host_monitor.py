@@ -73,9 +73,9 @@ class HostMonitor:
         self._leaving.set()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread; a call of the service that does not return is waited for no longer than the others are."""
         self._end.set()
-        self._thread.join()
+        self._thread.join(self._timeout_s)
 
     def wait_for_verdict(self) -> None:
         """Wait as long as it takes to find out that another process is dead; this one then ends here."""
