@@ -687,7 +687,7 @@ _BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
     [
         ("vllm", ("exact", "bfloat16"), f"precision: got 'exact', {_OF_VLLM}"),
         ("local", ("fp8_per_block", "bfloat16"),
-         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, fp8"),
+         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, int4, fp8"),
         ("local", ("int8", "float16"), "compute_dtype: got 'float16' with rollout.precision='int8'"),
         ("local", ("bfloat16", "bfloat16", "fp8_e5m2"), f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8"),
         ("vllm", ("float32", "bfloat16"),
@@ -699,7 +699,7 @@ _BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
         ("vllm", ("fp8_per_block", "float16"),
          f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}"),
         # Neither engine has it: no word of engines.
-        ("vllm", ("int4", "bfloat16"), "precision: got 'int4', allowed are exact, float32"),
+        ("vllm", ("int2", "bfloat16"), "precision: got 'int2', allowed are exact, float32"),
     ],
 )  # fmt: skip
 def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
