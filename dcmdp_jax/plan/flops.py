@@ -57,8 +57,8 @@ def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
                 products += visit.count * _library_product(visit)
             elif (kernel := _attention_kernel(name, instruction)) is not None:
                 attention += visit.count * kernel * _one_attention_product(visit)
-            elif re.search(r"\bt?gmm\b", instruction.op_name):
-                products += visit.count * _grouped_product(visit)
+            elif re.search(r"\bt?gmm\b", instruction.op_name) and (product := _grouped_product(visit)) is not None:
+                products += visit.count * product
             elif name in ("tpu_custom_call", "__triton", "xla.gpu.triton"):
                 uncounted.add(instruction.op_name.rsplit("/", 1)[-1] or instruction.name)
     return CompiledFlops(products, attention, tuple(sorted(uncounted)))
@@ -101,12 +101,15 @@ def _library_product(visit: Visit) -> float:
     return 2.0 * visit.instruction.results[0].size * math.prod(left.dims[i] for i in contracted)
 
 
-def _grouped_product(visit: Visit) -> float:
-    """Megablox's product of [m, k] with one of the experts [E, k, n], or a gradient of it: the same three shapes."""
+def _grouped_product(visit: Visit) -> float | None:
+    """Megablox's product of [m, k] with one of the experts [E, k, n], or a gradient of it: the same three shapes.
+
+    None if they are not there: the compiler has calls of its own with the kernel's name.
+    """
     arrays = [*visit.instruction.results, *visit.computation.operands(visit.instruction)]
-    experts = next(array.dims for array in arrays if len(array.dims) == 3)
-    rows = next(array.dims[0] for array in arrays if len(array.dims) == 2)
-    return 2.0 * rows * experts[1] * experts[2]
+    experts = [array.dims for array in arrays if len(array.dims) >= 3]
+    rows = [array.dims[0] for array in arrays if len(array.dims) == 2]
+    return 2.0 * rows[0] * experts[0][-2] * experts[0][-1] if experts and rows else None
 
 
 def _convolution(visit: Visit) -> float:
