@@ -187,9 +187,12 @@ def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tm
 @pytest.mark.long
 def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(run_environment, tmp_path):
     """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has other rows."""
-    run_environment = run_environment | {"XLA_FLAGS": ""}  # optimised
     shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
-    float32 = ["--config.rollout.precision=float32", "--config.evaluation.every_steps=0"]
+    float32 = [
+        "--config.rollout.precision=float32", "--config.evaluation.every_steps=0",
+        # Some completions get it right: without a gradient Adam would turn rounding into steps of full size.
+        f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
+    ]  # fmt: skip
     start = tmp_path / "start"
     on = "--config.mesh.data={} --config.mesh.fsdp={}".format
     codes = _two(run_environment, start, *shorter, *float32, *on(1, 4).split(), "--config.training.steps=1", devices=2)
