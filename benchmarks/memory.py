@@ -25,6 +25,7 @@ from bin.cli import Parser, run_main
 from configs import qwen3_8b
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import Config, from_config_dict
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.figure_style import COLOURS, INK, MUTED, style_axes
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import GIB, plan_run
@@ -185,8 +186,11 @@ def main(argv: list[str]) -> None:
 
 
 def _topologies(text: str) -> list[str]:
-    for name in (names := text.split(",")):
-        chip_and_count(name)
+    try:
+        for name in (names := text.split(",")):
+            chip_and_count(name)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return names
 
 
