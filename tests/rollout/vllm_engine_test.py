@@ -66,7 +66,7 @@ _EACH = tuple(range(PUSHES))
     [
         ("qwen3", True, "bfloat16", (19,)),
         pytest.param("qwen3", False, "bfloat16", (0, 19), marks=pytest.mark.long),
-        ("qwen2", True, "float32", (19,)),
+        pytest.param("qwen2", True, "float32", (19,), marks=pytest.mark.long),
         pytest.param("qwen3", True, "bfloat16", _EACH, marks=pytest.mark.long),
         pytest.param("qwen2", True, "bfloat16", _EACH, marks=pytest.mark.long),
     ],
@@ -205,7 +205,7 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_publishing_disturbs_no_call_in_progress(engine, killed):
     """The other half of the double buffer is written in the middle of a call, which ends with its own weights.
 

@@ -58,7 +58,7 @@ def _same(first, second):
 @pytest.mark.parametrize(
     ("when", "fault"),
     [
-        ("idle", signal.SIGKILL),
+        pytest.param("idle", signal.SIGKILL, marks=pytest.mark.long),
         ("generating", signal.SIGKILL),
         pytest.param("generating", signal.SIGSTOP, marks=pytest.mark.long),
     ],

@@ -168,6 +168,7 @@ def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
 
+@pytest.mark.long
 def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environment, tmp_path):
     program = ("-c", _PROGRAM, "evaluation 1")
     _finish(_start(run_environment, tmp_path / "run", *_SPOILT, program=program), code=143)
@@ -246,6 +247,7 @@ def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, t
     assert log.read_text().count("Traceback (most recent call last)") == 1 and "in _pack" in log.read_text()
 
 
+@pytest.mark.long
 def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, tmp_path):
     """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had come to."""
     settings = (

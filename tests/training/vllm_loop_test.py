@@ -80,7 +80,8 @@ def _samples(run_dir):
     return (Path(run_dir) / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(2, 5), pytest.param(20, 40, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("kills", "steps"), [(20, 40)])
 def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_property, kills, steps):
     """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and multiplier."""
     whole = _start(run_environment, tmp_path / "whole", steps)
