@@ -18,13 +18,8 @@ EXPERTS = dataclasses.replace(
 LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(LLAMA, id="llama", marks=pytest.mark.long),
-        pytest.param(EXPERTS, id="qwen3_moe", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("config", [pytest.param(LLAMA, id="llama"), pytest.param(EXPERTS, id="qwen3_moe")])
 def test_logprobs_are_the_training_stacks_after_each_push(start, config: ModelConfig) -> None:
     """Three policies, and the first again: an engine that keeps packed weights is wrong from the second on."""
     live = start(config, precision="float32")
