@@ -19,7 +19,7 @@ from dcmdp_jax.config_checks import engine_choices, validate
 from dcmdp_jax.config_fields import INT32_MAX, build, declared, nearest_name, parse_text, setting
 from dcmdp_jax.config_hosts import HostSettings, check_hosts
 from dcmdp_jax.config_rewards import RewardSettings, check_rewards
-from dcmdp_jax.config_rollout import ENGINES, HIGHEST_TEMPERATURE, MOST_TOKENS, RolloutSettings
+from dcmdp_jax.config_rollout import ENGINES, HIGHEST_TEMPERATURE, MOST_TOKENS, QUANTIZED, RolloutSettings
 from dcmdp_jax.config_rollout import VllmSettings as VllmSettings
 from dcmdp_jax.config_saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
@@ -73,7 +73,7 @@ class ModelSettings:
         "full",
         "Matrices in the forward pass. full: compute_dtype. int8, int4, fp8: the values that the local engine has with "
         "rollout.precision of the same name, so that both agree; gradients pass straight through to the full weights.",
-        choices=("full", "int8", "int4", "fp8"), source="paper: full; Jet-RL, QaRL",
+        choices=("full", *QUANTIZED["local"]), source="paper: full; Jet-RL, QaRL",
     )  # fmt: skip
     head_dtype: str = setting(
         "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",

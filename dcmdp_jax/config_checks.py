@@ -9,7 +9,7 @@ import difflib
 from typing import Any
 
 from dcmdp_jax.config_fields import INT32_MAX, Declared, declared, get_value
-from dcmdp_jax.config_rollout import LOWEST_TEMPERATURE, RolloutSettings
+from dcmdp_jax.config_rollout import LOWEST_TEMPERATURE, QUANTIZED, RolloutSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
@@ -79,7 +79,7 @@ def _check_between(config: Any) -> None:
         )
     if config.rollout.engine == "vllm":
         _check_vllm_dtypes(config.rollout)
-    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in ("int8", "int4", "fp8"):
+    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in QUANTIZED["local"]:
         raise UserError(
             f"config.rollout.compute_dtype: got 'float16' with rollout.precision={config.rollout.precision!r}, whose "
             "products before scaling leave float16's range; choose bfloat16 or float32"
@@ -173,7 +173,7 @@ def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM has one dtype for "
             f"weights and activations, set both alike"
         )
-    if precision in ("int8", "fp8", "fp8_per_block") and dtype != "bfloat16":
+    if precision in QUANTIZED["vllm"] and dtype != "bfloat16":
         raise UserError(
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM computes "
             "quantised layers in bfloat16, set that"

@@ -7,6 +7,8 @@ import dataclasses
 from dcmdp_jax.config_fields import setting
 
 ENGINES = ("local", "vllm")
+QUANTIZED = {"local": ("int8", "int4", "fp8"), "vllm": ("int8", "fp8", "fp8_per_block")}
+"""Engine -> precisions with quantised weights. Those of the local engine are `models.quantize`'s."""
 
 MOST_TOKENS = (2**20, "models read up to a million tokens")
 LOWEST_TEMPERATURE = 0.01
@@ -99,8 +101,8 @@ class RolloutSettings:
         "bfloat16. int8 of vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; "
         "fp8_per_block: per block of 128.",
         engine_choices={
-            "local": ("exact", "float32", "bfloat16", "float16", "int8", "int4", "fp8"),
-            "vllm": ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_per_block"),
+            "local": ("exact", "float32", "bfloat16", "float16", *QUANTIZED["local"]),
+            "vllm": ("float32", "float16", "bfloat16", *QUANTIZED["vllm"]),
         },
     )  # fmt: skip
     compute_dtype: str = setting(

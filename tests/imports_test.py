@@ -92,9 +92,9 @@ _MAY_IMPORT = {
         "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
     },
     "dcmdp_jax.probe": {
-        "dcmdp_jax.config", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.parallel",
-        "dcmdp_jax.rollout", "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local", "dcmdp_jax.tasks",
-        "dcmdp_jax.training", "dcmdp_jax.types",
+        "dcmdp_jax.config", "dcmdp_jax.config_rollout", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models",
+        "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local",
+        "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
     },
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ docs/evidence.md has the commands with the policy that all runs start from.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from configs.studies.base import DEMO, SEEDS
 from configs.studies.remedies import VLLM, remedy_arms
@@ -21,14 +22,7 @@ _STRAIN = {
     "evaluation.every_steps": 20,
 }
 _FP8_CACHE = {"rollout.kv_cache_dtype": "fp8"}
-_INT4 = {
-    "grpo": {"rollout.precision": "int4"},
-    "dc_grpo": {"rollout.precision": "int4"},
-    "tis": {"rollout.precision": "int4"},
-    "icepop": {"rollout.precision": "int4"},
-    "matched": {"rollout.precision": "int4", "model.forward_precision": "int4"},
-    "exact": {},
-}
+_INT4_ARMS = ("grpo", "dc_grpo", "tis", "icepop", "matched", "exact")
 
 
 def get_study(arg: str = "") -> Study:
@@ -36,24 +30,20 @@ def get_study(arg: str = "") -> Study:
         arms = {name: arm for name, arm in remedy_arms(VLLM, {}, DEMO).items() if arm.config == VLLM}
         return Study("Remedies under strain, vLLM with an FP8 cache", _strained(arms), "grpo", SEEDS)
     if arg == "int4":
-        arms = remedy_arms(DEMO, {}, DEMO)
-        return Study(
-            "Remedies under strain, embedded int4 engine",
-            {name: Arm(DEMO, {**_STRAIN, **arms[name].settings, **changes}) for name, changes in _INT4.items()},
-            "grpo",
-            SEEDS,
-        )
+        arms = remedy_arms(DEMO, {"rollout.precision": "int4"}, DEMO, matched="int4")
+        chosen = {name: arms[name] for name in _INT4_ARMS}
+        return Study("Remedies under strain, embedded int4 engine", _strained(chosen, cache={}), "grpo", SEEDS)
     if arg:
         raise ValueError(f"study argument {arg!r}: allowed are int4, vllm")
     return Study("Remedies under strain, embedded FP8 engine", _strained(remedy_arms(DEMO, {}, DEMO)), "grpo", SEEDS)
 
 
-def _strained(arms: Mapping[str, Arm]) -> dict[str, Arm]:
-    """The arms under strain. An embedded FP8 engine gets an FP8 cache; the exact control must have none."""
+def _strained(arms: Mapping[str, Arm], cache: Mapping[str, Any] = _FP8_CACHE) -> dict[str, Arm]:
+    """The arms under strain. An embedded engine gets this cache; the exact control must have none."""
     return {
         name: Arm(
             arm.config,
-            {**_STRAIN, **(_FP8_CACHE if arm.config == DEMO and name != "exact" else {}), **arm.settings},
+            {**_STRAIN, **(cache if arm.config == DEMO and name != "exact" else {}), **arm.settings},
         )
         for name, arm in arms.items()
     }

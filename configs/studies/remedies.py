@@ -22,13 +22,16 @@ VLLM = "configs/demo_vllm.py:fp8_kv"
 _GRPO = {"algorithm.method": "grpo"}
 
 
-def remedy_arms(config: str, engine: Mapping[str, Any], embedded: str) -> dict[str, Arm]:
-    """Arms of `config` against the engine of these settings; `embedded` is the config of `matched` and `exact`."""
+def remedy_arms(config: str, engine: Mapping[str, Any], embedded: str, *, matched: str = "fp8") -> dict[str, Arm]:
+    """Arms of `config` against the engine of these settings; `embedded` is the config of `matched` and `exact`.
+
+    `matched` has the embedded engine in the precision of that name.
+    """
     remedies = {
         name: {f"algorithm.{key}": value for key, value in REMEDIES[name].items()} for name in ("tis", "icepop", "dppo")
     }
     controls = {
-        "matched": {"rollout.precision": "fp8", "model.forward_precision": "fp8"},
+        "matched": {"rollout.precision": matched, "model.forward_precision": matched},
         "exact": {"rollout.precision": "exact"},
     }
     return {

@@ -25,11 +25,12 @@ CHUNKS = "logprob_chunks"
 
 
 class KernelAxes(NamedTuple):
-    """Manual mesh axes, of an enclosing `shard_map`, that the output matrix [D, V] is split over.
+    """Manual mesh axes, of an enclosing `shard_map`, that split the output matrix [D, V] and the embedding [V, D].
 
     Attributes:
-        embed: the axis that splits D; None if D is whole. Gathered once in a forward and once in a backward pass, a
-            piece of the vocabulary at a time: the whole matrix and its float32 gradient take gigabytes.
+        embed: the axis that splits D; None if D is whole. The output matrix is gathered over it once in a forward and
+            once in a backward pass, a piece of the vocabulary at a time: the whole matrix and its float32 gradient take
+            gigabytes. The embedding is not gathered, see `embedding.look_up`.
         vocab: the axis that splits V: each device computes the logits of its own part; None if V is whole.
     """
 

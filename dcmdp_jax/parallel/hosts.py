@@ -164,9 +164,11 @@ class SeveralHosts(Hosts):
         self._monitor.leave()
         if error is not None:
             self._monitor.say(FAILED, one_line(error) or type(error).__name__)
-        jax.distributed.shutdown()
-        # After all have met there. Python must not end while the thread is in C++: that aborts the process.
-        self._monitor.close()
+        try:
+            jax.distributed.shutdown()
+        finally:
+            # After all have met there. Python must not end while the thread is in C++: that aborts the process.
+            self._monitor.close()
 
     def _exchange(self, values: np.ndarray) -> np.ndarray:
         """Bytes of an array of one shape in every process, [processes, bytes] uint8, on every process."""

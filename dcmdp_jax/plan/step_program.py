@@ -15,7 +15,7 @@ from dcmdp_jax.config import Config
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
-from dcmdp_jax.models.ops.cpu import BLOCKS
+from dcmdp_jax.models.ops.blocks import BLOCKS
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.plan.hlo import TripCounts, in_scope

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dcmdp_jax.config import ENGINE_CHOICES
+from dcmdp_jax.config_rollout import QUANTIZED
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
@@ -18,8 +19,6 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     **{kind: choices["rollout.precision"] for kind, choices in ENGINE_CHOICES.items()},
 })  # fmt: skip
 """Kind of engine -> precisions; the first is the default."""
-
-_QUANTIZED = ("int8", "int4", "fp8", "fp8_per_block")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class ProbeSpec:
     def costs(self) -> dict[str, str]:
         """Cause of `mismatch.causes` -> the setting that has it as its price."""
         found = {}
-        if self.precision in _QUANTIZED:
+        if self.precision in QUANTIZED.get(self.kind, ()):
             found["quantized_weights"] = f"the engine's weights are {self.precision}"
         if self.cache != "auto":
             found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"

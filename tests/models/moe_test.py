@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
 from dcmdp_jax.models.moe import MoE, load_balancing_loss, router_metrics, router_sums
-from dcmdp_jax.models.ops import CPU, REFERENCE, Ops, tpu
+from dcmdp_jax.models.ops import CPU, REFERENCE, Ops, choose_ops, tpu
 from dcmdp_jax.models.params import hf_tensors, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import DATA, constrain, data_axis, param_shardings, shard_map_over_data
@@ -63,6 +64,21 @@ def test_grouped_matmul_is_a_product_for_each_group(ops: Ops, sizes: tuple[int, 
     np.testing.assert_allclose(have, want, atol=2e-5)
     np.testing.assert_allclose(have_x, want_x, atol=2e-5)
     np.testing.assert_allclose(have_weights, want_weights, atol=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_no_platform_multiplies_every_row_by_every_expert(platform: str) -> None:
+    """XLA compiles `ragged_dot` so, on CPU and GPU; on TPU its weight gradient."""
+
+    def loss(x: jax.Array, kernels: jax.Array) -> jax.Array:
+        return jnp.sum(choose_ops(platform).grouped_matmul(x, kernels, jnp.array([100, 156], jnp.int32)) ** 2)
+
+    def primitives(jaxpr: Any) -> set[str]:
+        inner = [sub for each in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(each.params)]
+        return {each.primitive.name for each in jaxpr.eqns}.union(*map(primitives, inner))
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones((256, 128)), jnp.ones((2, 128, 128)))
+    assert not {name for name in primitives(traced.jaxpr) if "ragged" in name}
 
 
 @pytest.mark.parametrize("replayed", [False, True])

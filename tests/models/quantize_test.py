@@ -4,9 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dcmdp_jax.config_rollout import QUANTIZED
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import (
+    PRECISIONS,
     QuantizedKernel,
     dequantize,
     quantize_kernel,
@@ -150,6 +152,10 @@ def test_tree_has_every_matrix_quantised_per_layer_and_nothing_else(precision, t
         wide = np.asarray(quantized.values).astype(np.float64) * np.asarray(quantized.scale)[..., None, :]
         step = 2.0**-4 if precision == "fp8" else 0.5 / limit
         assert (np.abs(wide - np.asarray(plain)) <= step * np.abs(np.asarray(plain)).max(-2, keepdims=True)).all()
+
+
+def test_settings_name_the_same_precisions():
+    assert QUANTIZED["local"] == PRECISIONS
 
 
 def test_unknown_precision_is_refused():

@@ -21,7 +21,7 @@ from tests.waiting import HANGS_S
 ROOT = Path(__file__).resolve().parents[2]
 
 _PROGRAM = """
-import sys, time
+import sys, threading, time
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,9 +79,10 @@ with join_hosts(f"localhost:{port}", 2, number, 10.0) as hosts:
     print("all is well", flush=True)
     if sys.argv[3] == "differ":
         hosts.check_same(lambda: {"a": "1", "seed": str(number)}, "start all hosts alike")
-    if number:
+    if number and sys.argv[3] == "fail":
         raise ValueError("a broken thing")
     hosts.wait_for_all()
+print(*(thread.name for thread in threading.enumerate()), sep=", ")
 """
 
 
@@ -111,6 +112,13 @@ def test_two_processes_exchange_what_they_have_and_the_failure_of_one_ends_both(
     assert other_code == 1 and other_err.strip().endswith("ValueError: a broken thing")
     # Process 0 waits in a collective operation.
     assert code == 1 and f"error: process 1 on {socket.gethostname()} failed: a broken thing" in err
+
+
+def test_the_monitor_ends_before_python_does():
+    """A thread that is in C++ when Python ends would abort the process."""
+    for out, err, code in _two("end"):
+        assert code == 0, err
+        assert "MainThread" in out.splitlines()[-1] and "host monitor" not in out.splitlines()[-1]
 
 
 @pytest.mark.long

@@ -8,10 +8,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.models.ops.blocks import grouped_matmul
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.collectives import collectives
 from dcmdp_jax.plan.flops import compiled_flops
 from dcmdp_jax.plan.hlo import Array, in_scope, parse, walk
+from dcmdp_jax.plan.step_program import expert_blocks
 from dcmdp_jax.plan.traffic import memory_traffic
 
 
@@ -153,17 +155,27 @@ ENTRY %main (x: bf16[1024,256], k: bf16[8,256,384], y: bf16[1024,384], g: s32[9]
   %k = bf16[8,256,384]{2,1,0} parameter(1)
   %y = bf16[1024,384]{1,0} parameter(2)
   %g = s32[9]{0} parameter(3)
-  %a = bf16[1024,384]{1,0:T(8,128)} custom-call(%g, %g, %x, %k), custom_call_target="tpu_custom_call", metadata={op_name="jit(loss)/jvp(jit(gmm))/pallas_call"}
-  %b = bf16[8,256,384]{2,1,0} custom-call(%g, %x, %y), custom_call_target="tpu_custom_call", metadata={op_name="jit(loss)/transpose(jvp(jit(tgmm)))/pallas_call"}
-  ROOT %c = bf16[1024,256]{1,0} custom-call(%g, %y, %k), custom_call_target="tpu_custom_call", metadata={op_name="jit(loss)/transpose(jvp(jit(gmm)))/pallas_call"}
+  %a = bf16[1024,384]{1,0:T(8,128)} custom-call(%g, %g, %x, %k), KERNEL="jit(loss)/jvp(jit(gmm))/pallas_call"}
+  %b = bf16[8,256,384]{2,1,0} custom-call(%g, %x, %y), KERNEL="jit(loss)/transpose(jvp(jit(tgmm)))/pallas_call"}
+  ROOT %c = bf16[1024,256]{1,0} custom-call(%g, %y, %k), KERNEL="jit(loss)/transpose(jvp(jit(gmm)))/pallas_call"}
 }
-"""  # noqa: E501
+""".replace("KERNEL", 'custom_call_target="tpu_custom_call", metadata={op_name')
 
 
 def test_grouped_products_of_experts():
     # Each row is multiplied by one expert's [256, 384]: 2 x 1024 x 256 x 384, three times.
     flops = compiled_flops(parse(_GROUPED), _none)
     assert (flops.products, flops.attention, flops.uncounted) == (3 * 201_326_592, 0, ())
+
+
+def test_blocks_of_experts_count_as_many_as_there_may_be():
+    def function(x, kernels, sizes):
+        return grouped_matmul(x, kernels, sizes)
+
+    shapes = _shape(64, 5), _shape(4, 5, 3), jax.ShapeDtypeStruct((4,), jnp.int32)
+    # 64 rows of 4 experts in blocks of 32: two full ones, and one for each expert's rest at most.
+    flops = compiled_flops(_module(function, *shapes), expert_blocks)
+    assert flops.products == (64 // 32 + 4) * 2 * 32 * 5 * 3
 
 
 def test_a_gather_in_a_loop():

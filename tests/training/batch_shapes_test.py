@@ -29,5 +29,8 @@ def test_the_abstract_batch_is_the_one_that_is_packed(shared, routed):
             for episode in episodes
         ]
     batch, _ = pack(episodes, np.zeros(8, np.float32), packing, mask_truncated=False)
-    shape = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
+
+    def shape(leaf):
+        return leaf.shape, leaf.dtype
+
     assert jax.tree.map(shape, abstract_batch(packing, routed)) == jax.tree.map(shape, batch)

