@@ -44,17 +44,17 @@ def test_equal_metrics_give_equal_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "compress, text, message",
     [
-        (b"no gzip", "can't be read as gzipped JSON lines"),
-        (gzip.compress(b"[1]"), "line 1: must be an object with arm, seed, step and metrics"),
-        (gzip.compress(b'{"arm": "ppo", "seed": 0, "step": 1}'), "arm 'ppo' is none of the study's: grpo, dc_grpo"),
-        (gzip.compress(b'{"arm": "grpo", "seed": 0}'), "line 1: must be an object with arm"),
+        (bytes, b"no gzip", "can't be read as gzipped JSON lines"),
+        (gzip.compress, b"[1]", "line 1: must be an object with arm, seed, step and metrics"),
+        (gzip.compress, b'{"arm": "ppo", "seed": 0, "step": 1}', "arm 'ppo' is none of the study's: grpo, dc_grpo"),
+        (gzip.compress, b'{"arm": "grpo", "seed": 0}', "line 1: must be an object with arm"),
     ],
 )
-def test_a_file_that_is_no_study_is_one_line(content, message, tmp_path):
+def test_a_file_that_is_no_study_is_one_line(compress, text, message, tmp_path):
     path = tmp_path / "kept"
-    path.write_bytes(content)
+    path.write_bytes(compress(text))
     with pytest.raises(UserError, match=message.replace("(", r"\(")) as failure:
         read_kept_metrics(path, ["grpo", "dc_grpo"])
     assert "\n" not in str(failure.value)
