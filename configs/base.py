@@ -45,7 +45,9 @@ def with_options(config: ConfigDict, arg: str) -> ConfigDict:
         config.training.prompts_per_step = 4
         config.training.prompts_per_mini_batch = 2
         config.training.row_lengths = (80,)
-        config.warmup.steps = min(config.warmup.steps, 20)
+        if config.warmup.steps:
+            config.warmup.steps = 20
+            config.warmup.task = "arithmetic:difficulty=2,count=640,seed=1,error_rate=0.5"
         if config.evaluation.every_steps:
             config.evaluation.task = "arithmetic:difficulty=1,count=8,split=heldout"
             config.evaluation.samples = 2

@@ -31,7 +31,7 @@ _ADAM = "AdamW moves each parameter by about as much in one update"
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Shape of a freshly initialised model, used when `model.path` is empty."""
+    """Shape of a freshly initialized model, used when `model.path` is empty."""
 
     model_type: str = setting("qwen3", "Family of the model.", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
     hidden_size: int = setting(128, "Width of the residual stream.", minimum=1, limit=(65536, _MODEL))

@@ -166,7 +166,7 @@ def _check_products(config: Any) -> None:
 
 
 def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
-    """vLLM has one dtype for whatever is not quantised."""
+    """vLLM has one dtype for whatever is not quantized."""
     precision, dtype = rollout.precision, rollout.compute_dtype
     if precision in ("float32", "float16", "bfloat16") and precision != dtype:
         raise UserError(
@@ -176,5 +176,5 @@ def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
     if precision in QUANTIZED["vllm"] and dtype != "bfloat16":
         raise UserError(
             f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM computes "
-            "quantised layers in bfloat16, set that"
+            "quantized layers in bfloat16, set that"
         )

@@ -8,7 +8,7 @@ from dcmdp_jax.config_fields import setting
 
 ENGINES = ("local", "vllm")
 QUANTIZED = {"local": ("int8", "int4", "fp8"), "vllm": ("int8", "fp8", "fp8_per_block")}
-"""Engine -> precisions with quantised weights. Those of the local engine are `models.quantize`'s."""
+"""Engine -> precisions with quantized weights. Those of the local engine are `models.quantize`'s."""
 
 MOST_TOKENS = (2**20, "models read up to a million tokens")
 LOWEST_TEMPERATURE = 0.01
@@ -96,8 +96,8 @@ class RolloutSettings:
     precision: str = setting(
         "bfloat16",
         "Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is 0. int8, "
-        "int4 (in a byte), fp8 of the local engine: weights alone, quantised per output channel at each push; products "
-        "are in compute_dtype, and a CPU dequantises all weights in each program, which takes more memory than "
+        "int4 (in a byte), fp8 of the local engine: weights alone, quantized per output channel at each push; products "
+        "are in compute_dtype, and a CPU dequantizes all weights in each program, which takes more memory than "
         "bfloat16. int8 of vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; "
         "fp8_per_block: per block of 128.",
         engine_choices={
@@ -106,7 +106,7 @@ class RolloutSettings:
         },
     )  # fmt: skip
     compute_dtype: str = setting(
-        "bfloat16", "Activations of the engine, and in vLLM all weights that are not quantised.",
+        "bfloat16", "Activations of the engine, and in vLLM all weights that are not quantized.",
         engine_choices=dict.fromkeys(ENGINES, ("float32", "bfloat16", "float16")),
     )  # fmt: skip
     kv_cache_dtype: str = setting(

@@ -1,15 +1,19 @@
 """Eight fake CPU devices for everything that is sharded; set before anything imports jax.
 
-Nearly all the time of these tests is compilation, so XLA's backend does not optimise here, nor in the whole runs that
-are processes of their own. The demos that `.ci/run` makes are optimised.
+Nearly all the time of these tests is compilation, so XLA's backend does not optimize here, nor in the whole runs that
+are processes of their own. The demos that `.ci/run` makes are optimized. XLA's newer code generator of fusions (MLIR)
+takes twice as long to compile as the older one, which is used here, and one thread is quicker than several on programs
+so small.
 """
 
 import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_NOT_OPTIMISED = "--xla_backend_optimization_level=0"
-_FLAGS = f"--xla_force_host_platform_device_count=8 {_NOT_OPTIMISED}"
+_NOT_OPTIMIZED = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+_FLAGS = f"--xla_force_host_platform_device_count=8 {_NOT_OPTIMIZED}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 import hypothesis  # noqa: E402 - after the flags
@@ -41,7 +45,7 @@ def run_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": _NOT_OPTIMISED,
+        "XLA_FLAGS": _NOT_OPTIMIZED,
         "JAX_COMPILATION_CACHE_DIR": str(session / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

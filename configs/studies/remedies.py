@@ -5,8 +5,8 @@
     python -m bin.sweep --study=configs/studies/remedies.py:paper        Qwen3-8B, 8 GPUs, vLLM with FP8 in blocks
 
 TIS, IcePop and DPPO are GRPO with the thresholds of configs/remedies.py. `matched` is GRPO whose trainer computes its
-forward pass with the engine's quantised weights, `exact` GRPO against an engine in the trainer's own precision, the
-control. Both have the embedded engine in every study: vLLM's quantised forward pass is not emulated, and its float32 is
+forward pass with the engine's quantized weights, `exact` GRPO against an engine in the trainer's own precision, the
+control. Both have the embedded engine in every study: vLLM's quantized forward pass is not emulated, and its float32 is
 close to the trainer's, not equal.
 """
 

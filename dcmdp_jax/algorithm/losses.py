@@ -1,4 +1,4 @@
-"""The surrogate with its trust regions, its three normalisations as weights, and the divergence from a reference.
+"""The surrogate with its trust regions, its three normalizations as weights, and the divergence from a reference.
 
 Ratios here are policy drift, new weights over old, both on the training stack, unless the denominator is chosen to be
 the inference engine's. Engine mismatch is `discrepancy.py`, its corrections are `corrections.py`.
@@ -249,7 +249,7 @@ def aggregation_weights(
     max_completion_tokens: int | None = None,
     dropped_tokens: Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The normalisation of the loss as one weight for each completion.
+    """The normalization of the loss as one weight for each completion.
 
         loss = sum_i w_i sum_t l_{i,t} / total
 

@@ -40,11 +40,11 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "Bound it by c, or compute both sides in float32 or with the same kernels.", False,
     ),
     "quantized_weights": Cause(
-        "quantised weights of the engine",
-        "Bound it by c, correct it by importance weights, or train through the same quantisation.", False,
+        "quantized weights of the engine",
+        "Bound it by c, correct it by importance weights, or train through the same quantization.", False,
     ),
     "quantized_cache": Cause(
-        "quantised key-value cache of the engine",
+        "quantized key-value cache of the engine",
         "Bound it by c, calibrate the cache's scales, or keep the cache in the compute dtype.", False,
     ),
     "temperature": Cause(
@@ -65,7 +65,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         True,
     ),
     "unsynchronized_tensor": Cause(
-        "a tensor that was not synchronised",
+        "a tensor that was not synchronized",
         "Look at that tensor's name, fusion and shape in the weight transfer; then compare checksums.", True,
     ),
     "retokenization": Cause(
@@ -115,7 +115,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     1. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look sampled from p.
     2. A re-scoring that explains at least 90% of the mismatch.
     3. What the columns show alone: support, breaks within completions, age of the weights.
-    4. A setting of the engine without which at least 50% of the mismatch is gone: quantised weights or cache.
+    4. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
     5. A re-scoring that explains at least 50%.
     6. What the columns suggest: chat template, temperature, raw log-probs.
     7. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
@@ -185,7 +185,7 @@ def _which_temperature(e: Evidence) -> tuple[str, str]:
 
 
 def _support(e: Evidence) -> Iterator[Finding]:
-    """q is renormalised over a smaller set: p / q = p(S), never above 1 but for noise, and on average below 1."""
+    """q is renormalized over a smaller set: p / q = p(S), never above 1 but for noise, and on average below 1."""
     one_sided = e.positive < 0.03 or (e.positive < 0.2 and e.median_log_ratio < LARGE_LOG_RATIO)
     if one_sided and e.ratio.below(1) and e.correlation > 0.8:
         yield Finding("support", (
@@ -214,7 +214,7 @@ def _lag(e: Evidence) -> Iterator[Finding]:
 
 
 def _sampling(e: Evidence) -> Iterator[Finding]:
-    """One column is a power of the other, renormalised: almost a straight line of another slope."""
+    """One column is a power of the other, renormalized: almost a straight line of another slope."""
     # Far from its entropy, a looser line is enough: at a low temperature nearly all tokens have log q near 0.
     aligned = 0.7 if abs(e.surprise.mean) > 0.2 else 0.85
     if e.correlation < aligned or abs(np.log(e.spread)) < 0.07:

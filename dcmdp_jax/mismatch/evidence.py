@@ -13,7 +13,7 @@ import numpy as np
 from dcmdp_jax.mismatch.pairs import TokenPairs
 
 LARGE_LOG_RATIO = 0.3
-"""Nats. Rounding and 8-bit quantisation leave the median |d| of any stretch of tokens far below it."""
+"""Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below it."""
 _NOTICEABLE = 0.01
 _UNCERTAIN, _FEWEST_UNCERTAIN = 0.9, 16
 _SHORTEST_PART = 4
@@ -77,7 +77,7 @@ class Evidence:
         median_log_ratio: median |d|, nats, of the tokens with p or q below 0.9; of all if those are fewer than 16. Near
             1 the log-ratio of a token is small whatever differs.
         ratio: mean of p / q. If the tokens were sampled from q and q covers p's support, its expectation is
-            sum_y q(y) p(y) / q(y) = 1. Where q is cut to a set S and renormalised, it is p(S) < 1.
+            sum_y q(y) p(y) / q(y) = 1. Where q is cut to a set S and renormalized, it is p(S) < 1.
         inverse_ratio: mean of q / p; its expectation is 1 if the tokens were sampled from p.
         surprise: mean of -log p - H(p). Its expectation is 0 if the tokens were sampled from p; below 0, from a
             sharper distribution. NaN without entropies.

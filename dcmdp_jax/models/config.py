@@ -137,7 +137,7 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Qwen3 normalises each head of q and k."""
+        """Qwen3 normalizes each head of q and k."""
         return self.model_type in ("qwen3", "qwen3_moe")
 
     @property

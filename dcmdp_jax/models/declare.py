@@ -1,7 +1,7 @@
 """Declare a parameter of a model once, with everything that is known of it as metadata of its `nnx.Param`.
 
 A module built from declarations holds shapes and no arrays: a model of any size is built in milliseconds. `params.py`
-walks it and derives shapes, initial values, shardings, Hugging Face tensors and what an engine quantises.
+walks it and derives shapes, initial values, shardings, Hugging Face tensors and what an engine quantizes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Declaration(NamedTuple):
             where the number of the layer belongs, and so for each stacked axis. None for a layout that only engines
             use.
         transposed: Hugging Face stores the matrix as [out, in], we as [in, out].
-        quantized: engines that quantise weights quantise this one.
+        quantized: engines that quantize weights quantize this one.
         stacks: the stacked axes, outermost first.
         fused: a second layout that checkpoints may have, or None.
     """

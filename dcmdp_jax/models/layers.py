@@ -44,7 +44,7 @@ class Linear(nnx.Module):
             hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines use.
             bias: whether there is a b, initially 0.
             stacks: see `declare.parameter`.
-            quantized: engines that quantise weights quantise W.
+            quantized: engines that quantize weights quantize W.
         """
         weight, bias_name = (None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias"))
         normal = jax.nn.initializers.normal(std)

@@ -46,7 +46,7 @@ def logical_axes(config: ModelConfig) -> Params:
 
 
 def quantized_leaves(config: ModelConfig) -> Params:
-    """True for each parameter that engines quantise, in the tree of `init_params`."""
+    """True for each parameter that engines quantize, in the tree of `init_params`."""
     return _tree(config, lambda declared: declared.quantized)
 
 
@@ -135,7 +135,7 @@ class HFTensor(NamedTuple):
         transposed: the tensor is [out, in], the leaf [in, out].
         shape: of the tensor.
         dimensions: the fields of config.json that give each of its sizes.
-        quantized: engines that quantise weights quantise this one.
+        quantized: engines that quantize weights quantize this one.
         fused: where a checkpoint of the second layout holds it, or None.
     """
 

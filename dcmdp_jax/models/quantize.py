@@ -36,7 +36,7 @@ def quantized_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
 def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
     """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts anything.
 
-    With `keep_quantized` quantised matrices stay so, and each product converts its own: for platforms that do it while
+    With `keep_quantized` quantized matrices stay so, and each product converts its own: for platforms that do it while
     they read the matrix, where a second copy of the weights would cost what quantization saves.
 
     Exact for int8 and float8 values in float32 and bfloat16 alike (at most 7 significant bits); scales stay float32.
@@ -55,7 +55,7 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
 
 
 def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
-    """Symmetric quantisation of the columns of [..., in, out], weights only.
+    """Symmetric quantization of the columns of [..., in, out], weights only.
 
         scale = max_in |W| / M,    values = round(W / scale),
 
@@ -75,7 +75,7 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
         ValueError: for another precision.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision: got {precision!r}, quantised ones are {', '.join(PRECISIONS)}")
+        raise ValueError(f"precision: got {precision!r}, quantized ones are {', '.join(PRECISIONS)}")
     kernel = kernel.astype(jnp.float32)
     limit = _LIMITS[precision]
     scale = jnp.max(jnp.abs(kernel), axis=-2) / limit
@@ -92,17 +92,17 @@ def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
 
 
 def quantize_output(params: Params, precision: str) -> Params:
-    """`params` with a quantised "output" [D, V]: of its own output matrix, or a copy of the tied embedding."""
+    """`params` with a quantized "output" [D, V]: of its own output matrix, or a copy of the tied embedding."""
     output = params["output"] if "output" in params else params["embedding"].T
     return {**params, "output": quantize_kernel(output, precision)}
 
 
 def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
-    """Marked leaves with the values that a quantised engine multiplies by, and the gradient of the leaves themselves.
+    """Marked leaves with the values that a quantized engine multiplies by, and the gradient of the leaves themselves.
 
         value  values * scale of `quantize_kernel`,      d value / d leaf = 1
 
-    the straight-through estimator of quantisation-aware training (Bengio et al. 2013).
+    the straight-through estimator of quantization-aware training (Bengio et al. 2013).
 
     Args:
         tree: parameters, or a part of them.

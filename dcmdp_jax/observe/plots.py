@@ -186,7 +186,7 @@ def draw_optimization(runs: Runs) -> Figure | None:
     """Plot entropy, gradient norm, clip fractions, importance ratio (min, mean, max) and all-equal groups."""
     return _grid(
         runs,
-        "Optimisation",
+        "Optimization",
         (
             ("policy entropy", "nats", ("policy/entropy",)),
             ("gradient norm before clipping", "norm", ("optimizer/grad_norm",)),

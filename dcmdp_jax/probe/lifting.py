@@ -25,7 +25,7 @@ def lift(
 ) -> list[Lifted]:
     """Measure the mismatch that is left without each setting that has a price (`ProbeSpec.costs`).
 
-    An emulation tells a quantised cache or weights only where it rounds as the engine does. The engine itself, built
+    An emulation tells a quantized cache or weights only where it rounds as the engine does. The engine itself, built
     once more without the setting, needs no emulation: the rest of it, kernels included, stays as it is.
 
     Args:

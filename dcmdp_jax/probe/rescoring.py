@@ -210,7 +210,7 @@ def _golden_maximum(
 
 
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
-    """The matrices that engines quantise, rounded to float8_e4m3fn with a scale for each block of 128 x 128."""
+    """The matrices that engines quantize, rounded to float8_e4m3fn with a scale for each block of 128 x 128."""
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:
         if not chosen:

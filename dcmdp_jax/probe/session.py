@@ -152,7 +152,7 @@ def _lifted(
     session: Session, spec: ProbeSpec, model: Model, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
     measured: Measured, sizes: Mapping[str, Any],
 ) -> list[Lifted]:  # fmt: skip
-    """Price of each quantisation, by the engine without it; empty if that engine does not run here."""
+    """Price of each quantization, by the engine without it; empty if that engine does not run here."""
     with tempfile.TemporaryDirectory() as directory:
 
         def build(other: ProbeSpec) -> engines.Scorer:

@@ -1,7 +1,7 @@
 """Problems: rows of a dataset, in any of the known schemas, as one frozen struct.
 
 A location is a local .jsonl or .parquet file, a built-in task (`arithmetic:...`), or a dataset name on the Hugging Face
-Hub. The schema is recognised row by row from the fields, so one file may mix several.
+Hub. The schema is recognized row by row from the fields, so one file may mix several.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def make_train_step(
     Args:
         row_logprobs: from `make_row_logprobs`, for this mesh.
         settings: the method and its constants.
-        max_completion_tokens: sampling limit, for the fixed-length normaliser.
+        max_completion_tokens: sampling limit, for the fixed-length normalizer.
         optimizer, schedule: from `optimizer.py`; the schedule only for the record.
         mesh: the devices; None for one.
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A

@@ -1,4 +1,4 @@
-"""Clipped surrogate by hand and at its edges, the three normalisations, and the reference divergence."""
+"""Clipped surrogate by hand and at its edges, the three normalizations, and the reference divergence."""
 
 import functools
 

@@ -12,7 +12,7 @@ def _log_softmax(logits):
 
 
 def _truncated(logprobs, top_p):
-    """Renormalised over the fewest tokens that hold `top_p`."""
+    """Renormalized over the fewest tokens that hold `top_p`."""
     order = np.argsort(-logprobs, axis=-1)
     sorted_p = np.exp(np.take_along_axis(logprobs, order, axis=-1))
     kept = np.cumsum(sorted_p, axis=-1) - sorted_p < top_p

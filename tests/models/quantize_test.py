@@ -102,7 +102,7 @@ def test_extreme_columns_stay_finite(precision):
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_matmul_equals_that_of_dequantised_weights(kernel, precision, dtype):
+def test_matmul_equals_that_of_dequantized_weights(kernel, precision, dtype):
     quantized = quantize_kernel(kernel, precision)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 96)), dtype)
     wide = np.asarray(quantized.values).astype(np.float64) * np.asarray(quantized.scale, np.float64)
@@ -128,7 +128,7 @@ def test_dequantization_is_exact(dtype):
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_tree_has_every_matrix_quantised_per_layer_and_nothing_else(precision, tied):
+def test_tree_has_every_matrix_quantized_per_layer_and_nothing_else(precision, tied):
     config = CONFIG if tied else ModelConfig(**{**vars(CONFIG), "tie_word_embeddings": False})
     params = init_params(config, jax.random.key(0))
     # Layer 1 is ten times layer 0: a scale shared by the layers would be ten times too coarse for layer 0.
@@ -159,5 +159,5 @@ def test_settings_name_the_same_precisions():
 
 
 def test_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match="precision: got 'int2', quantised ones are int8, int4, fp8"):
+    with pytest.raises(ValueError, match="precision: got 'int2', quantized ones are int8, int4, fp8"):
         quantize_kernel(jnp.ones((2, 2)), "int2")

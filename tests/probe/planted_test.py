@@ -96,7 +96,7 @@ def test_bfloat16_is_rounding_noise():
         ({"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8"),
     ],
 )
-def test_quantization_is_named_by_what_is_quantised(settings, cause, name):
+def test_quantization_is_named_by_what_is_quantized(settings, cause, name):
     engine = local(**settings)
     finding = named(engine, sampled(engine), compute=settings.get("compute_dtype", "float32"))[0]
     assert finding.cause == cause and finding.evidence[0].startswith(f"Scoring with {name}")
@@ -170,7 +170,7 @@ def test_stale_weights():
     )
 
 
-def test_one_tensor_that_was_not_synchronised_is_named():
+def test_one_tensor_that_was_not_synchronized_is_named():
     engine = local(with_one_stale_tensor())
     finding = named(engine, sampled(engine))[0]
     assert finding.cause == "unsynchronized_tensor"

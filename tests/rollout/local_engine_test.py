@@ -231,7 +231,7 @@ def test_decoding_stops_when_every_row_is_done(monkeypatch):
     assert steps == [longest - 1] and longest < 40
 
 
-def test_top_p_renormalises_inside_the_nucleus():
+def test_top_p_renormalizes_inside_the_nucleus():
     sampling = SamplingParams(group_size=50, max_completion_tokens=1, temperature=1.0, top_p=0.6)
     rollout = sample(engine(), [prompts()[2]], sampling, seed=0, step=0)
     probabilities = np.exp(log_softmax(logits_of(QWEN3, params(), [prompts()[2]])[0, 15]))
@@ -244,7 +244,7 @@ def test_top_p_renormalises_inside_the_nucleus():
 
 
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "int4", "fp8"])
-def test_every_push_replaces_and_requantises_the_weights(precision):
+def test_every_push_replaces_and_requantizes_the_weights(precision):
     made = engine(precision=precision)
     before = sample(made, prompts(), SAMPLING, seed=1, step=2)
     prints = made.weights_fingerprint
@@ -271,7 +271,7 @@ def test_trainer_may_delete_its_buffers_after_a_push(precision):
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
-def test_quantised_weights_are_kept_in_a_byte_each(precision):
+def test_quantized_weights_are_kept_in_a_byte_each(precision):
     made = engine(precision=precision)
     kernels = [x for x in jax.tree.leaves(made._weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
                if isinstance(x, QuantizedKernel)]  # fmt: skip

@@ -75,7 +75,7 @@ def test_logprobs_are_the_training_stacks() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_quantised_experts_have_scales_of_their_own(precision: str) -> None:
+def test_quantized_experts_have_scales_of_their_own(precision: str) -> None:
     """The engine equals the training stack on weights that this test rounds by itself, each expert's columns apart."""
     limit = 127.0 if precision == "int8" else 448.0
 

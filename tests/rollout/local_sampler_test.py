@@ -114,7 +114,7 @@ def test_nucleus_equals_a_sorted_reference(top_p):
     np.testing.assert_array_equal(got[clear], expected[clear])
 
 
-def test_nucleus_sampling_stays_inside_and_renormalises():
+def test_nucleus_sampling_stays_inside_and_renormalizes():
     # Nucleus of 0.75 is {1/2, 1/4}: log-probs are log 2/3 and log 1/3, not log 1/2 and log 1/4.
     logits = jnp.tile(jnp.log(jnp.array([0.125, 0.5, 0.125, 0.25])), (1000, 1))
     bits = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (1000, 2), dtype=np.uint32))

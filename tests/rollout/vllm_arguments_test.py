@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 
 def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
-    """FP8 becomes vLLM's online quantisation with a scale per tensor; sleep mode is known, and wants a GPU."""
+    """FP8 becomes vLLM's online quantization with a scale per tensor; sleep mode is known, and wants a GPU."""
     config, script = small_model(), tmp_path / "read.py"
     script.write_text(_READ)
 

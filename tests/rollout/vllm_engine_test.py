@@ -205,7 +205,8 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
-@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [False, True])
 def test_publishing_disturbs_no_call_in_progress(engine, killed):
     """The other half of the double buffer is written in the middle of a call, which ends with its own weights.
 

@@ -212,7 +212,7 @@ def test_sleep_needs_an_argument_that_the_cpu_build_refuses():
 
 
 @pytest.mark.parametrize(("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")])
-def test_fp8_is_quantised_by_vllm_at_each_push(precision, scheme):
+def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
     """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for others."""
     arguments = _arguments(precision=precision, cpu=False)
     assert arguments["quantization"] == "online"
@@ -679,7 +679,7 @@ def test_dtypes_of_vllm(dtypes):
 _OF_VLLM = "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8, fp8_per_block"
 _OF_LOCAL = "allowed with rollout.engine=local are"
 _ONE_DTYPE = "vLLM has one dtype for weights and activations, set both alike"
-_BFLOAT16 = "vLLM computes quantised layers in bfloat16, set that"
+_BFLOAT16 = "vLLM computes quantized layers in bfloat16, set that"
 
 
 @pytest.mark.parametrize(

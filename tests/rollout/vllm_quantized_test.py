@@ -111,7 +111,7 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_
 def _checkpoint(directory: Path, config, params, regime: Regime, live: Path) -> Path:
     """Weights for vLLM's own loader: BF16, or for int8 compressed-tensors.
 
-    Quantised as a push does, to the bit: XLA on CPU divides by 127 with a rounded reciprocal, torch does not, and one
+    Quantized as a push does, to the bit: XLA on CPU divides by 127 with a rounded reciprocal, torch does not, and one
     scale of 25 differs in its last place. `sidecar_bridge_test.test_int8_by_numpy` compares the values with NumPy's.
     """
     wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)

@@ -188,7 +188,7 @@ def test_a_cpus_devices_share_the_hosts_memory():
         ("bfloat16", "bfloat16", 2 * 305_760, 0, 4 * 305_760),
         ("bfloat16", "float32", 2 * 305_760, 4 * 305_760, 4 * 305_760),
         # One byte for each entry of a matrix, a float32 scale for each of its 96 + 64 + 96 + 512 + 96 = 864 columns;
-        # the output layer quantised (9,984 and 104 scales) beside the embedding; norms as they were. A GPU converts
+        # the output layer quantized (9,984 and 104 scales) beside the embedding; norms as they were. A GPU converts
         # the largest matrix, 96 x 512, while it multiplies; a CPU all of them first.
         ("int8", "float32", 3 * (98_304 + 4 * 864 + 4 * 256) + 4 * 96 + 4 * 9_984 + 9_984 + 4 * 104,
          4 * 96 * 512, 4 * (3 * 98_304 + 9_984)),

@@ -71,7 +71,7 @@ def test_the_demo_learns(
     """As configs/demo_moe.py says; a standard error of the score is 4 points."""
     if "vllm" in options:
         request.getfixturevalue("vllm_is_installed")
-    records = _train(run_environment | {"XLA_FLAGS": ""}, tmp_path / "run", options)  # optimised: 40 steps
+    records = _train(run_environment | {"XLA_FLAGS": ""}, tmp_path / "run", options)  # optimized: 40 steps
     scores = [record["eval/arithmetic/avg@8"] for record in records if "eval/arithmetic/avg@8" in record]
     record_property("avg@8", f"{scores[0]:.3f} to {scores[-1]:.3f}")
     assert len(scores) == 6 and scores[-1] > scores[0] + 0.15

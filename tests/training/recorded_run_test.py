@@ -56,7 +56,7 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
     config = flatten(json.loads((run_dir / "config.json").read_text()))
     changed = (
         "model.architecture.hidden_size", "model.architecture.intermediate_size", "model.architecture.num_layers",
-        "model.architecture.num_heads", "model.architecture.head_dim", "algorithm.tolerance",
+        "model.architecture.num_heads", "model.architecture.head_dim", "algorithm.tolerance", "warmup.task",
     )  # fmt: skip
     out = _run(
         run_environment, "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",

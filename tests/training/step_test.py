@@ -18,6 +18,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
+from dcmdp_jax.training import step as step_module
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
@@ -50,6 +51,15 @@ def _rollout(seed=0):
 
 def _params(seed=1):
     return jax.jit(lambda key: init_params(MODEL, key))(jax.random.key(seed))
+
+
+@pytest.fixture
+def newer_code(monkeypatch):
+    """Programs that XLA's newer code generator of fusions makes, as in all runs but the tests (see tests/conftest.py).
+    With the older one a value can differ in the last bit between two programs that compute it."""
+    options = {**step_module.compiler_options("cpu"), "xla_cpu_use_fusion_emitters": True}
+    monkeypatch.setattr(step_module, "compiler_options", lambda platform: options)
+    monkeypatch.setitem(globals(), "_programs", functools.cache(_programs.__wrapped__))
 
 
 @functools.cache
@@ -456,24 +466,30 @@ def test_devices_exchange_once_in_an_update():
     assert set(_exchanges(program.jaxpr)) == {1}
 
 
-def test_gradients_are_summed_in_float32_and_in_parts():
+def test_gradients_are_summed_in_float32_and_in_parts(newer_code):
     """Parameters over eight devices: the loop over micro-batches carries each device's eighth of a gradient."""
     mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
     create, step, _ = _programs(ALGORITHM, 1, mesh, Compute(one_segment=True, logprob_chunk=16), False)
     batch = _batch(_rollout(), 1, mesh, tokens=16)
     assert batch.rows[0].input_ids.shape[1] == 2  # micro-batches, of a row on each device
     text = step.lower(create(_params()), batch, None).compile().as_text()
-    # Embedding and W_gate of two layers: [31, 16] and [2, 16, 32] over the hidden size. (The table of token embeddings
-    # is whole, and gathered once before the loop.)
+    # Embedding and W_gate of two layers: [31, 16] and [2, 16, 32] over the hidden size.
     [loop] = [line for line in text.splitlines() if " while(" in line and "f32[31,2]" in line]
     carried = loop.split(" while(")[0]
     assert "f32[2,2,32]" in carried and "f32[2,16,32]" not in carried
 
 
 @pytest.mark.parametrize(
-    ("mini_batches", "shared", "devices"), [(1, False, 1), (2, False, 1), (2, True, 1), (2, True, 2), (1, False, 2)]
+    ("mini_batches", "shared", "devices"),
+    [
+        (1, False, 1),
+        pytest.param(2, False, 1, marks=pytest.mark.long),
+        pytest.param(2, True, 1, marks=pytest.mark.long),
+        (2, True, 2),
+        pytest.param(1, False, 2, marks=pytest.mark.long),
+    ],
 )
-def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches, shared, devices):
+def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, shared, devices):
     mesh = make_mesh(devices, devices=jax.devices()[:devices]) if devices > 1 else None
     state, history, step = _run(
         exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3, shared=shared, mesh=mesh
@@ -487,7 +503,7 @@ def test_exact_has_no_discrepancy_to_the_last_bit(mini_batches, shared, devices)
     assert step._cache_size() == 1
 
 
-def test_multiplier_zero_is_grpo_bit_for_bit():
+def test_multiplier_zero_is_grpo_bit_for_bit(newer_code):
     frozen = dataclasses.replace(ALGORITHM, multiplier=0.0, multiplier_max=0.0)
     ours, _, _ = _run(settings=frozen, steps=2)
     grpo, _, _ = _run(settings=dataclasses.replace(ALGORITHM, method="grpo"), steps=2)

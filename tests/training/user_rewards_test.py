@@ -170,6 +170,7 @@ def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(environment, 
     assert _left_behind(environment) == []
 
 
+@pytest.mark.long
 def test_a_run_can_go_on_without_the_values_of_functions_that_fail(environment, files, tmp_path):
     run_dir = tmp_path / "run"
     names = ",".join(f"{files}/bad.py:{name}" for name in ("hangs", "raises", "nan"))

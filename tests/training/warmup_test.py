@@ -176,6 +176,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_steps_started_faster_than_they_end_do_not_deadlock():
     # XLA's CPU client has as many threads as cores here; with more than 32 steps in flight it deadlocks.
     done = subprocess.run(

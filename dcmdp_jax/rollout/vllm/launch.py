@@ -29,7 +29,7 @@ _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 _PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
 _PROBE_TOLERANCE_8_BIT = 4.0
 
-# vLLM's quantisation while weights are loaded, W8A8 both: one scale for each matrix and, measured at each product, for
+# vLLM's quantization while weights are loaded, W8A8 both: one scale for each matrix and, measured at each product, for
 # each token (its `--quantization fp8` of before 0.32); or one for each block of 128 x 128 weights and 128 activations.
 _ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
 
@@ -210,7 +210,7 @@ def check_processor(precision: str, *, cpu: bool) -> None:
     """Refuse a precision that this machine's processor gets wrong.
 
     Raises:
-        ValueError: for "fp8" in the CPU build, and for another quantised precision in it on a processor without AMX.
+        ValueError: for "fp8" in the CPU build, and for another quantized precision in it on a processor without AMX.
     """
     if precision == "fp8" and cpu:
         raise UserError(
