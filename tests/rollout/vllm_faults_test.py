@@ -89,6 +89,7 @@ def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, wh
     assert not Path(f"/proc/{first}").exists()
 
 
+@pytest.mark.long
 def test_killed_while_taking_weights(engine):
     """Never half-updated: a new sidecar gets the new weights whole."""
     config = engine.config

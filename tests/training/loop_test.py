@@ -232,6 +232,7 @@ def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     assert _digests(tmp_path / "run", 0)["params"] == _digests(tmp_path / "other", 0)["params"]
 
 
+@pytest.mark.long
 def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_path):
     # XLA's newer code generator of fusions, as in all runs but the tests: the older one's last bits differ here.
     environment = run_environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
