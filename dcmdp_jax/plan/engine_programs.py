@@ -82,7 +82,7 @@ def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int
     prompts, groups = _prefill_shape(model, rows // group, bucket, engine.size)
     # As `LocalEngine.score` pads a row of the longest length.
     length = _bucket(config.max_total_tokens)
-    scored = round_up(max(1, min(max_rows, ATTENTION_ELEMENTS // (model.num_heads * length**2))), engine.size)
+    scored = round_up(max(1, min(max_rows, ATTENTION_ELEMENTS // (model.num_heads * length**2))), program.row_shards)
     held = {"engine's weights": bytes_per_device(weights)}
     programs = (
         Lowerable(
@@ -94,7 +94,7 @@ def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int
             _one_token,
             held,
             (bucket,),
-            prompts // groups // engine.size * bucket,
+            prompts // groups // program.row_shards * bucket,
         ),
         Lowerable(
             "decode",
@@ -118,7 +118,7 @@ def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int
             _one_token,
             held,
             (length,),
-            scored // engine.size * length,
+            scored // program.row_shards * length,
         ),
     )  # fmt: skip
     return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < completions)

@@ -278,10 +278,10 @@ class LocalEngine:
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
             fit = ATTENTION_ELEMENTS // (self.config.num_heads * length**2)
             size = max(1, min(self._max_rows, fit, 1 << (len(members) - 1).bit_length()))
+            size = round_up(size, self._program.row_shards)
             for start in range(0, len(members), size):
                 part = members[start : start + size]
-                padded = np.zeros((round_up(size, self._mesh.size), length), np.int32)
-                lengths = np.ones(padded.shape[0], np.int32)
+                padded, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
                 for place, index in enumerate(part):
                     padded[place, : rows[index].size] = rows[index]
                     lengths[place] = rows[index].size

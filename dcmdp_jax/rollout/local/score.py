@@ -46,8 +46,10 @@ def _score_local(
     """Run `score` on one device, with its share of the rows."""
     weights = program.own_weights(weights)
     hidden, _, _ = forward_rows(weights, tokens, lengths, program)
-    targets, ours = own_tokens(tokens[:, 1:].reshape(-1), program)
-    previous = hidden[:, :-1].reshape(targets.size, -1)
+    # The last position is computed too, against the first token, and dropped. Without it rows are of odd length, and for
+    # a TPU the compiler then takes minutes over the reshape.
+    targets, ours = own_tokens(jnp.roll(tokens, -1, axis=1).reshape(-1), program)
+    previous = hidden.reshape(targets.size, -1)
     chunks = -(-targets.size // _SCORE_CHUNK)
     padding = chunks * -(-targets.size // chunks) - targets.size
 
@@ -65,4 +67,4 @@ def _score_local(
     if program.splits_vocab:
         parts = (*parts, jnp.pad(ours, (0, padding)))
     logprobs = jax.lax.map(chunk, jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), parts))
-    return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape[0], -1)
+    return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
