@@ -97,6 +97,7 @@ def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) ->
     shardings = train_state_shardings(config, optimizer, dual, "float32", mesh)
     step = make_train_step(
         row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh),
+        compute_dtype=compute.dtype,
         settings=algorithm,
         max_completion_tokens=64,
         optimizer=optimizer,

@@ -13,10 +13,17 @@ from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.tpu import splash_attention
 
 KERNELS = ("xla", "cudnn", "splash")
+_SPLASH_BLOCK = 128
 
 
-def choose_kernel(setting: str, dtype: jnp.dtype, platform: str) -> str:
+def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK) -> str:
     """The kernel for the setting: "auto" is splash on TPU, cudnn on GPU in half precision, else xla.
+
+    Args:
+        setting: "auto" or one of `KERNELS`.
+        dtype: of the activations.
+        platform: of the devices.
+        length: of the rows; "auto" gives those that splash does not take to xla.
 
     Raises:
         ValueError: for a setting that is neither "auto" nor one of `KERNELS`.
@@ -25,7 +32,7 @@ def choose_kernel(setting: str, dtype: jnp.dtype, platform: str) -> str:
         return setting
     if setting != "auto":
         raise UserError(f"attention: got {setting!r}, allowed are auto, {', '.join(KERNELS)}")
-    if platform == "tpu":
+    if platform == "tpu" and length % _SPLASH_BLOCK == 0:
         return "splash"
     if platform in ("gpu", "cuda") and dtype in (jnp.bfloat16, jnp.float16):
         return "cudnn"

@@ -203,7 +203,7 @@ class Decoder(nnx.Module):
         """As `hidden_states_and_aux`."""
         config, dtype = self.config, jnp.dtype(compute.dtype)
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        kernel, ops = choose_kernel(compute.attention, dtype, platform), choose_ops(platform)
+        kernel, ops = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]), choose_ops(platform)
         shape, counted = (), segment_ids > 0 if counted is None else counted
         if prompts is not None:
             # Prompts and rows concatenated to one long row: all but attention treats every token alike.

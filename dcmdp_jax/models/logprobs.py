@@ -16,6 +16,7 @@ from jax import lax
 
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
+from dcmdp_jax.models.products import precision_of
 from dcmdp_jax.types import Array
 
 Maximum = Callable[[jax.Array], jax.Array]
@@ -164,7 +165,8 @@ def _own_targets(targets: jax.Array, size: int, axes: KernelAxes) -> jax.Array:
 
 
 def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
-    return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32) * scale
+    precision = precision_of(hidden.dtype)
+    return jnp.matmul(hidden, kernel, precision=precision, preferred_element_type=jnp.float32) * scale
 
 
 def _block(logits: jax.Array, targets: jax.Array, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -225,8 +227,11 @@ def _blocked_backward(
         logits_bar = _logits_bar(logits, own[i], normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i])
         logits_bar = (logits_bar * options.scale).astype(block.dtype)
         tokens = tuple(range(block.ndim - 1))
-        product = lax.dot_general(block, logits_bar, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
-        return jnp.matmul(logits_bar, whole.T).astype(block.dtype), product
+        precision = precision_of(block.dtype)
+        product = lax.dot_general(
+            block, logits_bar, ((tokens, tokens), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        return jnp.matmul(logits_bar, whole.T, precision=precision).astype(block.dtype), product
 
     def body(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         block_bar, product = pulled(i, _logits(hidden[i], whole, options.scale))
@@ -352,9 +357,10 @@ def _pieced_backward(
             logits = _logits(hidden[i], part, options.scale)
             bars = normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i]
             logits_bar = (_logits_bar(logits, own[i] - p * width, *bars) * options.scale).astype(hidden.dtype)
-            pulled = jnp.matmul(logits_bar, part.T, preferred_element_type=jnp.float32)
+            precision = precision_of(hidden.dtype)
+            pulled = jnp.matmul(logits_bar, part.T, precision=precision, preferred_element_type=jnp.float32)
             product = lax.dot_general(
-                hidden[i], logits_bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+                hidden[i], logits_bar, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )
             return hidden_bar.at[i].add(pulled), part_bar + product
 

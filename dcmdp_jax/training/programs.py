@@ -58,6 +58,7 @@ def make_step_programs(config: Config, model: ModelConfig, compute: Compute, mes
     )  # fmt: skip
     train_step = make_train_step(
         row_logprobs=row_logprobs,
+        compute_dtype=compute.dtype,
         settings=config.algorithm,
         max_completion_tokens=config.rollout.max_completion_tokens,
         optimizer=optimizer,

@@ -16,6 +16,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import quantized_leaves
+from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.sharding import PARAM_AXES, constrain, data_parallel_only, shard_map_over_model_axes
 from dcmdp_jax.types import Params, Rows
 
@@ -71,6 +72,10 @@ def make_row_logprobs(
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
     def row_logprobs(params: Params, rows: Rows) -> RowOutputs:
+        with products_in(compute.dtype):
+            return forward(params, rows)
+
+    def forward(params: Params, rows: Rows) -> RowOutputs:
         output = decoder.output_kernel(params)
         if forward_precision != "full":
             output = quantize.straight_through(output, True, forward_precision)

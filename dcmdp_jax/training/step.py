@@ -21,6 +21,7 @@ from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config_algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
+from dcmdp_jax.models.products import PRECISE, products_in
 from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
@@ -131,6 +132,7 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
 def make_train_step(
     *,
     row_logprobs: RowLogprobs,
+    compute_dtype: str,
     settings: AlgorithmSettings,
     max_completion_tokens: int,
     optimizer: optax.GradientTransformationExtraArgs,
@@ -147,6 +149,7 @@ def make_train_step(
 
     Args:
         row_logprobs: from `make_row_logprobs`, for this mesh.
+        compute_dtype: the dtype that it computes in.
         settings: the method and its constants.
         max_completion_tokens: sampling limit, for the fixed-length normalizer.
         optimizer, schedule: from `optimizer.py`; the schedule only for the record.
@@ -162,7 +165,11 @@ def make_train_step(
     parts = _Parts(
         row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, settings.correction, always_recompute
     )
-    step = functools.partial(_train_step, parts)
+
+    def step(state: TrainState, batch: Batch, ref_params: Params | None) -> tuple[TrainState, Metrics]:
+        with products_in(compute_dtype):
+            return _train_step(parts, state, batch, ref_params)
+
     # Metrics are replicated, so that each process of several can read them.
     out = {} if shardings is None else {"out_shardings": (shardings, replicated(shardings.step.mesh))}
     platform = jax.default_backend() if shardings is None else shardings.step.mesh.devices.flat[0].platform
@@ -369,7 +376,7 @@ def _norm(grads: Params) -> jax.Array:
 
     def squared(leaf: jax.Array) -> jax.Array:
         axes = tuple(range(leaf.ndim))
-        return lax.dot_general(leaf, leaf, ((axes, axes), ((), ())))
+        return lax.dot_general(leaf, leaf, ((axes, axes), ((), ())), precision=PRECISE)
 
     return jnp.sqrt(sum(squared(leaf) for leaf in jax.tree.leaves(grads)))
 

@@ -172,5 +172,9 @@ def test_choose_kernel() -> None:
     assert choose_kernel("auto", jnp.dtype("float32"), "gpu") == "xla"  # cudnn has no float32
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "cpu") == "xla"
     assert choose_kernel("xla", jnp.dtype("bfloat16"), "tpu") == "xla"
+    # Splash takes blocks of 128 alone. The rows of a push's proof, or of a probe, are shorter.
+    assert choose_kernel("auto", jnp.dtype("bfloat16"), "tpu", 384) == "splash"
+    assert [choose_kernel("auto", jnp.dtype("bfloat16"), "tpu", length) for length in (32, 200)] == ["xla", "xla"]
+    assert choose_kernel("splash", jnp.dtype("bfloat16"), "tpu", 32) == "splash"
     with pytest.raises(ValueError, match="attention: got 'flash', allowed are auto, xla, cudnn, splash"):
         choose_kernel("flash", jnp.dtype("bfloat16"), "tpu")

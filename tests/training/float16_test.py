@@ -43,8 +43,9 @@ def _step(dtype):
     compute = Compute(dtype=dtype, one_segment=True, logprob_chunk=16)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     return make_train_step(
-        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=None), settings=ALGORITHM,
-        max_completion_tokens=LIMIT, optimizer=make_optimizer(OPTIMIZER, schedule), schedule=schedule, mesh=None,
+        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=None),
+        compute_dtype=dtype, settings=ALGORITHM, max_completion_tokens=LIMIT,
+        optimizer=make_optimizer(OPTIMIZER, schedule), schedule=schedule, mesh=None,
     )  # fmt: skip
 
 

@@ -72,8 +72,9 @@ def _programs(settings, mini_batches, mesh, compute, exact):
     dual = initial_dual(settings)
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
     step = make_train_step(
-        row_logprobs=row_logprobs, settings=settings, max_completion_tokens=LIMIT, optimizer=transform,
-        schedule=schedule, mesh=mesh, always_recompute=exact, shardings=shardings,
+        row_logprobs=row_logprobs, compute_dtype=compute.dtype, settings=settings,
+        max_completion_tokens=LIMIT, optimizer=transform, schedule=schedule, mesh=mesh,
+        always_recompute=exact, shardings=shardings,
     )  # fmt: skip
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
     return create, step, make_rescore(row_logprobs, mesh=mesh)

@@ -16,6 +16,7 @@ from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
+from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.rollout.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.rollout.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late, weight_specs
 from dcmdp_jax.rollout.local.sampler import token_words
@@ -53,10 +54,7 @@ def forward_rows(
     """
     config, dtype = program.part, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
-    kernel = choose_kernel("auto", dtype, program.platform)
-    # Splash needs blocks of 128.
-    if kernel == "splash" and length % 128:
-        kernel = "xla"
+    kernel = choose_kernel("auto", dtype, program.platform, length)
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
     # The barrier keeps XLA from recomputing cosines in every layer's fusion.
     rotary = jax.lax.optimization_barrier(rotary_tables(config, jnp.arange(length)[None]))
@@ -86,6 +84,7 @@ def _routed(reports: list[Aux], program: Program) -> jax.Array | None:
 
 
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
+@in_compute_dtype
 def prefill(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
@@ -129,6 +128,7 @@ def _prefill_local(
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
+@in_compute_dtype
 def first_tokens(
     weights: Params,
     hidden: jax.Array,
@@ -193,6 +193,7 @@ _State = tuple[Cache, jax.Array, Decoded]
 @functools.partial(
     jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
 )
+@in_compute_dtype
 def decode(
     weights: Params,
     cache: Cache,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.rollout.local.decode import forward_rows
 from dcmdp_jax.rollout.local.layout import ROWS, TENSOR, Program, weight_specs
 from dcmdp_jax.rollout.local.vocabulary import logits, own_tokens
@@ -17,6 +18,7 @@ _SCORE_CHUNK = 1024
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
+@in_compute_dtype
 def score(
     weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
 ) -> jax.Array:

@@ -1,0 +1,46 @@
+"""Precision of matrix products: those of float32 operands are computed in float32 on every platform."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+_T = TypeVar("_T")
+
+PRECISE = jax.lax.Precision.HIGHEST
+"""`precision` of a product of float32 operands that a program has beside those of its compute dtype."""
+
+
+def products_in(dtype: jnp.typing.DTypeLike) -> AbstractContextManager[object]:
+    """Within it, a program that computes in `dtype` is traced: forward, backward, kernels.
+
+    XLA's default for float32 operands is TensorFloat-32 on NVIDIA GPUs and bfloat16 on TPUs, which leaves 10 or 7 bits
+    of their 23. Products of bfloat16 and float16 operands are exact by default, and kernels for TPUs refuse any other
+    precision for them.
+
+    Args:
+        dtype: of activations and products.
+    """
+    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+
+
+def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Trace a function whose keyword `program` has a `compute_dtype` within `products_in` that dtype."""
+
+    @functools.wraps(function)
+    def traced(*arguments: Any, **names: Any) -> _T:
+        with products_in(names["program"].compute_dtype):
+            return function(*arguments, **names)
+
+    return traced
+
+
+def precision_of(dtype: jnp.typing.DTypeLike) -> jax.lax.Precision | None:
+    """`precision` of a product of two arrays of `dtype`, for code that is traced outside of `products_in`."""
+    return PRECISE if jnp.dtype(dtype) == jnp.float32 else None
