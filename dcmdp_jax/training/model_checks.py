@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,21 @@ from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.rollout.local.layout import check_mesh
+from dcmdp_jax.rollout.vllm.devices import has_cuda_plugin, present_gpus
+
+
+def check_platform(platform: str) -> None:
+    """Refuse the CPU where JAX should have found a GPU: it logs that its plugin failed, and goes on without.
+
+    Args:
+        platform: of JAX's devices.
+    """
+    chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if platform == "cpu" and not chosen and present_gpus() and has_cuda_plugin():
+        raise UserError(
+            "JAX: computes on the CPU, though this machine has an NVIDIA GPU and JAX's plugin for it is installed; its "
+            "log above says why the plugin failed. JAX_PLATFORMS=cpu trains on the CPU"
+        )
 
 
 def check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -46,6 +46,7 @@ from dcmdp_jax.training.model_checks import (
     check_engine_mesh,
     check_experts,
     check_kernel,
+    check_platform,
     check_reductions,
     check_sizes,
 )
@@ -115,7 +116,9 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
     # for a config.json that it reads too.
     model = _saved_model(config)
-    check_kernel(config, jax.devices()[0].platform, (model or config.model.architecture).head_dim)
+    platform = jax.devices()[0].platform
+    check_platform(platform)
+    check_kernel(config, platform, (model or config.model.architecture).head_dim)
     tokenizer = _tokenizer(config)
     model = model or fresh_model(config, tokenizer)
     check_sizes(config, model, tokenizer)

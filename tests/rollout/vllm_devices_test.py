@@ -17,7 +17,7 @@ def devices(monkeypatch):
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-        monkeypatch.setattr(vllm_devices, "_present_gpus", lambda: [str(number) for number in range(present)])
+        monkeypatch.setattr(vllm_devices, "present_gpus", lambda: [str(number) for number in range(present)])
         return vllm_devices.devices_of_replicas(dataclasses.replace(VllmSettings(), **changes), platform)
 
     return of

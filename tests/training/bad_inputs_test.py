@@ -331,6 +331,33 @@ def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_
 
 
 @pytest.mark.parametrize(
+    ("variables", "gpus", "plugin", "platform", "refused"),
+    [
+        ({}, ["0"], True, "cpu", True),
+        ({}, ["0"], True, "gpu", False),
+        ({}, [], True, "cpu", False),
+        ({}, ["0"], False, "cpu", False),
+        ({"JAX_PLATFORMS": "cpu"}, ["0"], True, "cpu", False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["0"], True, "cpu", False),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ["0"], True, "cpu", True),
+    ],
+)
+def test_a_gpu_that_jax_did_not_start_is_no_cpu_run(variables, gpus, plugin, platform, refused, monkeypatch):
+    """JAX logs why its plugin failed, and computes on the CPU: a run of a week in place of an hour."""
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(model_checks, "present_gpus", lambda: gpus)
+    monkeypatch.setattr(model_checks, "has_cuda_plugin", lambda: plugin)
+    if not refused:
+        model_checks.check_platform(platform)
+        return
+    with pytest.raises(ValueError, match="^JAX: computes on the CPU, though .* JAX_PLATFORMS=cpu trains on the CPU$"):
+        model_checks.check_platform(platform)
+
+
+@pytest.mark.parametrize(
     ("setting", "dtype", "words"),
     [
         ("cudnn", "float32", "which computes in half precision alone; choose auto, or model.compute_dtype=bfloat16"),

@@ -36,7 +36,7 @@ def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
         visible = _chips_of_sidecars(settings)
     else:
         named = settings.visible_devices or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = _listed(named) or _present_gpus()
+        visible = _listed(named) or present_gpus()
     if platform == "cpu" or (count == 1 and not visible):
         return [""] * count
     if not visible:
@@ -95,9 +95,14 @@ def device_variables(devices: str, platform: str) -> dict[str, str]:
     }
 
 
-def _present_gpus() -> list[str]:
+def present_gpus() -> list[str]:
     """Numbers of the NVIDIA GPUs that this machine, or container, has: CUDA counts them from 0."""
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for NVIDIA GPUs is installed."""
+    return any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS)
 
 
 def memory_fraction() -> tuple[str, str]:
@@ -122,8 +127,7 @@ def share_devices(settings: VllmSettings) -> None:
     Raises:
         ValueError: if the two shares don't fit, or the user's is no number.
     """
-    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
-    if on_cpu or not any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS):
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda_plugin():
         return
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
