@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.global_arrays import to_host
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import HFTensor, hf_tensors
-from dcmdp_jax.models.quantize import quantize_kernel
+from dcmdp_jax.models.quantize import QuantizedKernel, quantize_kernel
 from dcmdp_jax.rollout.sidecar.manifest import ALIGNMENT, Tensor, checksum
 from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 from dcmdp_jax.types import Params
@@ -79,8 +80,9 @@ class WeightBridge:
                 leaf = leaf[key]
             if len(tensors) == 2:
                 kernel = _quantized(leaf, place.index)
-                _store(segment, tensors[0], [(0, to_host(kernel.values))], transposed=place.transposed)
-                _store(segment, tensors[1], [(0, to_host(kernel.scale)[:, None])], transposed=False)
+                whole = (slice(None), slice(None))
+                _store(segment, tensors[0], [(whole, np.asarray(kernel.values))], transposed=place.transposed)
+                _store(segment, tensors[1], [(whole, np.asarray(kernel.scale)[:, None])], transposed=False)
             else:
                 _store(segment, tensors[0], _blocks(leaf, place.index, self._dtype), transposed=place.transposed)
             return [
@@ -95,30 +97,60 @@ class WeightBridge:
         return np.array([value for part in sums for value in part], np.uint64)
 
 
-def _store(segment: Segment, tensor: Tensor, blocks: Any, *, transposed: bool) -> None:
-    """Write [rows, ...] blocks, given with their first row, of the parameter that is `tensor` or its transpose."""
-    for first, block in blocks:
+_Place = tuple[slice, ...]
+"""Where a part lies in an array, with the first index and the one after the last on each axis."""
+
+
+def _store(segment: Segment, tensor: Tensor, blocks: Iterable[tuple[_Place, np.ndarray]], *, transposed: bool) -> None:
+    """Write parts of the parameter that is `tensor` or its transpose."""
+    for place, block in blocks:
         words = block.view(f"u{block.dtype.itemsize}")
         target = segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(words.dtype).reshape(tensor.shape)
         if not transposed:
-            target[first : first + len(words)] = words
+            target[place] = words
             continue
+        target = target.T[place]
         for start in range(0, len(words), _TRANSPOSED_ROWS):
-            part = words[start : start + _TRANSPOSED_ROWS]
-            target[:, first + start : first + start + len(part)] = part.T
+            target[start : start + _TRANSPOSED_ROWS] = words[start : start + _TRANSPOSED_ROWS]
 
 
-def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of the part of a leaf at `index` of its stacked axes, in the engine's dtype, on the host."""
-    rows, *rest = leaf.shape[len(index) :]
-    if leaf.dtype == jnp.dtype(dtype) and len(leaf.devices()) == 1 and next(iter(leaf.devices())).platform == "cpu":
-        # No copy: a view of XLA's own buffer.
-        yield 0, np.asarray(leaf)[index]
-        return
-    height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
-    for first in range(0, rows, height):
-        count = min(height, rows - first)
-        yield first, to_host(_cast(leaf, index, first, rows=count, dtype=dtype))
+def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str) -> Iterator[tuple[_Place, np.ndarray]]:
+    """Parts of a leaf at `index` of its stacked axes, in the engine's dtype, on the host."""
+    for place, part, own in _parts(leaf, index):
+        if part.dtype == jnp.dtype(dtype) and next(iter(part.devices())).platform == "cpu":
+            # No copy: a view of XLA's own buffer.
+            yield place, np.asarray(part)[own]
+            continue
+        rows, *rest = part.shape[len(own) :]
+        height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
+        for first in range(0, rows, height):
+            count = min(height, rows - first)
+            here = slice(place[0].start + first, place[0].start + first + count)
+            yield (here, *place[1:]), np.asarray(_cast(part, own, first, rows=count, dtype=dtype))
+
+
+def _parts(leaf: jax.Array, index: tuple[int, ...]) -> Iterator[tuple[_Place, jax.Array, tuple[int, ...]]]:
+    """The array at `index` of a leaf's stacked axes, as what single devices have of it.
+
+    A program over all devices would be given the rows of a block by a gather of all layers' rows: the compiler takes
+    the slice of rows before that of the layer. Programs of one device gather nothing, and threads may start them in any
+    order.
+
+    Yields:
+        The place of a part in the array, an array on one device, and the index of the part in that array.
+    """
+    stacked = len(index)
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        # Other processes have the rest: each is given all of this array, and nothing of the others in the stack.
+        leaf, index, stacked = jax.device_put(_at(leaf, index), NamedSharding(leaf.sharding.mesh, P())), (), 0
+    seen = set()
+    for shard in leaf.addressable_shards:
+        bounds = [span.indices(size)[:2] for span, size in zip(shard.index, leaf.shape, strict=True)]
+        held = all(first <= i < end for i, (first, end) in zip(index, bounds[:stacked], strict=True))
+        if held and tuple(bounds) not in seen:
+            seen.add(tuple(bounds))
+            own = tuple(i - first for i, (first, _) in zip(index, bounds[:stacked], strict=True))
+            yield tuple(slice(*span) for span in bounds[stacked:]), shard.data, own
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype"))
@@ -126,11 +158,23 @@ def _cast(leaf: jax.Array, index: tuple[jax.Array, ...], first: jax.Array, *, ro
     return jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
 
 
+def _quantized(leaf: jax.Array, index: tuple[int, ...]) -> QuantizedKernel:
+    """The matrix at `index` of a leaf's stacked axes, in 8 bits. A scale is that of a whole column."""
+    parts = list(_parts(leaf, index))
+    if len(parts) == 1:
+        return _quantize_at(*parts[0][1:])
+    whole = np.empty(leaf.shape[len(index) :], leaf.dtype)
+    for place, part, own in parts:
+        whole[place] = np.asarray(_at(part, own))
+    return _quantize_at(whole, ())
+
+
 @jax.jit
-def _quantized(leaf: jax.Array, index: tuple[jax.Array, ...]) -> Any:
+def _quantize_at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> QuantizedKernel:
     return quantize_kernel(_at(leaf, index), "int8")
 
 
+@jax.jit
 def _at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
     for number in index:
         leaf = jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
