@@ -230,11 +230,12 @@ def _parse_parameters(name: str, text: str) -> dict[str, float]:
     for word in text.split(",") if text.strip() else []:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         try:
-            if not (equals and word.isascii()):
+            if not (equals and word.isascii()) or key in parameters:
                 raise ValueError
             parameters[key] = float(value)
         except ValueError:
-            raise _error(f"{name}({shorten(text)})", "parameters are name=number, as in tis(high=2)") from None
+            hint = "parameters are name=number, each once, as in tis(high=2)"
+            raise _error(f"{name}({shorten(text)})", hint) from None
     return parameters
 
 

@@ -50,7 +50,11 @@ def test_no_correction_is_the_default():
         ({"corrections": "seq_tis"}, "corrections: got 'seq_tis'; did you mean sequence_tis"),
         ({"corrections": "qqq"}, "corrections: got 'qqq'; there are tis, sequence_tis, icepop"),
         ({"corrections": "tis(cap=2)"}, "corrections: tis has no parameter 'cap'; it has low, high"),
-        ({"corrections": "tis(2)"}, "corrections: got tis('2'); parameters are name=number, as in tis(high=2)"),
+        ({"corrections": "tis(2)"}, "corrections: got tis('2'); parameters are name=number, each once"),
+        (
+            {"corrections": "tis(high=2,high=5)"},
+            "corrections: got tis('high=2,high=5'); parameters are name=number, each",
+        ),
         ({"corrections": "tis(high=two)"}, "corrections: got tis('high=two'); parameters are name=number"),
         ({"corrections": "icepop(low=2,high=1)"}, "corrections: icepop: the band from low=2 to high=1 is empty"),
         ({"corrections": "tis(high=inf)"}, "corrections: tis(high=inf): must be a finite number above 0"),

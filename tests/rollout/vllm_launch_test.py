@@ -267,10 +267,13 @@ def test_environment():
         "HF_HUB_OFFLINE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    assert launch.environment(_settings(cpu_threads=3), "cuda") == common
-    assert launch.environment(_settings(), "cuda", "2,3") == common | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    # vLLM's default on GPUs is fork; see the comment there.
+    cuda = common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    assert launch.environment(_settings(cpu_threads=3), "cuda") == cuda
+    assert launch.environment(_settings(), "cuda", "2,3") == cuda | {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert launch.environment(_settings(cpu_threads=3), "cpu") == common | {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "3",

@@ -67,7 +67,9 @@ def extract_answer(completion: str) -> str | None:
 
 
 def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
-    r"""Split `4.2\tolerance{1e-1}` into the answer and its tolerance, absolute; None when it states none.
+    r"""Split `4.2\tolerance{1e-1}` into the answer and its tolerance; None when it states none.
+
+    It is absolute, in the answer's unit: `500 mm\\tolerance{1}` is 499 to 501 mm.
 
     Raises:
         ValueError: if the tolerance is not a positive number.
@@ -117,7 +119,7 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
     left_value, right_value = parse_number(left_text), parse_number(right_text)
     if left_value is not None and right_value is not None:
         if tolerance is not None:
-            return any(abs(left_value * a - right_value * b) <= tolerance for a, b in scales)
+            return any(abs(left_value * a - right_value * b) <= tolerance * b for a, b in scales)
         return any(same_number(left_value * a, right_value * b) for a, b in scales)
     if _INTEGER.fullmatch(left_text) and _INTEGER.fullmatch(right_text):
         equal = _canonical_integer(left_text) == _canonical_integer(right_text)

@@ -66,7 +66,7 @@ def equivalent(prediction: str, gold: str) -> bool:
         return False
     if tolerance is not None:
         left_measure, right_measure = measures(left, right)
-        if (Fraction(1), Fraction(1)) not in factors(left_measure, right_measure):
+        if not any(a == b for a, b in factors(left_measure, right_measure)):
             return False
         return algebra.within(split_label(left_measure.text)[1], right_measure.text, float(tolerance))
     return _same(left, right)

@@ -8,7 +8,7 @@ from fractions import Fraction
 _MAX_LITERAL_DIGITS = 400
 _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
-_GROUPED = re.compile(r"([+-]?)([0-9]{1,3}(?:(?:,[0-9]{3})++|(?: [0-9]{3})++))((?:\.[0-9]++)?)")
+_GROUPED = re.compile(r"([+-]?)([1-9][0-9]{0,2}(?:(?:,[0-9]{3})++|(?: [0-9]{3})++))((?:\.[0-9]++)?)")
 _DECIMAL = re.compile(r"([+-]?)([0-9]*+)(?:\.([0-9]*+))?(?:[eE]([+-]?[0-9]++))?")
 _REPEATING = re.compile(r"([+-]?)([0-9]*+)\.([0-9]*+)\\(?:overline|bar) ?\{([0-9]++)\}")
 _SCIENTIFIC = re.compile(

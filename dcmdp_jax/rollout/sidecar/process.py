@@ -27,6 +27,8 @@ from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 logger = logging.getLogger(__name__)
 
 _LOG, _TEMPORARY = "sidecar.log", "tmp"
+# A socket's name has at most 107 bytes; vLLM's begin with the directory of temporary files and end with 37 more.
+_LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
 _END_S = 5.0
 _CANCEL_S = 30.0
@@ -313,8 +315,10 @@ class Sidecar:
 
 
 def _environment(launch: Launch) -> dict[str, str]:
-    # Relative to its own working directory, so that sockets in it have short names however long that one is.
-    temporary = f"/proc/self/cwd/{_TEMPORARY}"
+    temporary = str(launch.directory.resolve() / _TEMPORARY)
+    if len(temporary) > _LONGEST_TEMPORARY:
+        # Relative to its working directory: sockets need short names. A child that changes directory has none then.
+        temporary = f"/proc/self/cwd/{_TEMPORARY}"
     named = dict.fromkeys(("TMPDIR", *launch.temporary_variables), temporary)
     return {**os.environ, **launch.environment, **named}
 

@@ -364,9 +364,13 @@ def environment(
         # What must listen (gloo, NCCL's bootstrap) listens on this machine only.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
     variables |= devices.device_variables(names, platform)
+    if platform == "cuda":
+        # A forked worker would have our extension imported already, which asks the kernel to end it with its parent.
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if routed_experts and platform == "cuda":
         # Only this runner of vLLM 0.32 returns them.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"

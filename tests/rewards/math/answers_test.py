@@ -151,6 +151,15 @@ def test_digit_groups_and_leading_zeros_are_the_integer(value: int) -> None:
         ("4.29", r"4.2\tolerance{1e-1}", True),
         ("4.31", r"4.2\tolerance{1e-1}", False),
         ("4", r"5\tolerance{1}", True),
+        # In the reference's unit.
+        ("0", r"25\%\tolerance{1}", False),
+        (r"24.5\%", r"25\%\tolerance{1}", True),
+        (r"0\text{ mm}", r"500\text{ mm}\tolerance{1}", False),
+        (r"50.05\text{ cm}", r"500\text{ mm}\tolerance{1}", True),
+        (r"5.05\text{ km}", r"5\text{ km}\tolerance{0.1}", True),
+        # No digit groups: a list, or a decimal comma.
+        ("0,123", "123", None),
+        ("0 042", "42", None),
         ("x+1", "1+x", None),
         ("", "5", False),
     ],

@@ -42,6 +42,7 @@ _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "veri
         (r"x \approx 11", "11"),
         (r"\frac{21}{5}", r"4.2\tolerance{1e-1}"),
         (r"\sqrt{17.5}", r"4.2\tolerance{1e-1}"),
+        (r"100\sqrt{25.01}\text{ mm}", r"500\text{ mm}\tolerance{1}"),
         (r"\frac{t}{m}", r"\frac{1}{m} t"),  # t and m are no units here
         (r"C e^{2 t}", "ce^{2t}"),
         (r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}", r"\frac{E_{1}+2E_{2}}{3}"),
@@ -91,6 +92,8 @@ def test_equivalent(prediction: str, gold: str) -> None:
         (r"-\infty", r"\infty"),
         (r"2021", r"\pm 2021"),
         (r"\sqrt{18.9}", r"4.2\tolerance{1e-1}"),
+        (r"100\sqrt{25.3}\text{ mm}", r"500\text{ mm}\tolerance{1}"),
+        ("0,123", "123"),
         ("1.000001e-7 x", "1.1e-7 x"),
         ("x+y", "x+z"),
         (r"\frac{0}{0}", "x"),
