@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.ops import Ops
@@ -14,6 +17,9 @@ from dcmdp_jax.models.ops.tpu import splash_attention
 
 KERNELS = ("xla", "cudnn", "splash")
 _SPLASH_BLOCK = 128
+
+AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]."""
 
 
 def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK) -> str:
@@ -60,23 +66,65 @@ def row_attention(
         one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
             cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
         ops: of the platform; its attention is the kernel "xla".
-        mesh: needed by splash on more than one device: rows are split over (data, fsdp), heads over tensor.
+        mesh: the devices that rows and heads are split over, for cudnn and splash; None where the arguments are one
+            device's own.
 
     Returns:
         [R, L, H, h], the dtype of `query`.
     """
-    if kernel == "splash":
-        return splash_attention(query, key, value, segment_ids, mesh)
-    if kernel == "cudnn":
-        mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-        scale = 1.0 / math.sqrt(query.shape[-1])
-        return jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
-        )
+    if kernel in ("cudnn", "splash"):
+        attend = splash_attention if kernel == "splash" else functools.partial(_cudnn, one_segment=one_segment)
+        return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids)
     visible = _causal(query.shape[1])
     if not one_segment:
         visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return ops.attention(query, key, value, visible)
+
+
+def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> AttendRows:
+    """Run a kernel on each device's own rows and heads; also inside a shard_map over data.
+
+    The compiler can't split these kernels itself. It refuses Mosaic's (splash). cuDNN's call brings a partitioner of
+    its own, which knows no mesh inside a shard_map and no key-value heads that tensor doesn't divide (jax 0.10.2).
+
+    Args:
+        attend: the kernel, of arguments alone.
+        mesh: rows are split over data, fsdp and expert, heads over tensor; None for one device.
+
+    Raises (the returned function, while tracing):
+        UserError: if tensor does not divide the query heads.
+    """
+    if mesh is None or mesh.size == 1:
+        return attend
+
+    def mapped(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        ways, heads, kv_heads = mesh.shape["tensor"], query.shape[2], key.shape[2]
+        if heads % ways:
+            raise UserError(f"mesh tensor: got {ways}, attention needs a divisor of the {heads} query heads")
+        # Key-value heads that tensor doesn't divide: each goes to several devices, beside the query heads it serves.
+        copies = ways // math.gcd(ways, kv_heads)
+        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+        # A shard_map over data may surround this one: then only the other axes are left to map over.
+        around = jax.sharding.get_abstract_mesh()
+        free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
+        rows = tuple(axis for axis in ("data", "fsdp", "expert") if axis in free)
+        split = P(rows, None, "tensor", None)
+        return jax.shard_map(
+            attend, mesh=around if around.manual_axes else mesh, in_specs=(split, split, split, P(rows, None)),
+            out_specs=split, axis_names=set(free), check_vma=False,
+        )(query, key, value, segment_ids)  # fmt: skip
+
+    return mapped
+
+
+def _cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, one_segment: bool
+) -> jax.Array:
+    mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
+    )
 
 
 def shared_prompt_attention(

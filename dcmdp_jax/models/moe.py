@@ -99,7 +99,7 @@ class MoE(nnx.Module):
         Args:
             x: [B, T, D].
             ops: of the platform.
-            mesh: the mesh, if its compiler splits rows or weights; None where each device computes whole rows.
+            mesh: the devices that rows and weights are split over; None where the arguments are one device's own.
             replayed: [B, T, k] integers, the experts to use in place of the likeliest ones, -1 for a token that has
                 none; their weights are still this router's, p of those experts. None: no token has any.
 
@@ -120,7 +120,8 @@ class MoE(nnx.Module):
         names = ("gate_up", "down") if self.fused else ("gate", "up", "down")
         kernels = tuple(getattr(self.experts, name).kernel.get_value() for name in names)
         kernels = tuple(kernel if isinstance(kernel, QuantizedKernel) else kernel.astype(x.dtype) for kernel in kernels)
-        compute = _compute if mesh is None else functools.partial(_expert_parallel, mesh=mesh)
+        one_device = mesh is None or mesh.size == 1
+        compute = _compute if one_device else functools.partial(_expert_parallel, mesh=mesh)
         y = compute(x, chosen, weights.astype(x.dtype), kernels, num_experts=config.num_experts, ops=ops)
         return y.astype(x.dtype), aux | {"routed_experts": chosen}
 

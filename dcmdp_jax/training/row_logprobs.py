@@ -61,9 +61,9 @@ def make_row_logprobs(
             embedded engine in this precision multiplies by; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
     """
-    pin: dict[str, Any] = {}
+    pin: dict[str, Any] = {"mesh": mesh}
     if not data_parallel_only(mesh):
-        pin = {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh), "mesh": mesh}
+        pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     token_logprobs = functools.partial(
         logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, ops=choose_ops(platform)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prompt_attention, visible_of_shared
+from dcmdp_jax.models.attention import (
+    choose_kernel,
+    row_attention,
+    shard_map_over_rows_and_heads,
+    shared_prompt_attention,
+    visible_of_shared,
+)
 from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import shard_map_over_data
@@ -159,11 +167,86 @@ def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, in
 def test_splash_says_what_it_cannot_split() -> None:
     with pytest.raises(ValueError, match="row length: got 100, splash attention needs a multiple of 128"):
         row_attention(*_inputs(1, 100, 2, 2, 8), jnp.ones((1, 100), int), kernel="splash", one_segment=False, ops=CPU)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "splash"])
+def test_tensor_that_does_not_divide_the_query_heads_is_refused(kernel: str) -> None:
     mesh = make_mesh(1, 1, 8, devices=jax.devices()[:8])
-    with pytest.raises(ValueError, match="mesh tensor: got 8, splash attention needs a divisor of the 6 heads"):
+    with pytest.raises(ValueError, match="mesh tensor: got 8, attention needs a divisor of the 6 query heads"):
         row_attention(
-            *_inputs(1, 128, 6, 2, 8), jnp.ones((1, 128), int), kernel="splash", one_segment=False, ops=CPU, mesh=mesh
+            *_inputs(1, 128, 6, 2, 8), jnp.ones((1, 128), int), kernel=kernel, one_segment=False, ops=CPU, mesh=mesh
         )
+
+
+# data, fsdp, tensor, expert; query heads, key-value heads; rows, query and key-value heads of a device, of 8 rows.
+# 4 devices along tensor share 2 key-value heads, one each: 2 copies. 6 heads become 12 = lcm(4, 6), three each.
+_MESHES = {
+    "data 2": ((2, 1, 1, 1), (4, 2), (4, 4, 2)),
+    "data 2, fsdp 2": ((2, 2, 1, 1), (4, 2), (2, 4, 2)),
+    "tensor 4, 2 key-value heads": ((1, 1, 4, 1), (8, 2), (8, 2, 1)),
+    "tensor 4, 6 key-value heads": ((1, 1, 4, 1), (12, 6), (8, 3, 3)),
+    "data 2, tensor 4": ((2, 1, 4, 1), (8, 2), (4, 2, 1)),
+    "data 2, fsdp 2, expert 2": ((2, 2, 1, 2), (4, 2), (1, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
+@pytest.mark.parametrize("case", _MESHES.values(), ids=_MESHES)
+def test_split_rows_and_heads_give_the_result_of_one_device(case: tuple[tuple[int, ...], ...], inside: bool) -> None:
+    """Values and gradients of the plain kernel, which gets one device's part and leaves no axis to the compiler."""
+    sizes, heads, own = case
+    query, key, value = _inputs(8, 10, *heads, 4)
+    segment_ids = jnp.asarray(np.tile(SEGMENTS, (4, 1)))
+    weights = jax.random.normal(jax.random.key(1), query.shape)
+    plain = functools.partial(row_attention, kernel="xla", one_segment=False, ops=REFERENCE)
+    mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    parts = []
+
+    def kernel(*arguments: jax.Array) -> jax.Array:
+        parts.append((arguments[0].shape[0], arguments[0].shape[2], arguments[1].shape[2]))
+        assert set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names)
+        return plain(*arguments)
+
+    split = shard_map_over_rows_and_heads(kernel, mesh)
+    if inside:
+        split = shard_map_over_data(split, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
+
+    def loss(attend: Callable[..., jax.Array], *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        attended = attend(*inputs, segment_ids)
+        return jnp.sum(attended * weights), attended
+
+    def evaluate(attend: Callable[..., jax.Array]) -> list[jax.Array]:
+        step = jax.jit(jax.value_and_grad(functools.partial(loss, attend), argnums=(0, 1, 2), has_aux=True))
+        (_, attended), gradients = step(query, key, value)
+        return [attended, *gradients]
+
+    for have, want in zip(evaluate(split), evaluate(plain), strict=True):
+        np.testing.assert_allclose(have, want, atol=3e-6)
+    assert set(parts) == {own}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
+@pytest.mark.parametrize("one_segment", [False, True])
+def test_cudnn_gets_the_rows_and_heads_of_one_device(
+    monkeypatch: pytest.MonkeyPatch, inside: bool, one_segment: bool
+) -> None:
+    """cuDNN's arguments, with the library's own attention in its place: causal, within segments, scaled."""
+    library = jax.nn.dot_product_attention
+    mesh = make_mesh(2, 1, 4, devices=jax.devices()[:8])
+
+    def dot_product_attention(*arguments: jax.Array, implementation: str, **options: Any) -> jax.Array:
+        assert implementation == "cudnn"
+        assert [x.shape for x in arguments] == [(1, 10, 2, 8), (1, 10, 1, 8), (1, 10, 1, 8)]
+        return library(*arguments, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    query, key, value = _inputs(2, 10, 8, 2, 8)
+    attend = functools.partial(row_attention, kernel="cudnn", one_segment=one_segment, ops=CPU, mesh=mesh)
+    if inside:
+        attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
+    segment_ids = np.array([[1] * 7 + [0] * 3, [1] * 10], np.int32) if one_segment else SEGMENTS
+    ours, real = jax.jit(attend)(query, key, value, jnp.asarray(segment_ids)), segment_ids > 0
+    np.testing.assert_allclose(np.asarray(ours)[real], _reference(query, key, value, segment_ids)[real], atol=2e-6)
 
 
 def test_choose_kernel() -> None:

@@ -17,29 +17,54 @@ _SMALL = {
     "model.architecture.num_heads": 2, "model.architecture.num_kv_heads": 2, "model.logprob_chunk": 128,
     "task.max_prompt_tokens": 128, "rollout.max_completion_tokens": 512, "training.micro_batch_tokens": 640,
     "training.prompts_per_step": 8, "training.prompts_per_mini_batch": 4,
+    "training.row_lengths": "(640,)",
 }  # fmt: skip
+
+
+# The attention kernel of GPUs gets the rows and heads of one device, however the mesh splits them. Two key-value heads
+# are on four devices along tensor.
+_MESHES = {
+    "data 8": {"mesh.data": 8, "mesh.fsdp": 1},
+    "data 2, fsdp 4": {"mesh.data": 2, "mesh.fsdp": 4},
+    "fsdp 2, tensor 4": {"mesh.fsdp": 2, "mesh.tensor": 4, "model.architecture.num_heads": 4},
+}
+
+
+def _plan(tmp_path, topology, compiler, settings, *flags):
+    """The record of a small run's plan."""
+    if importlib.util.find_spec(compiler) is None:
+        pytest.skip(f"{compiler} is not installed (extra `plan`)")
+    file = tmp_path / "plan.json"
+    changes = [f"--config.{name}={value}" for name, value in (_SMALL | settings).items()]
+    # A process of its own: XLA reads its flags once, and here they are those of fake CPU devices.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bin.plan", "--config=configs/qwen3_8b.py:debug", f"--topology={topology}",
+         f"--json={file}", *flags, *changes],
+        cwd=_ROOT, capture_output=True, text=True, timeout=1800, check=False,
+        env={**environment, "PYTHONPATH": str(_ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return json.loads(file.read_text())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("topology", "compiler"), [("v5e:2x4", "libtpu"), ("h100:8", "jax_cuda12_plugin")])
 def test_no_program_has_logits_attention_matrices_or_the_whole_tree(topology, compiler, tmp_path):
-    if importlib.util.find_spec(compiler) is None:
-        pytest.skip(f"{compiler} is not installed (extra `plan`)")
-    file = tmp_path / "plan.json"
-    settings = [f"--config.{name}={value}" for name, value in _SMALL.items()] + ["--config.training.row_lengths=(640,)"]
-    # A process of its own: XLA reads its flags once, and here they are those of fake CPU devices.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "bin.plan", "--config=configs/qwen3_8b.py:debug", f"--topology={topology}",
-         f"--json={file}", *settings],
-        cwd=_ROOT, capture_output=True, text=True, timeout=1800, check=False,
-        env={**environment, "PYTHONPATH": str(_ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-    record = json.loads(file.read_text())
+    record = _plan(tmp_path, topology, compiler, {})
     assert set(record["programs"]) == {"step", "prefill", "decode", "score"}
     checks = {check["name"]: check for check in record["checks"]}
     for what in ("[tokens, vocabulary] array", "[length, length] attention matrix",
                  "gather of a parameter of all layers"):  # fmt: skip
         assert checks[f"no {what}"] == {"name": f"no {what}", "found": "none", "holds": True}
+    assert record["programs"]["step"]["attention_kernel_flops"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", _MESHES.values(), ids=_MESHES)
+def test_a_step_on_gpus_has_cudnn_attention_on_every_mesh(mesh, tmp_path):
+    # One mini-batch: a second one only adds time to the compilation.
+    record = _plan(tmp_path, "h100:8", "jax_cuda12_plugin", mesh | {"training.prompts_per_step": 4}, "--programs=step")
+    checks = {check["name"]: check["found"] for check in record["checks"]}
+    assert checks["no [length, length] attention matrix"] == "none"
     assert record["programs"]["step"]["attention_kernel_flops"] > 0

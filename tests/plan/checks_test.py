@@ -72,7 +72,7 @@ _LENGTH = 640
 
 
 @functools.cache
-def _lowered(attention):
+def _lowered(attention, data=1, fsdp=8):
     """Model, mesh and arrays of a step on rows of 640 tokens, lowered for TPUs. That needs no compiler for them."""
     config = qwen3_8b.get_config("debug")
     config.model.attention, config.model.logprob_chunk = attention, 128
@@ -83,7 +83,7 @@ def _lowered(attention):
     config.training.row_lengths, config.training.micro_batch_tokens = (_LENGTH,), _LENGTH
     config.training.prompts_per_mini_batch = 4
     config = from_config_dict(config)
-    model, mesh = model_of(config), _mesh(1, 8)
+    model, mesh = model_of(config), _mesh(data, fsdp)
     program = plan_step(config, model, mesh).program
     text = program.trace().lower(lowering_platforms=("tpu",)).as_text()
     found = {tuple(map(int, dims.rstrip("x").split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]\w*>", text)}
@@ -95,6 +95,13 @@ def test_a_step_with_splash_attention_has_no_attention_matrix():
     """The compiler gets none, and a kernel has no memory but its own."""
     shapes, arrays = _lowered("splash")
     assert Array("f32", (8, _LENGTH, 192)) in arrays
+    assert attention_matrices(arrays, _LENGTH, shapes) == []
+
+
+def test_splash_attention_is_lowered_for_data_parallel_devices():
+    """Mosaic's kernels have no partitioner: jax refuses one with an axis of the mesh left to the compiler."""
+    shapes, arrays = _lowered("splash", data=8, fsdp=1)
+    assert Array("f32", (1, _LENGTH, 192)) in arrays
     assert attention_matrices(arrays, _LENGTH, shapes) == []
 
 
