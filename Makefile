@@ -19,7 +19,7 @@ ARGS ?=
 demo: $(VENV)/.installed
 	$(BIN)/python -m bin.train --config=configs/demo.py $(ARGS)
 
-# The same against stock vLLM on CPU: BF16 training, a vLLM sidecar in BF16 samples and judges.
+# The same against stock vLLM on CPU: float32 training in JAX, a vLLM sidecar in BF16 samples and scores.
 demo-vllm: $(VENV)/.installed-vllm
 	$(BIN)/python -m bin.train --config=configs/demo_vllm.py $(ARGS)
 

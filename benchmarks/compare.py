@@ -137,7 +137,7 @@ class Comparison:
 
 
 def _environment(scratch: Path, omp_wait: str) -> dict[str, str]:
-    """The variables of a worker: CPU, no network, nothing of the caller's that would favour one."""
+    """The variables of a worker: CPU, no network, nothing of the caller's that would favor one."""
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "XLA_FLAGS")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     wait = {} if omp_wait == "default" else {"OMP_WAIT_POLICY": omp_wait}

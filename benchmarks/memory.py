@@ -26,7 +26,7 @@ from configs import qwen3_8b
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import Config, from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.figure_style import COLOURS, INK, MUTED, style_axes
+from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import GIB, plan_run
 from dcmdp_jax.plan.topologies import Topology, chip_and_count, load_topology, set_environment
@@ -128,22 +128,22 @@ def draw(points: Iterable[Point], model: str, length: int) -> Figure:
         own = [one for one in points if one.topology.startswith(f"{kind}:")]
         most = max(one.devices for one in own)
         at = sorted((one for one in own if one.devices == most), key=lambda one: one.length)
-        _curve(by_length, at, lambda one: one.length, f"{most} x {kind}", COLOURS[index])
+        _curve(by_length, at, lambda one: one.length, f"{most} x {kind}", COLORS[index])
         at = sorted((one for one in own if one.length == length), key=lambda one: one.devices)
-        _curve(by_devices, at, lambda one: one.devices, kind, COLOURS[index])
+        _curve(by_devices, at, lambda one: one.devices, kind, COLORS[index])
     _finish(by_length, "tokens of a row, one row on each device")
     _finish(by_devices, f"devices, rows of {length:,} tokens")
     return figure
 
 
-def _curve(axes: Axes, points: Sequence[Point], along: Callable[[Point], int], label: str, colour: str) -> None:
+def _curve(axes: Axes, points: Sequence[Point], along: Callable[[Point], int], label: str, color: str) -> None:
     x = [along(one) for one in points]
-    axes.plot(x, [one.arithmetic / GIB for one in points], color=colour, linestyle=(0, (5, 1.5)), linewidth=1)
+    axes.plot(x, [one.arithmetic / GIB for one in points], color=color, linestyle=(0, (5, 1.5)), linewidth=1)
     found = [one for one in points if one.peak]
-    axes.plot([along(one) for one in found], [one.peak / GIB for one in found], color=colour, label=label)
+    axes.plot([along(one) for one in found], [one.peak / GIB for one in found], color=color, label=label)
     for fits, marker in ((True, "o"), (False, "x")):
         these = [one for one in found if one.fits == fits]
-        axes.plot([along(one) for one in these], [one.peak / GIB for one in these], marker, color=colour)
+        axes.plot([along(one) for one in these], [one.peak / GIB for one in these], marker, color=color)
 
 
 def _finish(axes: Axes, label: str) -> None:

@@ -25,7 +25,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Read the arguments, without the program's name.
 
     Raises:
-        UserError: in one line, for a misspelt or ill-typed one, or neither MODEL nor --table.
+        UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
     arguments = _parser().parse_args(words)
     if (arguments.model is None) == (arguments.table is None):
@@ -111,7 +111,7 @@ def _parser() -> Parser:
     )
     add("--max_prompt_tokens", type=whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
     add("--max_problems", type=whole(1), metavar="N", help="only the first N rows of each task (default: all)")
-    add("--prompt_suffix", help="appended to each problem (default: a run's own, else the default)")
+    add("--prompt_suffix", help="appended to each problem (default: a run's own, else that of task.prompt_suffix)")
     add("--train_data", metavar="FILE", help="training problems, as task.train: report tasks' overlap with them")
     add("--drop_overlap", action="store_true", help="leave out the problems that --train_data has")
     add("--on_bad_row", choices=("error", "skip"), default="error", help="a malformed row (default: %(default)s)")
@@ -134,8 +134,8 @@ def _parser() -> Parser:
         "--out",
         type=Path,
         metavar="FILE",
-        help="JSON with every problem's mean, replaced if it is there; FILE.problems.jsonl beside it has every "
-        "problem's scores and lets a killed evaluation continue (default: a new evaluation-*.json in the run "
+        help="JSON with every problem's mean, replaced if it is there; NAME.problems.jsonl beside NAME.json has "
+        "every problem's scores and lets a killed evaluation continue (default: a new evaluation-*.json in the run "
         "directory, or here for a Hugging Face directory)",
     )
     add(

@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             `--config.section.name=value`, `--dry_run` and `--print_config`.
 
     Raises:
-        UserError: in one line, for a misspelt or ill-typed flag, a config file that is missing or fails, or a
+        UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or fails, or a
             setting that `from_config_dict` refuses.
     """
     config, parsed = parse_with(_parser(), argv)

@@ -23,7 +23,7 @@ from configs.base import get_config
 from dcmdp_jax.config import Config, VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.mismatch import page
-from dcmdp_jax.mismatch.analysis import Measured, analyse
+from dcmdp_jax.mismatch.analysis import Measured, analyze
 from dcmdp_jax.mismatch.recording import Columns, read_recording
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         title, measured = f"Mismatch of {arguments.recording.name}", [_recorded(arguments)]
     else:
         title, measured = _probed(arguments)
-    analyses = [analyse(one, arguments.tolerance) for one in measured]
+    analyses = [analyze(one, arguments.tolerance) for one in measured]
     print(page.table(analyses))
     print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
 

@@ -1,6 +1,7 @@
 """The defaults of every setting, as a ConfigDict that experiment files change.
 
-The settings are declared in `dcmdp_jax/config.py`; `docs/settings.md` lists them with unit, source and what is allowed.
+The settings are declared in `dcmdp_jax/config.py` and `config_*.py`; `docs/settings.md` lists them with unit, source
+and what is allowed.
 """
 
 import dataclasses

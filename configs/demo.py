@@ -6,7 +6,8 @@
 
 A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows the steps but errs;
 RL corrects it. Expected on a 2-core AMD EPYC without AVX-512: held-out avg@8 from 37.5% to 70.3%. The discrepancy stays
-within a quarter of the budget; lambda rises from 0.10 to 0.18 while it is mostly above, then hovers.
+within 25% of the budget of 0.0012, above or below. Lambda rises from 0.10 to 0.18 while it is mostly above, then
+hovers.
 """
 
 from ml_collections import ConfigDict

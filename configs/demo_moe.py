@@ -1,4 +1,4 @@
-"""DC-GRPO on a laptop CPU with a mixture of experts: configs/demo.py, each MLP replaced by 2 of 8 experts for a token.
+"""DC-GRPO on a laptop CPU: configs/demo.py, where each MLP is a mixture of 8 experts, 2 for each token.
 
     python -m bin.train --config=configs/demo_moe.py                             FP8 weights in the embedded engine
     python -m bin.train --config=configs/demo_moe.py:replay                      the trainer uses the engine's experts

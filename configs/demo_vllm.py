@@ -1,4 +1,4 @@
-"""The demo against stock vLLM on a laptop CPU: float32 training in JAX, a vLLM sidecar that samples and judges.
+"""The demo against stock vLLM on a laptop CPU: float32 training in JAX, a vLLM sidecar that samples and scores.
 
     make demo-vllm
     python -m bin.train --config=configs/demo_vllm.py                                         BF16 engine

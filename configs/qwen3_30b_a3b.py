@@ -1,9 +1,12 @@
 """DC-GRPO on Qwen3-30B-A3B with DAPO-Math-17K: the paper's mixture-of-experts runs (30B rows of its Tables 1 and 2).
 
     python -m bin.train --config=configs/qwen3_30b_a3b.py --config.mesh.expert=8 \\
-        --config.rollout.vllm.tensor_parallel_size=4                                     BF16 training, BF16 rollout
+        --config.rollout.vllm.tensor_parallel_size=4 --config.rollout.vllm.replicas=2    BF16 training, BF16 rollout
     ... --config=configs/qwen3_30b_a3b.py:grpo ...                                       the baseline
     ... --config.rollout.precision=fp8 ...                                               FP8 rollout (W8A8)
+
+The first command needs 32 H100 (4 hosts): docs/several_hosts.md; docs/plan.md has the memory. It needs the extra `hub`
+for the dataset, and vLLM as BUILD.md installs it on GPUs.
 
 `models/Qwen3-30B-A3B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-30B-A3B --local-dir
 models/Qwen3-30B-A3B`. The paper used 4 x 8 GPUs with tensor parallelism 2 and expert parallelism 8, and vLLM with

@@ -6,12 +6,12 @@
     python -m bin.train --config=configs/qwen3_8b.py:fp8,grpo                            its baseline
 
 `models/Qwen3-8B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`. The
-paper used 8 GPUs and vLLM. It reports, as the average over six benchmarks: BF16 GRPO 67.3, DC-GRPO 71.0; FP8 rollout
-GRPO 64.7, DC-GRPO 68.1. This project has not run the config at full size.
+dataset needs the extra `hub`. The paper used 8 GPUs and vLLM. It reports, as the average over six benchmarks: BF16 GRPO
+67.3, DC-GRPO 71.0; FP8 rollout GRPO 64.7, DC-GRPO 68.1. This project has not run the config at full size.
 
-`:fp8` is the FP8 of the paper's Table 2: vLLM with FP8 weights and activations (W8A8). It needs GPUs with vLLM and was
-not run. Without `:fp8` the embedded engine samples; its own `rollout.precision=fp8` is an emulation: FP8 weights, BF16
-activations and products.
+`:fp8` is the FP8 of the paper's Table 2: vLLM with FP8 weights and activations (W8A8). It needs GPUs with vLLM
+(BUILD.md; on 8 GPUs `--config.rollout.vllm.replicas=8`) and was not run. Without `:fp8` the embedded engine
+samples; its own `rollout.precision=fp8` is an emulation: FP8 weights, BF16 activations and products.
 
 `:debug` runs the same code at toy size on a CPU.
 """

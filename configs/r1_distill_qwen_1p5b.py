@@ -5,8 +5,9 @@
 The study trains GRPO at sampling temperatures 0.3, 0.7 and 1.0. With the same setup the paper compares discrepancy
 measures (section 4: `algorithm.method=dual_grpo`, `algorithm.measure`) and tolerance ranges (section 5:
 `threshold_grpo`, `algorithm.tolerance`). `models/DeepSeek-R1-Distill-Qwen-1.5B` is the model's Hugging Face directory
-(`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --local-dir models/DeepSeek-R1-Distill-Qwen-1.5B`). The paper
-gives curves for this model, no final numbers. `:debug` runs the same code at toy size on a CPU.
+(`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --local-dir models/DeepSeek-R1-Distill-Qwen-1.5B`). The
+dataset needs the extra `hub`. The paper gives curves for this model, no final numbers. `:debug` runs the same code at
+toy size on a CPU.
 """
 
 from ml_collections import ConfigDict

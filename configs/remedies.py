@@ -7,8 +7,8 @@
     python -m bin.train --config=configs/remedies.py:grpo,tis,debug                          a minute
 
 Task, model, engine and steps are those of configs/demo.py. Thresholds are those of the papers and peers that
-docs/remedies.md names, not tuned for this model. A remedy that is a correction joins others; of two that set the same
-setting the last counts.
+docs/remedies.md names, and ours for geometric_rejection, k1, k2, k3 and dppo_kl; none is tuned for this model. A remedy
+that is a correction joins others; of two that set the same setting the last counts.
 """
 
 from ml_collections import ConfigDict

@@ -25,7 +25,7 @@ from dcmdp_jax.config_saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-_MODEL = "no known dense model comes near it"
+_MODEL = "no known model comes near it"
 _ADAM = "AdamW moves each parameter by about as much in one update"
 
 
@@ -89,7 +89,7 @@ class ModelSettings:
         unit="layers", minimum=1, limit=(1024, "a model has at most this many layers"), free=True,
     )  # fmt: skip
     attention: str = setting(
-        "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16, else xla.",
+        "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, else xla.",
         choices=("auto", "xla", "cudnn", "splash"),
     )  # fmt: skip
     logprob_chunk: int = setting(
@@ -103,12 +103,12 @@ class TaskSettings:
     """Where problems come from and how they become prompts and rewards."""
 
     train: str = setting(
-        "", "Problems to train on: a .jsonl or .parquet file, a Hub data set, or arithmetic:difficulty=...",
+        "", "Problems to train on: a .jsonl or .parquet file, a Hub dataset, or arithmetic:difficulty=...",
         source="paper [6.1]: DAPO-Math-17K",
     )  # fmt: skip
     prompt_suffix: str = setting(
         "\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        "Text appended to each problem.", source="ours: the wording of Qwen's own maths evaluations",
+        "Text appended to each problem.", source="ours: the wording of Qwen's own math evaluations",
     )  # fmt: skip
     max_prompt_tokens: int = setting(
         1024, "Longest prompt. Longer ones are dropped, counted and reported.", unit="tokens", source="ours",
@@ -136,7 +136,7 @@ class TrainingSettings:
     """Sizes of a step and when to give up."""
 
     steps: int = setting(
-        500, "Training steps. Fixed where the learning rate decays to its end.", unit="steps", source="ours",
+        500, "Training steps. A resumed run may not change it with a decaying schedule.", unit="steps", source="ours",
         minimum=1, limit=(INT32_MAX, "steps are counted in int32"), free=True,
     )  # fmt: skip
     prompts_per_step: int = setting(
@@ -154,9 +154,9 @@ class TrainingSettings:
     row_lengths: tuple[int, ...] = setting(
         (),
         "Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel. With one "
-        "length, one segment a row, the xla kernel and mesh.fsdp = mesh.tensor = 1, the step computes each group's "
-        "prompt once for all its completions (micro_batch_tokens must hold one group, a mini-batch one for each "
-        "device).",
+        "length, one segment a row, the xla kernel and mesh.fsdp = mesh.tensor = mesh.expert = 1, the step computes "
+        "each group's prompt once for all its completions (micro_batch_tokens must hold one group, a mini-batch one "
+        "for each device).",
         unit="tokens",
     )  # fmt: skip
     segments_per_row: int = setting(
@@ -187,7 +187,7 @@ class OptimizerSettings:
         choices=("constant", "linear", "cosine"),
     )  # fmt: skip
     schedule_warmup_steps: int = setting(
-        0, "Updates of a linear rise before it.", unit="updates", source="ours: none", minimum=0
+        0, "Updates over which the learning rate first rises linearly.", unit="updates", source="ours: none", minimum=0
     )
     beta1: float = setting(
         0.9, "Decay of AdamW's first moment.", source="paper [6.1]: 0.9", minimum=0, maximum=0.999999
@@ -214,7 +214,10 @@ class MeshSettings:
     """Devices along each axis; one of them may be -1, the rest of the devices."""
 
     data: int = setting(1, "Devices that rows are split over, each with all parameters.", unit="devices", free=True)
-    fsdp: int = setting(-1, "Devices that rows and parameters are split over.", unit="devices", free=True)
+    fsdp: int = setting(
+        -1, "Devices that rows and parameters are split over. On a CPU, -1 makes them data-parallel instead.",
+        unit="devices", free=True,
+    )  # fmt: skip
     tensor: int = setting(1, "Devices that each matrix product is split over.", unit="devices", free=True)
     expert: int = setting(
         1, "Devices that rows and the experts of each layer are split over.", unit="devices", free=True

@@ -50,7 +50,8 @@ class AlgorithmSettings:
     )  # fmt: skip
     tolerance_steps: int = setting(
         0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
-        "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`.",
+        "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`. Only "
+        "with dc_grpo and excess_grpo.",
         unit="steps", source="paper: c is given",
         minimum=0, limit=(10_000, "they are all kept in the state"),
     )  # fmt: skip
@@ -115,8 +116,8 @@ class AlgorithmSettings:
         source="ours: peers differ, docs/remedies.md", choices=("kept", "all"),
     )  # fmt: skip
     overlong_buffer: int = setting(
-        0, "Soft overlong punishment (DAPO): over the last tokens, this many, before rollout.max_completion_tokens the "
-        "reward falls by overlong_penalty, linearly. 0: none.", unit="tokens", source="paper: none", minimum=0,
+        0, "Soft overlong punishment (DAPO): over this many last tokens before rollout.max_completion_tokens the "
+        "reward falls linearly by overlong_penalty. 0: none.", unit="tokens", source="paper: none", minimum=0,
     )  # fmt: skip
     overlong_penalty: float = setting(
         1.0, "Reward that a completion of full length loses to overlong_buffer.", unit="reward",

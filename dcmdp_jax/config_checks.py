@@ -121,7 +121,7 @@ def _check_between(config: Any) -> None:
     if config.warmup.steps and not config.warmup.task:
         raise UserError("config.warmup.task: empty; name problems with worked solutions or set warmup.steps=0")
     if not config.task.train:
-        raise UserError("config.task.train: empty; name a .jsonl or .parquet file, a Hub data set, or arithmetic:...")
+        raise UserError("config.task.train: empty; name a .jsonl or .parquet file, a Hub dataset, or arithmetic:...")
     if config.evaluation.every_steps and not config.evaluation.task:
         raise UserError("config.evaluation.task: empty; name a task or set evaluation.every_steps=0")
     if not config.run_dir:

@@ -36,7 +36,7 @@ class Setting:
             take all memory before anything is said. Integers without another are at most 2^31 - 1.
         why: told with a refused choice or a value below `minimum`.
         free: a resumed run may change it: it alters what is recorded, where the run is computed and in what portions,
-            or what happens to broken input, not what is learnt.
+            or what happens to broken input, not what is learned.
     """
 
     doc: str

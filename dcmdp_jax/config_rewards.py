@@ -29,13 +29,13 @@ class RewardSettings:
         (), "Factor of each function in the sum, such as (1,0.1). Empty: 1 for each.", source="ours: as TRL"
     )
     timeout: float = setting(
-        300.0, "Time that one call of a function may take, for the completions of a whole step.", unit="seconds",
-        source="ours", minimum=0.01, limit=(86400, "a day"), free=True,
+        300.0, "Time that one call of a function may take, for all completions of one call of the engine.",
+        unit="seconds", source="ours", minimum=0.01, limit=(86400, "a day"), free=True,
     )  # fmt: skip
     on_error: str = setting(
         "error",
         "A function that raises, is over the time limit or returns no rewards: error saves and stops, none counts its "
-        "completions and gives them no value of it.",
+        "completions, which get no value from this function.",
         choices=("error", "none"), free=True,
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ def check_rewards(rewards: RewardSettings) -> None:
             "one for each, or empty"
         )
     if weights and not any(weights):
-        raise UserError("config.rewards.weights: got only 0, nothing would be learnt; one must be another number")
+        raise UserError("config.rewards.weights: got only 0, nothing would be learned; one must be another number")
     for weight in weights:
         if not math.isfinite(weight) or abs(weight) > _LARGEST_WEIGHT:
             raise UserError(

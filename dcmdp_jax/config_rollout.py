@@ -31,8 +31,9 @@ class VllmSettings:
         unit="sidecars", minimum=1, limit=(1024, "each is an engine with devices of its own"), free=True,
     )  # fmt: skip
     visible_devices: str = setting(
-        "", "CUDA_VISIBLE_DEVICES of the sidecars, for GPUs of their own. Empty: the trainer's, shared.", free=True
-    )
+        "", "GPUs (as CUDA_VISIBLE_DEVICES) or TPU chips of the sidecars. Empty: the trainer's GPUs, shared; a TPU "
+        "needs them named.", free=True,
+    )  # fmt: skip
     memory_share: float = setting(
         0.4, "Share of each of its GPUs. On a shared GPU the trainer gets the rest less a tenth.", source="ours",
         minimum=0.01, maximum=1, free=True,
@@ -55,18 +56,21 @@ class VllmSettings:
     )  # fmt: skip
     engine_args: str = setting("", 'Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.')
     start_timeout_s: float = setting(
-        600.0, "Time until the engine is ready, after which it is restarted.", unit="seconds", minimum=1, limit=_WEEK,
-        free=True,
+        600.0, "Longest start of an engine; the first one that takes longer ends the run, a later one is tried again.",
+        unit="seconds", minimum=1, limit=_WEEK, free=True,
     )  # fmt: skip
     stall_timeout_s: float = setting(
         300.0, "Time without a sign of life during a request, after which the engine is restarted.", unit="seconds",
         minimum=1, limit=_WEEK, free=True,
     )  # fmt: skip
-    max_restarts: int = setting(5, "Failures in a row after which the run ends.", unit="restarts", minimum=0, free=True)
+    max_restarts: int = setting(
+        5, "Restarts in a row without success, after which the run ends.", unit="restarts", minimum=0, free=True
+    )
     probe_tolerance: float = setting(
         0.0,
         "Largest mean |difference| of log-probs between trainer and engine on fixed sequences after each push; above "
-        "it the push failed. 0: 0.01 for float32, 0.2 for float16, 1 for bfloat16, 4 for 8 bits.",
+        "it the push failed. 0: 0.01 for float32, 0.2 for float16, 1 for bfloat16, 4 for 8-bit weights or "
+        "cache.",
         unit="nats", source="ours", minimum=0, limit=(20, "log-ratios are clamped to 20 nats"), free=True,
     )  # fmt: skip
 
@@ -118,8 +122,8 @@ class RolloutSettings:
         limit=_DECODED, free=True,
     )  # fmt: skip
     min_rows: int = setting(
-        32, "When half of a batch is done, the rest moves to a batch of half the size, down to this size. The program "
-        "of each size is compiled once.",
+        32, "Embedded engine: when half of a batch is done, the rest moves to a batch of half the size, down to this "
+        "size. The program of each size is compiled once.",
         unit="completions", minimum=1, limit=_DECODED, free=True,
     )  # fmt: skip
     group_size: int = setting(

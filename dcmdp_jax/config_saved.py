@@ -37,7 +37,7 @@ REMOVED = {
         1, 1.0, "training samples from the whole distribution: with a nucleus the engine's probabilities could not be "
         "compared with the trainer's (bin.evaluate has --top_p)",
     ),
-    "rollout.vllm.expert_parallel": Removed(1, False, "no supported model has experts"),
+    "rollout.vllm.expert_parallel": Removed(1, False, "vLLM's expert parallelism is not supported"),
 }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ Written by `python -m bin.settings > docs/settings.md` from the declarations in 
 `--config.section.name=value` overrides a setting of a config file; `--print_config` prints all of them and marks what
 differs from the defaults below. "paper" is the DC-GRPO paper with its section in brackets, "ours" a reading or a choice
 of this project. A resumed run may change the settings marked *; it alters what is recorded, where the run is computed
-and in what portions, not what is learnt. Further rules hold between settings; a broken one is named at the start.
+and in what portions, or what happens to broken input, not what is learned. Further rules hold between settings; a
+broken one is named at the start.
 """
 
 

@@ -1,7 +1,9 @@
 #!/bin/bash
 # A run on 4 nodes with 8 GPUs each under SLURM: one process on each node. Not run yet on a cluster.
-#   sbatch examples/several_hosts_slurm.sh --config=configs/qwen3_30b_a3b.py --config.run_dir=/shared/runs/a3b
-# The checkout and run_dir lie on a file system that all nodes share.
+#   sbatch examples/several_hosts_slurm.sh --config=configs/qwen3_30b_a3b.py --config.run_dir=/shared/runs/a3b \
+#     --config.rollout.vllm.tensor_parallel_size=4 --config.rollout.vllm.replicas=2 \
+#     --config.rollout.vllm.python=$HOME/vllm/bin/python
+# The environments of trainer and engine are those of BUILD.md, vLLM on GPUs. The checkout and run_dir lie on a file system that all nodes share.
 # The same command resumes a run that was stopped or killed.
 #SBATCH --job-name=dcmdp
 #SBATCH --nodes=4

@@ -278,7 +278,7 @@ def test_a_number_is_finite(name, value):
         ("mesh.cpu_devices", 10**5, "must be at most 256 (each takes threads of its own)"),
         ("evaluation.samples", 10**9, "must be at most 4096 (avg@4096 of one problem has a standard error of 0.008"),
         ("algorithm.dual_window", 10**10, "must be at most 100000 (the multiplier would answer to steps of long ago"),
-        ("model.architecture.hidden_size", 10**9, "must be at most 65536 (no known dense model comes near it)"),
+        ("model.architecture.hidden_size", 10**9, "must be at most 65536 (no known model comes near it)"),
         ("training.steps", 2**31, "must be at most 2147483647 (steps are counted in int32)"),
         ("optimizer.learning_rate", 1e30, "must be at most 1 (AdamW moves each parameter by about as much"),
         ("rollout.temperature", 1e30, "must be at most 100 (beyond it every token is about as likely)"),

@@ -73,7 +73,7 @@ def test_debug_is_small_and_needs_no_files(name):
 
 @pytest.mark.parametrize("name", _FILES)
 def test_debug_keeps_every_prompt(name):
-    # The built-in tokenizer has one token per character: with the prompt suffix for maths the prompts have 80 tokens.
+    # The built-in tokenizer has one token per character: with the prompt suffix for math the prompts have 80 tokens.
     task = _config(name, "debug").task
     limits = {"prompt_suffix": task.prompt_suffix, "max_prompt_tokens": task.max_prompt_tokens}
     assert encode_prompts(load_problems(task.train), build_tokenizer(), **limits).dropped == 0

@@ -1,4 +1,4 @@
-"""The runs behind docs/evidence.md: every remedy on one policy under strain.
+"""The runs behind docs/evidence.md: the paper's methods, TIS, IcePop, DPPO and matched precision under strain.
 
     python -m bin.sweep --study=configs/studies/evidence.py         embedded engine: FP8 weights and FP8 cache
     python -m bin.sweep --study=configs/studies/evidence.py:int4    embedded engine: int4 weights, fewer arms

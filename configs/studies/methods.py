@@ -1,7 +1,9 @@
 """GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one FP8 engine (figures 4 and 5).
 
-python -m bin.sweep --study=configs/studies/methods.py
-python -m bin.sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    python -m bin.sweep --study=configs/studies/methods.py
+    python -m bin.sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+
+Dual-GRPO and threshold-GRPO have a multiplier fixed at 1.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, make_study

@@ -1,4 +1,4 @@
-"""Group-relative advantages, and the penalised forms the paper compares."""
+"""Group-relative advantages, and the penalized forms the paper compares."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def group_advantages(
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
     group_ids = jnp.asarray(group_ids, jnp.int32)
     signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
-    centred = jnp.where(signal, jnp.asarray(rewards, jnp.float32) - table.mean[group_ids], 0.0)
+    centered = jnp.where(signal, jnp.asarray(rewards, jnp.float32) - table.mean[group_ids], 0.0)
     scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
-    return jax.lax.stop_gradient(centred / scale)
+    return jax.lax.stop_gradient(centered / scale)
 
 
 def overlong_penalty(
@@ -84,7 +84,7 @@ def overlong_penalty(
 def has_signal(rewards: Array, group_ids: Array, valid: Array) -> jax.Array:
     """Whether a completion's group has rewards that differ: dynamic sampling as a mask (DAPO, Yu et al. 2025).
 
-    DAPO samples further groups in place of the others; this only leaves them out of the loss.
+    The others are left out of the loss; `refill_rounds` samples further groups in their place, as DAPO does.
 
     Args:
         rewards, group_ids, valid: [N], as in `group_advantages`.
@@ -118,8 +118,10 @@ def penalized_advantages(
     Args:
         advantages_tokens: [R, L] float, A_i gathered to the tokens of completion i.
         discrepancy_tokens: [R, L] float, finite, 0 outside the completion mask (`discrepancy`).
-        multiplier: lambda_k, [] or Python float, the value BEFORE this step's dual update; used by `dc_grpo` only.
-        tolerance: c, [] or Python float, in the discrepancy's unit; used by `threshold_grpo` only.
+        multiplier: lambda_k, [] or Python float, the value BEFORE this step's dual update; used by `dc_grpo`
+            and `excess_grpo`.
+        tolerance: c, [] or Python float, in the discrepancy's unit; used by `threshold_grpo` and
+            `excess_grpo`.
         method: a name of `penalties.PENALTIES`.
 
     Returns:

@@ -223,13 +223,13 @@ def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
         smallest = jnp.min(jnp.where(mask, values, jnp.inf), initial=jnp.inf)
         return smallest >= jnp.max(jnp.where(mask, values, -jnp.inf), initial=-jnp.inf)
 
-    def centred(values: jax.Array) -> jax.Array:
+    def centered(values: jax.Array) -> jax.Array:
         deviations = jnp.where(mask, values - masked_mean(values, mask), 0.0)
         largest = jnp.max(jnp.abs(deviations), initial=0.0)  # cancels; squares of tiny probabilities underflow
         return deviations / jnp.where(largest == 0, 1.0, largest)
 
     undefined = constant(x) | constant(y)
-    x, y = centred(x), centred(y)
+    x, y = centered(x), centered(y)
     scale = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     undefined |= scale == 0
     return jnp.where(undefined, 0.0, jnp.clip(jnp.sum(x * y) / jnp.where(undefined, 1.0, scale), -1.0, 1.0))

@@ -31,7 +31,7 @@ class Region(NamedTuple):
     """The objective of tokens within a trust region.
 
     Attributes:
-        objective: [R, L] float32, to be maximised; the gradient flows through it.
+        objective: [R, L] float32, to be maximized; the gradient flows through it.
         low, high: [R, L] bool, tokens whose gradient is stopped because the ratio fell or rose too far.
     """
 
@@ -155,7 +155,7 @@ def policy_surrogate(
         old_logprobs: [R, L] nats, the ratio's denominator: same stack, weights that made the batch; or the inference
             engine's. Equal to `train_logprobs` when the batch is used once: the ratio is then 1 and only its gradient
             matters.
-        advantages: [R, L] float, penalised or not; a constant.
+        advantages: [R, L] float, penalized or not; a constant.
         completion_mask: [R, L] bool, true on sampled tokens.
         token_weights: [R, L] float >= 0, from `aggregation_weights`, gathered to tokens; a constant.
         clip_low: lower size of the trust region, in its unit: ratio, probability or nats. In [0, 1).

@@ -2,7 +2,7 @@
 
 A penalty is a function
 
-    (advantages [R, L], discrepancy [R, L], multiplier [], tolerance []) -> penalised advantages [R, L]
+    (advantages [R, L], discrepancy [R, L], multiplier [], tolerance []) -> penalized advantages [R, L]
 
 in float32. To add one, write it here and name it in `PENALTIES`; its multiplier then moves by dual ascent, unless
 `FIXED_MULTIPLIERS` names a constant.

@@ -22,7 +22,7 @@ class Signals(NamedTuple):
     Attributes:
         old_logprobs: [R, L] float32 nats, p^Train.
         discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
-        advantages: [R, L] float32, penalised.
+        advantages: [R, L] float32, penalized.
         weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
         dropped_tokens: [N] int32, tokens of each completion that the correction leaves out of the loss and of its
             denominator.
@@ -58,7 +58,7 @@ def row_signals(
     train_logprobs: Array | None = None,
     count_dropped: bool = False,
 ) -> Signals:
-    """The constants of rows (Algorithm 1 from "Discrepancy" to the penalised advantage).
+    """The constants of rows (Algorithm 1 from "Discrepancy" to the penalized advantage).
 
         delta_{i,t}   = discrepancy of p^Train and p^Inf                      (Eq. 3)
         A^DC_{i,t}    = A_i - lambda_k delta_{i,t}, or as `method` has it     (Eq. 8)

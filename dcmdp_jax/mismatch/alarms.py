@@ -42,10 +42,10 @@ def alarms(series: Series) -> list[Alarm]:
     |---|---|
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | staleness | delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window |
+    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, and the entropy does not move as under collapse |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above says why |
-    | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more) |
+    | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
     window raises none.
@@ -92,7 +92,7 @@ def _support(series: Series) -> Alarm | None:
     return Alarm(
         "support",
         f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is cut "
-        "(top-p, top-k), or completions are tokenised again. Sample with top_p=1 and no top_k, and pass token ids on.",
+        "(top-p, top-k), or completions are tokenized again. Sample with top_p=1 and no top_k, and pass token ids on.",
     )
 
 

@@ -48,7 +48,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class ColouredToken:
+class ColoredToken:
     """A token of a completion shown whole: its text, or its id without a tokenizer, and both probabilities."""
 
     text: str
@@ -57,7 +57,7 @@ class ColouredToken:
 
 
 @dataclasses.dataclass(frozen=True)
-class ColouredText:
+class ColoredText:
     """A completion shown whole.
 
     Attributes:
@@ -69,7 +69,7 @@ class ColouredText:
 
     completion: int
     mean: float
-    tokens: tuple[ColouredToken, ...]
+    tokens: tuple[ColoredToken, ...]
     left_out: int
 
 
@@ -102,7 +102,7 @@ class Analysis:
     groups: Mapping[str, tuple[Group, ...]]
     growth: Growth
     worst: tuple[WorstToken, ...]
-    texts: tuple[ColouredText, ...]
+    texts: tuple[ColoredText, ...]
     evidence: Evidence
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Analysis:
         return _plain(record)
 
 
-def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
+def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """Draw all conclusions from a measured pair.
 
     Args:
@@ -158,7 +158,7 @@ def analyse(measured: Measured, tolerance: float | None = None) -> Analysis:
     )
 
 
-def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColouredText, ...]:
+def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColoredText, ...]:
     """Half of them the completions of the largest mean, half those around the median; equal ones once."""
     means, bounds = completion_means(pairs), pairs.starts[1:]
     alike = {
@@ -175,14 +175,14 @@ def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColouredText, ...
         span = slice(begin, begin + min(length, _TEXT_TOKENS))
         columns = (pairs.token_ids[span], pairs.train_logprobs[span], pairs.rollout_logprobs[span])
         tokens = tuple(
-            ColouredToken(
+            ColoredToken(
                 f"{token} " if text is None else text(int(token)),
                 float(np.exp(np.float64(p))),
                 float(np.exp(np.float64(q))),
             )
             for token, p, q in zip(*columns, strict=True)
         )
-        shown.append(ColouredText(int(row), float(means[row]), tokens, length - len(tokens)))
+        shown.append(ColoredText(int(row), float(means[row]), tokens, length - len(tokens)))
     return tuple(shown)
 
 

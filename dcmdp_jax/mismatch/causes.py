@@ -69,7 +69,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "Look at that tensor's name, fusion and shape in the weight transfer; then compare checksums.", True,
     ),
     "retokenization": Cause(
-        "completions re-tokenised between the engines",
+        "completions re-tokenized between the engines",
         "Pass the sampled token ids on. Never decode a completion and encode it again.", True,
     ),
     "chat_template": Cause(

@@ -42,9 +42,9 @@ def draw_distribution(pairs: TokenPairs, analysis: Analysis) -> Figure:
         axes.set_yscale("log")
     lines = {"mean": (analysis.statistics.mean, _ORANGE, "-"), "c": (analysis.statistics.tolerance, _INK, "--")}
     lines |= {f"noise floor, {name}": (value, _GREEN, ":") for name, value in analysis.floors.items()}
-    for label, (value, colour, style) in lines.items():
+    for label, (value, color, style) in lines.items():
         if value > 0:
-            axes.axvline(value, color=colour, linestyle=style, linewidth=1.4, label=f"{label} {value:.2g}")
+            axes.axvline(value, color=color, linestyle=style, linewidth=1.4, label=f"{label} {value:.2g}")
     axes.legend(frameon=False, fontsize=9)
     _finish(axes, "|p - q|", "share of tokens above")
     return figure

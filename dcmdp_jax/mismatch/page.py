@@ -16,8 +16,8 @@ from dcmdp_jax.observe.html_page import render_page
 
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 _DPI = 110
-# |p - q| that gets the full colour.
-_FULL_COLOUR = 0.2
+# |p - q| that gets the full color.
+_FULL_COLOR = 0.2
 
 
 def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
@@ -49,7 +49,7 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
     page = out_dir / PAGE_FILE
     parts = list(zip(analyses, images, strict=True))
-    atomic_write(page, render_page("mismatch.html", title=title, parts=parts, colour=_colour))
+    atomic_write(page, render_page("mismatch.html", title=title, parts=parts, color=_color))
     return page
 
 
@@ -86,9 +86,9 @@ def table(analyses: Sequence[Analysis]) -> str:
     return "\n".join(lines)
 
 
-def _colour(train: float, rollout: float) -> str:
+def _color(train: float, rollout: float) -> str:
     """Orange where the training stack finds the token likelier, blue where the engine does; full from 0.2 on."""
-    strength = min(abs(train - rollout) / _FULL_COLOUR, 1.0)
+    strength = min(abs(train - rollout) / _FULL_COLOR, 1.0)
     return f"rgba({'213,94,0' if train > rollout else '0,114,178'},{strength:.2f})"
 
 

@@ -291,7 +291,7 @@ def hidden_states_and_aux(
         params: as `params.init_params` makes.
         config: the model.
         input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
-        compute: dtype, rematerialisation and kernel.
+        compute: dtype, rematerialization and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
         look_up: the lookup in an embedding whose width is split over devices, see `embedding.look_up`; None: the
             compiler's own.

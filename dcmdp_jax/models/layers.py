@@ -64,7 +64,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` with learnt weights, initially 1."""
+    """`rms_norm` with learned weights, initially 1."""
 
     def __init__(self, size: int, eps: float, *, axis: str, hf_name: str, stacks: tuple[Stack, ...] = ()) -> None:
         self.scale = parameter((size,), (axis,), init=_ones, hf_name=f"{hf_name}.weight", stacks=stacks)

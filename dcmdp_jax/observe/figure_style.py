@@ -1,11 +1,11 @@
-"""Colours and axes of all figures."""
+"""Colors and axes of all figures."""
 
 from __future__ import annotations
 
 from matplotlib.axes import Axes
 
-# Okabe and Ito's, distinguishable with common colour blindness; without yellow, which is faint on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's, distinguishable with common color blindness; without yellow, which is faint on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK, MUTED, GRID = "#222222", "#666666", "#e3e3e3"
 
 

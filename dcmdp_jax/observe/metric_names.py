@@ -54,7 +54,9 @@ _TABLE = (
         "effective share of tokens under train / rollout weights; 1 is best",
     ),
     Metric(
-        "mismatch/noise_floor", "discrepancy", "mean discrepancy of the engine against itself in another batch shape"
+        "mismatch/noise_floor",
+        "discrepancy",
+        "mean discrepancy of the engine against itself in another batch shape, measured at the first step",
     ),
     Metric(
         "mismatch/probe",
@@ -85,7 +87,7 @@ _TABLE = (
     Metric("policy/ratio_max", "ratio", "largest importance ratio"),
     Metric("policy/ratio_min", "ratio", "smallest importance ratio"),
     Metric("policy/entropy", "nats", "mean entropy of the policy over sampled tokens"),
-    Metric("policy/loss", "advantage", "the minimised surrogate loss"),
+    Metric("policy/loss", "advantage", "the minimized surrogate loss"),
     Metric(
         "moe/load_max_over_mean",
         "ratio",
@@ -124,7 +126,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 _OF_REWARDS = {
     "mean": ("reward", "mean of the reward {}, before its weight, over the completions it gave a value"),
     "std": ("reward", "standard deviation of the reward {}, before its weight, over the completions it gave a value"),
-    "failed": ("completions", "completions that the reward {} failed on: no value of it (rewards.on_error)"),
+    "failed": ("completions", "completions that the reward {} failed on: they get no value from it (rewards.on_error)"),
 }
 _OF_SOURCES = {
     "mean": ("reward", "mean reward over the completions of data source {}"),

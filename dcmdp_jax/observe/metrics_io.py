@@ -259,7 +259,7 @@ def require_wandb(project: str) -> None:
         import wandb  # noqa: F401 - only whether it can be imported
     except ImportError:
         raise UserError(
-            f"wandb_project is {project!r} but Weights & Biases is not installed: pip install 'dcmdp-jax[wandb]'"
+            f"wandb_project is {project!r} but Weights & Biases is not installed: pip install -e '.[wandb]'"
         ) from None
 
 

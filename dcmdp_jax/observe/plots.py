@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from dcmdp_jax.observe.figure_style import COLOURS, INK, MUTED, style_axes
+from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
 from dcmdp_jax.observe.metric_names import PHASES
 from dcmdp_jax.observe.metrics_io import Series
 
@@ -28,7 +28,7 @@ _RAISED, _LOWERED = "#D55E00", "#0072B2"
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Compute a centred moving average that is shorter at the ends and skips NaN.
+    """Compute a centered moving average that is shorter at the ends and skips NaN.
 
         s_i = mean of the finite v_j with |j - i| <= window // 2
 
@@ -57,7 +57,7 @@ def draw_reward(runs: Runs) -> Figure | None:
         return None
     figure, (axes,) = _panels("Reward", 1)
     for index, (label, series) in enumerate(runs.items()):
-        colour = _line(axes, series, "reward/mean", label if len(runs) > 1 else "training reward", index)
+        color = _line(axes, series, "reward/mean", label if len(runs) > 1 else "training reward", index)
         for place, (name, steps, values) in enumerate(_held_out(series)):
             axes.plot(
                 steps,
@@ -67,7 +67,7 @@ def draw_reward(runs: Runs) -> Figure | None:
                 marker=_MARKERS[place],
                 markersize=7,
                 markeredgecolor="white",
-                color=colour if len(runs) > 1 or place else COLOURS[1],
+                color=color if len(runs) > 1 or place else COLORS[1],
                 label=f"{label}: {name}" if len(runs) > 1 else name,
                 zorder=4,
             )
@@ -85,7 +85,7 @@ def draw_evaluation(runs: Runs) -> Figure | None:
         for index, (label, series) in enumerate(runs.items()):
             if name in series:
                 steps, values = series[name]
-                axes.plot(steps, values, marker="o", markersize=5, color=_colour(index), label=label)
+                axes.plot(steps, values, marker="o", markersize=5, color=_color(index), label=label)
         axes.set_title(name.removeprefix("eval/").replace("/", " "), **_PANEL_TITLE)
         _finish(axes, "", legend=len(runs) > 1, percent=True)
     return figure
@@ -127,14 +127,14 @@ def draw_multiplier(runs: Runs) -> Figure | None:
         (series,) = runs.values()
         steps, values = series["dual/violation"]
         finite = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-        for part, colour, label in (
+        for part, color, label in (
             (np.maximum(finite, 0), _RAISED, "over budget: lambda rises"),
             (np.minimum(finite, 0), _LOWERED, "under budget: lambda falls"),
         ):
             if len(steps) <= _BARS_UP_TO:
-                axes.bar(steps, part, width=0.85, color=colour, label=label)
+                axes.bar(steps, part, width=0.85, color=color, label=label)
             else:
-                axes.fill_between(steps, part, step="mid", color=colour, linewidth=0, label=label)
+                axes.fill_between(steps, part, step="mid", color=color, linewidth=0, label=label)
     else:
         for index, (label, series) in enumerate(runs.items()):
             _line(axes, series, "dual/violation", label, index)
@@ -156,7 +156,7 @@ def draw_lengths(runs: Runs) -> Figure | None:
             steps, low = series["completion/length_min"]
             high = _at(series["completion/length_max"], steps)
             panels[0].fill_between(
-                steps, low, high, color=_colour(0), alpha=0.12, linewidth=0, label="shortest to longest"
+                steps, low, high, color=_color(0), alpha=0.12, linewidth=0, label="shortest to longest"
             )
     panels[0].set_title("sampled tokens of a completion", **_PANEL_TITLE)
     _finish(panels[0], "tokens", from_zero=True)
@@ -210,7 +210,7 @@ def draw_time(runs: Runs) -> Figure | None:
             values = series[f"time/{phase}"][1] if f"time/{phase}" in series else np.zeros(0)
             values = values[np.isfinite(values)]
             seconds = float(np.median(values)) if len(values) else 0.0
-            panels[0].barh(row, seconds, left=left, height=0.6, color=_colour(index), label=phase if row == 0 else None)
+            panels[0].barh(row, seconds, left=left, height=0.6, color=_color(index), label=phase if row == 0 else None)
             left += seconds
         panels[0].text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=INK)
     panels[0].set_yticks(range(len(runs)), list(runs))
@@ -244,8 +244,8 @@ _PANEL_TITLE = {"fontsize": 10, "color": INK, "loc": "left", "pad": 6}
 _LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 
 
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
 
 
 def _recorded(runs: Runs, name: str) -> bool:
@@ -282,22 +282,22 @@ def _panels(title: str, count: int, columns: int | None = None) -> tuple[Figure,
 def _line(
     axes: Axes, series: Series, name: str, label: str, index: int, variant: int = 0, *, smoothed: bool = True
 ) -> str:
-    """Plot one run's curve and return its colour; above 40 steps, draw the values faint under their moving average.
+    """Plot one run's curve and return its color; above 40 steps, draw the values faint under their moving average.
 
-    The run's `index` selects the colour. `variant` selects the line style if one run has several curves.
+    The run's `index` selects the color. `variant` selects the line style if one run has several curves.
     """
-    colour = _colour(index)
+    color = _color(index)
     if name not in series:
-        return colour
+        return color
     steps, values = series[name]
     values = np.where(np.isfinite(values), values, np.nan)
-    style = {"color": colour, "linestyle": _LINE_STYLES[(index // len(COLOURS) + variant) % len(_LINE_STYLES)]}
+    style = {"color": color, "linestyle": _LINE_STYLES[(index // len(COLORS) + variant) % len(_LINE_STYLES)]}
     if smoothed and len(steps) > _SMOOTH_ABOVE:
         axes.plot(steps, values, linewidth=0.8, alpha=0.3, **style)
         values = smooth(values, len(steps) // 20 | 1)
     marker = "o" if len(steps) == 1 else None
     axes.plot(steps, values, linewidth=1.8, label=label, marker=marker, zorder=3, **style)
-    return colour
+    return color
 
 
 def _draw_tolerances(axes: Axes, runs: Runs) -> None:
@@ -309,10 +309,10 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
         if len(levels) == 1:
             constant.setdefault(levels.pop(), []).append(index)
         elif levels:
-            axes.plot(steps, values, color=_colour(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
+            axes.plot(steps, values, color=_color(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
     for level, indices in constant.items():
-        colour = INK if len(constant) == 1 else _colour(indices[0])
-        _horizontal(axes, level, color=colour, linestyle="--", label=f"tolerance c = {level:g}")
+        color = INK if len(constant) == 1 else _color(indices[0])
+        _horizontal(axes, level, color=color, linestyle="--", label=f"tolerance c = {level:g}")
 
 
 def _draw_noise_floors(axes: Axes, runs: Runs) -> None:
@@ -321,7 +321,7 @@ def _draw_noise_floors(axes: Axes, runs: Runs) -> None:
         values = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
         if (values := values[np.isfinite(values)]).size:
             text = f"noise floor = {values[-1]:.2g}" + (f", {label}" if len(runs) > 1 else "")
-            _horizontal(axes, float(values[-1]), color=_colour(index), linestyle=":", label=text)
+            _horizontal(axes, float(values[-1]), color=_color(index), linestyle=":", label=text)
 
 
 def _horizontal(axes: Axes, level: float, **style: Any) -> None:

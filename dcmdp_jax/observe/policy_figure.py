@@ -18,7 +18,7 @@ class Panel(NamedTuple):
     Attributes:
         policy: [n] probabilities.
         note: one line over the bars.
-        met: False draws the bars grey: the policy does not spend the column's budget.
+        met: False draws the bars gray: the policy does not spend the column's budget.
     """
 
     policy: np.ndarray
@@ -43,16 +43,16 @@ def draw_policies(
         rows: heading -> a panel for each column.
         actions: [n] names.
         reference: [n] probabilities, drawn as outlines.
-        advantages: [n]; their sign colours the bars.
+        advantages: [n]; their sign colors the bars.
     """
     figure = Figure(figsize=(2.5 * len(columns) + 0.6, 1.9 * len(rows) + 0.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
     grid = figure.subplots(len(rows), len(columns), squeeze=False, sharey=True, sharex=True)
     place = np.arange(len(actions))
-    colours = np.where(np.asarray(advantages) > 0, _POSITIVE, _NEGATIVE)
+    colors = np.where(np.asarray(advantages) > 0, _POSITIVE, _NEGATIVE)
     for axes_row, (heading, panels) in zip(grid, rows.items(), strict=True):
         for axes, panel in zip(axes_row, panels, strict=True):
-            axes.bar(place, panel.policy, width=0.62, color=colours if panel.met else _UNMET, zorder=2)
+            axes.bar(place, panel.policy, width=0.62, color=colors if panel.met else _UNMET, zorder=2)
             axes.bar(place, reference, width=0.86, fill=False, edgecolor=_INK, linewidth=0.9, zorder=3)
             axes.set_title(panel.note, fontsize=7.5, color=_MUTED, pad=3)
             axes.set_ylim(0, 1)

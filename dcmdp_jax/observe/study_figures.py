@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dcmdp_jax.observe.figure_style import COLOURS, INK, MUTED, style_axes
+from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
 
 _STYLES = ("-", "--", ":", "-.")
 
@@ -22,19 +22,19 @@ def draw_curves(
         title: heading.
         unit: of the values.
         arms: label -> [n, 3]: step, mean, half width of the interval; no band where that is NaN.
-        level: label -> value of a horizontal dashed line in the arm's colour, such as its budget.
+        level: label -> value of a horizontal dashed line in the arm's color, such as its budget.
     """
     figure = Figure(figsize=(8.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for index, (label, curve) in enumerate(arms.items()):
-        colour, style = COLOURS[index % len(COLOURS)], _STYLES[index // len(COLOURS) % len(_STYLES)]
+        color, style = COLORS[index % len(COLORS)], _STYLES[index // len(COLORS) % len(_STYLES)]
         steps, mean, half = curve.T
         marker = "o" if len(steps) <= 12 else None
-        axes.plot(steps, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label)
+        axes.plot(steps, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label)
         if np.isfinite(half).any():
-            axes.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)
+            axes.fill_between(steps, mean - half, mean + half, color=color, alpha=0.13, linewidth=0)
         if level and label in level:
-            axes.axhline(level[label], color=colour, linestyle=(0, (5, 2)), linewidth=1)
+            axes.axhline(level[label], color=color, linestyle=(0, (5, 2)), linewidth=1)
     axes.set_title(title, fontsize=12, fontweight="bold", color=INK, loc="left")
     axes.set_xlabel("training step", color=MUTED, fontsize=9)
     axes.set_ylabel(unit, color=MUTED, fontsize=9)
@@ -56,9 +56,9 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, tuple[float, floa
     axes = figure.subplots()
     axes.axvline(0, color=INK, linewidth=1)
     for place, (mean, half, values) in enumerate(arms.values()):
-        colour = COLOURS[place % len(COLOURS)]
-        axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=colour, alpha=0.45, markersize=5)
-        axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=colour, capsize=4)
+        color = COLORS[place % len(COLORS)]
+        axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=color, alpha=0.45, markersize=5)
+        axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=color, capsize=4)
     axes.set_yticks(range(len(arms)), list(arms))
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.set_title(title, fontsize=12, fontweight="bold", color=INK, loc="left")

@@ -16,7 +16,7 @@ from dcmdp_jax.plan.hlo import Array
 from dcmdp_jax.plan.run_plan import RunPlan
 
 MOST_FLOPS_RATIO = 1.45
-"""Goal for compiled over needed operations, with full rematerialisation."""
+"""Goal for compiled over needed operations, with full rematerialization."""
 MOST_TRAFFIC_RATIO = 1.2
 """Goal for received bytes over the least."""
 MOST_SECONDS = 180

@@ -19,7 +19,7 @@ def memory_traffic(module: Module, trip_counts: TripCounts) -> float:
     """Bytes read and written by one run on one device.
 
     Each fusion reads its operands and writes its results once; what is inside it stays on the chip. A slice of a larger
-    array counts as the slice, an update in place as the update. Caches shared by instructions are not modelled.
+    array counts as the slice, an update in place as the update. Caches shared by instructions are not modeled.
     """
     fused = {
         name

@@ -120,5 +120,5 @@ def collect(groups: Iterable[Iterable[Episode]]) -> list[Episode]:
 
 
 def in_prompt_order(episodes: Iterable[Episode]) -> list[Episode]:
-    """Sort episodes by prompt, then member: in what order they finished must not change what is learnt."""
+    """Sort episodes by prompt, then member: in what order they finished must not change what is learned."""
     return sorted(episodes, key=lambda episode: (episode.group, episode.member))

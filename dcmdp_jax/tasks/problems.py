@@ -193,7 +193,7 @@ def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any
     except ImportError:
         raise UserError(
             f"data {shorten(location)}: no such file, and reading it from the Hub needs the `datasets` library: "
-            "pip install 'dcmdp-jax[hub]'"
+            "pip install -e '.[hub]'"
         ) from None
     name, _, config = location.partition("@")
     try:

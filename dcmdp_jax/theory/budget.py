@@ -54,7 +54,7 @@ def policy_for_budget(
     """Find lambda with Omega(pi*(lambda), q) = C.
 
     Omega(pi*(lambda)) never rises with lambda, so a bisection finds the multiplier wherever there is one. Where it
-    exists, the policy also solves: maximise <pi, A> subject to Omega(pi, q) <= C.
+    exists, the policy also solves: maximize <pi, A> subject to Omega(pi, q) <= C.
 
     Args:
         advantages, inference_policy: as of `optimal_policy`.

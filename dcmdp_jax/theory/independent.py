@@ -15,7 +15,7 @@ _OPTIONS = {"ftol": 1e-16, "maxiter": 1000}
 def solve_within_budget(
     advantages: np.ndarray, inference_policy: np.ndarray, *, budget: float, measure: str, sided: str = "two"
 ) -> np.ndarray:
-    """Maximise <pi, A> subject to Omega(pi, q) <= C, by SLSQP; the best of its answers.
+    """Maximize <pi, A> subject to Omega(pi, q) <= C, by SLSQP; the best of its answers.
 
     Args:
         advantages, inference_policy: [n] float64.
@@ -34,7 +34,7 @@ def solve_within_budget(
 def solve_penalized(
     advantages: np.ndarray, inference_policy: np.ndarray, *, multiplier: float, measure: str, sided: str = "two"
 ) -> np.ndarray:
-    """Maximise <pi, A> - lambda Omega(pi, q), by SLSQP; the best of its answers. Arguments as of `optimal_policy`."""
+    """Maximize <pi, A> - lambda Omega(pi, q), by SLSQP; the best of its answers. Arguments as of `optimal_policy`."""
     a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
     omega, slope = _omega(q, measure, sided)
     return _best(a, q, lambda pi: multiplier * omega(pi) - a @ pi, lambda pi: multiplier * slope(pi) - a, [])

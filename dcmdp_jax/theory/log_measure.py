@@ -1,4 +1,4 @@
-"""The penalised optimum under the log measure, whose mismatch is convex only up to pi = e q.
+"""The penalized optimum under the log measure, whose mismatch is convex only up to pi = e q.
 
 Stationarity is A_a - nu = 2 lambda log(y_a) / y_a with y = pi / q. It has two solutions where 0 < (A_a - nu) / (2
 lambda) < 1/e: the W_0 branch of Lambert's function gives y < e, where the objective is concave, and the W_-1 branch

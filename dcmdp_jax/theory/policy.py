@@ -13,7 +13,7 @@ _SUM_TOLERANCE = 1e-9
 
 
 class Optimum(NamedTuple):
-    """A policy that maximises <pi, A> - lambda Omega(pi, q).
+    """A policy that maximizes <pi, A> - lambda Omega(pi, q).
 
     Attributes:
         policy: [n] float64, on the simplex.

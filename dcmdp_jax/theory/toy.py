@@ -31,7 +31,7 @@ class ToyRow:
         measure, sided: what is charged.
         result: the policy, and whether a multiplier meets the budget.
         disagreement: from the independent solver. Largest difference of a probability; at a jump, where the optimum is
-            not unique, the larger difference of the penalised objective on its two sides.
+            not unique, the larger difference of the penalized objective on its two sides.
     """
 
     measure: str

@@ -40,7 +40,7 @@ class PhaseTimer:
 
 
 def rollout_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:
-    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of observe/names.py."""
+    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of metric_names.py."""
     lengths = [episode.num_sampled for episode in episodes]
     judged = {} if grades is None else {
         "reward/verifier_timeouts": grades.timeouts,

@@ -54,7 +54,7 @@ def make_row_logprobs(
 
     Args:
         model: the model.
-        compute: dtype, rematerialisation, kernel and chunk.
+        compute: dtype, rematerialization, kernel and chunk.
         temperature: the one that completions are sampled at.
         mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
         forward_precision: "full", or "int8", "int4" or "fp8": matrices, the output's too, have the values that the

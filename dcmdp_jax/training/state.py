@@ -125,7 +125,7 @@ def new_state(
 
 
 def batch_shardings(mesh: Mesh, *, buckets: int) -> Batch:
-    """A `Batch` of shardings: rows split over data and fsdp, what is per completion replicated."""
+    """A `Batch` of shardings: rows split over data, fsdp and expert, what is per completion replicated."""
     rows = Rows(*[shard_rows(mesh)] * len(Rows._fields))
     rest = dict.fromkeys(Batch._fields, replicated(mesh))
     return Batch(**{**rest, "rows": (rows,) * buckets})

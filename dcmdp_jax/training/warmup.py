@@ -37,7 +37,7 @@ def warm_up(
     on_step: Callable[[int, float], None],
     loss_scale: float = 1.0,
 ) -> Params:
-    """Minimise the mean negative log-likelihood of the solutions' tokens given their prompts.
+    """Minimize the mean negative log-likelihood of the solutions' tokens given their prompts.
 
     AdamW (b2 0.98, gradient norm 1) with a linear rise over 5% and a cosine decay to 0. Batches are drawn without
     replacement within an epoch, as a function of the seed: the same call gives the same parameters.

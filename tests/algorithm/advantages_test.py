@@ -1,4 +1,4 @@
-"""Group-normalized advantages and the four penalised forms, each against a hand computation."""
+"""Group-normalized advantages and the four penalized forms, each against a hand computation."""
 
 import jax
 import jax.numpy as jnp

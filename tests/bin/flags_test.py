@@ -77,7 +77,7 @@ def test_a_value_that_a_name_can_not_hold_shows_its_end_and_a_digest():
 
 # What a run learns from, in types of all kinds; the values are allowed in configs/demo.py.
 _TEXT = st.text(st.sampled_from("ab1A=-_. /,é\u8def"), min_size=1, max_size=60)
-_LEARNT = {
+_LEARNED = {
     "task.train": _TEXT,
     "task.prompt_suffix": _TEXT,
     "warmup.task": _TEXT,
@@ -89,8 +89,8 @@ _LEARNT = {
     "algorithm.normalize_std": st.sampled_from(["true", "false"]),
     "rollout.precision": st.sampled_from(["fp8", "int8", "exact"]),
 }
-_OVERRIDES = st.sets(st.sampled_from(sorted(_LEARNT))).flatmap(
-    lambda names: st.fixed_dictionaries({name: _LEARNT[name] for name in sorted(names)})
+_OVERRIDES = st.sets(st.sampled_from(sorted(_LEARNED))).flatmap(
+    lambda names: st.fixed_dictionaries({name: _LEARNED[name] for name in sorted(names)})
 )
 
 

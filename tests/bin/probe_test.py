@@ -52,7 +52,7 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     assert page.count("<figure>") == len(list((out / "plots").glob("*.png"))) == 3
 
 
-def test_text_is_coloured_by_which_side_finds_it_likelier(tmp_path, capsys):
+def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
     recording, out = tmp_path / "r.jsonl", tmp_path / "out"
     row = {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))}
     recording.write_text(json.dumps(row))
@@ -60,7 +60,7 @@ def test_text_is_coloured_by_which_side_finds_it_likelier(tmp_path, capsys):
         capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
     )
     page = (out / "probe.html").read_text()
-    # 0.1 of 0.2 is half of the full colour; 0.4 is beyond it.
+    # 0.1 of 0.2 is half of the full color; 0.4 is beyond it.
     assert code == 0 and 'background: rgba(213,94,0,0.50)" title="p 0.5, q 0.4">11 <' in page
     assert 'background: rgba(0,114,178,1.00)" title="p 0.5, q 0.9">12 <' in page
 

@@ -78,20 +78,20 @@ def _commands(base):
         return [*debug, f"--config.model.path={models[name]}"]
 
     return {
-        "misspelt_flag": (
+        "misspelled_flag": (
             [*debug, "--config.algorithm.tolerence=0.1"],
             "config.algorithm.tolerence: no such setting; did you mean 'algorithm.tolerance'?",
         ),
-        "misspelt_own_flag": ([*debug, "--dry_rum"], "--dry_rum: no such argument; did you mean --dry_run?"),
+        "misspelled_own_flag": ([*debug, "--dry_rum"], "--dry_rum: no such argument; did you mean --dry_run?"),
         "ill_typed_flag": (
             [*debug, "--config.training.steps=many"],
             "config.training.steps: got 'many', must be a whole number in digits 0-9",
         ),
-        "misspelt_file": (
+        "misspelled_file": (
             ["--config=configs/dem.py"],
             "--config: no file configs/dem.py; did you mean configs/demo.py?",
         ),
-        "misspelt_choice": (
+        "misspelled_choice": (
             [*debug, "--config.algorithm.method=dcgrpo"],
             "config.algorithm.method: got 'dcgrpo', allowed are grpo, dual_grpo, threshold_grpo, dc_grpo, excess_grpo; "
             "did you mean 'dc_grpo'?",
@@ -152,7 +152,7 @@ def _commands(base):
 
 
 _NAMES = (
-    "misspelt_flag", "misspelt_own_flag", "ill_typed_flag", "misspelt_file", "misspelt_choice", "group_of_one",
+    "misspelled_flag", "misspelled_own_flag", "ill_typed_flag", "misspelled_file", "misspelled_choice", "group_of_one",
     "nucleus", "mini_batch", "unwritable", "mesh", "missing_tensor", "no_model", "no_chat_template", "no_end_token",
     "too_long_for_the_model", "malformed_row", "empty_data", "warm_up_data",
     "not_installed", "no_data",

@@ -76,7 +76,7 @@ def test_an_engine_that_keeps_its_weights_is_a_failed_sync():
 
 
 @pytest.mark.parametrize("planted", [{"top_p": 0.9}, {"broken": 2}])
-def test_cut_sampling_and_retokenisation(planted):
+def test_cut_sampling_and_retokenization(planted):
     found = measure(columns(**planted, noise=0.01))
     rng = np.random.default_rng(0)
     series = {

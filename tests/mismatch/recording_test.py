@@ -115,7 +115,7 @@ def test_bad_input_is_refused_in_one_line(case, tmp_path):
 
 
 @pytest.mark.parametrize(("column", "base"), [("rollout", 2), ("rollout", 10), ("train", 2), ("train", 10)])
-def test_logarithms_in_another_base_are_recognised(column, base, tmp_path):
+def test_logarithms_in_another_base_are_recognized(column, base, tmp_path):
     rng = np.random.default_rng(0)
     logs = -rng.exponential(1.5, 200)
     row = {"ids": [1] * 200, "train": logs.tolist(), "rollout": (logs + rng.normal(0, 0.01, 200)).clip(max=0).tolist()}

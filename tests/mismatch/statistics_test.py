@@ -9,7 +9,7 @@ import pytest
 from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import mismatch_statistics
 from dcmdp_jax.mismatch import breakdown
-from dcmdp_jax.mismatch.analysis import Measured, analyse
+from dcmdp_jax.mismatch.analysis import Measured, analyze
 from dcmdp_jax.mismatch.pairs import make_pairs
 from dcmdp_jax.mismatch.remedies import effects, not_computed
 from dcmdp_jax.mismatch.statistics import measure
@@ -113,7 +113,7 @@ def test_completions_that_are_alike_up_to_a_token_show_it_once():
     # The third has the same tokens and another probability, so another prompt.
     worst = breakdown.worst_tokens(pairs, str)
     assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
-    assert [text.completion for text in analyse(Measured("pair", {}, pairs)).texts] == [2, 0]
+    assert [text.completion for text in analyze(Measured("pair", {}, pairs)).texts] == [2, 0]
 
 
 def test_growth_compares_quarters():

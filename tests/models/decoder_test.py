@@ -203,7 +203,7 @@ def test_how_it_runs_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: 
     _assert_trees_close(other_grads, grads, relative=2e-5)
 
 
-def test_rematerialisation_changes_memory_only(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_rematerialization_changes_memory_only(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
     config, params = tiny_model
     config = dataclasses.replace(config, num_layers=12)
     layers = jax.tree.map(lambda leaf: jnp.tile(leaf, (4,) + (1,) * (leaf.ndim - 1)), params["layers"])

@@ -57,7 +57,7 @@ def test_mlp_is_silu_gated(ops: Ops) -> None:
 
 @both
 def test_rotary_by_hand(ops: Ops) -> None:
-    # head_dim 4, theta 1e4: frequencies 1 and 0.01; pairs are (x0, x2) and (x1, x3), not neighbours
+    # head_dim 4, theta 1e4: frequencies 1 and 0.01; pairs are (x0, x2) and (x1, x3), not neighbors
     config = ModelConfig("qwen3", 8, 4, 4, 1, 1, 1, 4, rope_theta=1e4)
     np.testing.assert_allclose(rotary_frequencies(config)[0], [1.0, 0.01], rtol=1e-7)
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)

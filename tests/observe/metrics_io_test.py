@@ -201,7 +201,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 def test_wandb_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"wandb_project is 'p' .* pip install 'dcmdp-jax\[wandb\]'$"):
+    with pytest.raises(ValueError, match=r"wandb_project is 'p' .* pip install -e '\.\[wandb\]'$"):
         MetricsWriter(tmp_path / "run", wandb_project="p")
     assert not (tmp_path / "run").exists()
 

@@ -146,7 +146,7 @@ def test_time_is_the_median_step_so_compilation_does_not_show():
     assert axes.get_legend_handles_labels()[1] == ["generate", "step"]
 
 
-def test_curves_of_one_run_differ_in_colour_and_of_several_in_colour_by_run():
+def test_curves_of_one_run_differ_in_color_and_of_several_in_color_by_run():
     run = {"policy/clip_low_fraction": _series([0.1, 0.2]), "policy/clip_high_fraction": _series([0.3, 0.4])}
     one = draw_optimization({"a": run}).axes[0].get_lines()
     assert one[0].get_color() != one[1].get_color()

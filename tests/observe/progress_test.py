@@ -116,7 +116,7 @@ def test_a_terminal_gets_a_live_display(monkeypatch):
     assert "elapsed 1:00:00" in last and "reward 0.750" in last and "left 2:00:00" in last
     assert "arithmetic avg@8 50.0%" in last
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
-    # Over tolerance is red, ANSI colour 31.
+    # Over tolerance is red, ANSI color 31.
     assert "\x1b[31mdiscrepancy 0.00421 (c 0.00370)" in shown
 
 

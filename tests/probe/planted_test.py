@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.mismatch.analysis import analyse
+from dcmdp_jax.mismatch.analysis import analyze
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.probe import rescoring
 from dcmdp_jax.probe.compare import Setup, compare, sampling_floor
@@ -54,7 +54,7 @@ def analysis(engine, found, *, temperature=1.0, compute="float32", rescore=True,
         TOKENIZER.decode, max_rows=64, compute=compute,
     )  # fmt: skip
     trainer = TrainingStack(CONFIG, params(), compute=Compute(dtype=train_compute))
-    return analyse(compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup, rescore=rescore))
+    return analyze(compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup, rescore=rescore))
 
 
 def named(*arguments, **options):
@@ -126,14 +126,14 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engin
     pair = {"engine": first, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
     measured = compare("pair", {}, found, pair, setup, rescore=True)
     lifted = lift(spec, build, PROMPTS, found, measured.pairs, temperature=1.0)
-    finding = analyse(dataclasses.replace(measured, lifted=lifted)).findings[0]
+    finding = analyze(dataclasses.replace(measured, lifted=lifted)).findings[0]
     assert finding.cause == cause and finding.evidence[0].startswith(said)
     assert finding.evidence[0].endswith("100% of the mismatch is gone.")
     # Without that measurement the settings are all there is.
-    assert analyse(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
+    assert analyze(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
     # A setting that changes nothing is not blamed.
     innocent = [dataclasses.replace(each, share=0.02) for each in lifted]
-    assert analyse(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
+    assert analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])

@@ -33,7 +33,7 @@ def test_a_name_says_which_engine(text, expected):
         ("local:fp4", "precision 'fp4', allowed are exact, float32"),
         ("vllm:bfloat16,cache=int4", "cache 'int4', allowed are auto, fp8"),
         ("trainer,cache=fp8", "option 'cache', allowed are model"),
-        ("local:fp8,colour=red", "option 'colour', allowed are compute, cache, model"),
+        ("local:fp8,color=red", "option 'color', allowed are compute, cache, model"),
     ],
 )
 def test_what_is_no_engine_is_refused(text, said):

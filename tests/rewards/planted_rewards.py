@@ -16,8 +16,8 @@ async def starts_like_the_prompt(prompts, completions, **columns):
     return [float(completion.startswith(prompt)) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-def only_for_maths(completions, source, **columns):
-    return [1.0 if name == "maths" else None for name in source]
+def only_for_algebra(completions, source, **columns):
+    return [1.0 if name == "algebra" else None for name in source]
 
 
 def raises(completions, **columns):

@@ -34,11 +34,11 @@ def test_a_function_is_loaded_from_a_module_or_a_file(place):
     assert _call(load_reward(f"{place}:length", ["answer"])) == [1.0, 2.0]
 
 
-def test_a_file_may_import_its_neighbours_and_be_called_like_a_module_of_python(tmp_path, monkeypatch):
+def test_a_file_may_import_its_neighbors_and_be_called_like_a_module_of_python(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 7.0\n")
+    (tmp_path / "neighbor_of_reward.py").write_text("VALUE = 7.0\n")
     (tmp_path / "math.py").write_text(
-        "from neighbour_of_reward import VALUE\nimport math\n"
+        "from neighbor_of_reward import VALUE\nimport math\n"
         "def f(completions, **columns):\n    return [VALUE + math.floor(0.5)] * len(completions)\n"
     )
     assert _call(load_reward(f"{tmp_path}/math.py:f", [])) == [7.0, 7.0]
@@ -77,7 +77,7 @@ def test_an_import_that_raises_is_named_with_its_line(tmp_path):
 
 def test_an_async_function_is_awaited_and_columns_arrive():
     assert _call(planted_rewards.starts_like_the_prompt) == [1.0, 0.0]
-    assert _call(planted_rewards.only_for_maths, source=["maths", "code"]) == [1.0, None]
+    assert _call(planted_rewards.only_for_algebra, source=["algebra", "code"]) == [1.0, None]
 
 
 def test_scalars_of_numpy_are_numbers():

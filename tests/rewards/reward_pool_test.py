@@ -19,20 +19,20 @@ def _name(function: str) -> str:
     return f"{_FILE}:{function}"
 
 
-def _begin(pool: RewardPool, lengths: tuple[int, ...] = (1, 2), source: str = "maths", **columns) -> None:
+def _begin(pool: RewardPool, lengths: tuple[int, ...] = (1, 2), source: str = "algebra", **columns) -> None:
     size = len(lengths)
     ids = [np.arange(length, dtype=np.int32) for length in lengths]
     pool.begin(["p"] * size, ["c"] * size, ids, {"source": [source] * size, **columns})
 
 
 def test_functions_are_called_with_one_batch_after_the_other():
-    length, maths = _name("length"), _name("only_for_maths")
-    with RewardPool([length, maths], ["source"], timeout_s=_LONG_S) as pool:
+    length, algebra = _name("length"), _name("only_for_algebra")
+    with RewardPool([length, algebra], ["source"], timeout_s=_LONG_S) as pool:
         pool.wait_until_loaded()
-        _begin(pool, (1, 2), "maths")
-        assert pool.collect() == {length: [1.0, 2.0], maths: [1.0, 1.0]}
+        _begin(pool, (1, 2), "algebra")
+        assert pool.collect() == {length: [1.0, 2.0], algebra: [1.0, 1.0]}
         _begin(pool, (4, 3, 5), "code")
-        assert pool.collect() == {length: [4.0, 3.0, 5.0], maths: [None] * 3}
+        assert pool.collect() == {length: [4.0, 3.0, 5.0], algebra: [None] * 3}
 
 
 def test_types_that_json_lacks_arrive_as_text(tmp_path):

@@ -28,7 +28,7 @@ def _problem(index, answer, source, **columns):
     return problem_from_row(row, source="file", index=index, keep_columns=True)
 
 
-_PROBLEMS = [_problem(7, 3, "maths"), _problem(9, "4", "code", difficulty="hard")]
+_PROBLEMS = [_problem(7, 3, "algebra"), _problem(9, "4", "code", difficulty="hard")]
 _IDS = [np.zeros(length, np.int32) for length in (1, 2, 2, 3)]
 
 
@@ -59,20 +59,20 @@ def test_columns_are_those_of_all_rows_and_hold_the_answer_and_the_source():
 
 
 def test_the_total_is_the_weighted_sum_of_math_and_functions():
-    texts, scores = _finish(Reward("math", 2.0), _own("length", 0.5), _own("only_for_maths", -1.0), by_source=True)
+    texts, scores = _finish(Reward("math", 2.0), _own("length", 0.5), _own("only_for_algebra", -1.0), by_source=True)
     assert texts == ["Answer: 3", "Answer: 4", "Answer: 4", "none"]
     np.testing.assert_array_equal(scores.values["math"], [1, 0, 1, 0])
     np.testing.assert_array_equal(scores.values["length"], [1, 2, 2, 3])
-    np.testing.assert_array_equal(scores.values["only_for_maths"], [1, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(scores.values["only_for_algebra"], [1, 1, np.nan, np.nan])
     # 2 x 1 + 0.5 x 1 - 1, 2 x 0 + 0.5 x 2 - 1, 2 x 1 + 0.5 x 2, 2 x 0 + 0.5 x 3
     np.testing.assert_array_equal(scores.totals, np.array([1.5, 0.0, 3.0, 1.5], np.float32))
-    assert scores.failed == {"length": 0, "only_for_maths": 0}
-    assert scores.sources == ("maths", "maths", "code", "code")
+    assert scores.failed == {"length": 0, "only_for_algebra": 0}
+    assert scores.sources == ("algebra", "algebra", "code", "code")
     assert scores.grades is not None and scores.grades.unparsed == 1
 
 
 def test_without_math_nothing_is_judged():
-    _, scores = _finish(_own("only_for_maths"))
+    _, scores = _finish(_own("only_for_algebra"))
     np.testing.assert_array_equal(scores.totals, [1, 1, 0, 0])
     assert scores.grades is None and scores.sources is None
 

@@ -93,7 +93,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
     for version in np.random.default_rng(0).permutation(PUSHES):
         for first, again in zip(ours[version], answers(version), strict=True):
             _same(first, again)
-    # The weights matter: no two neighbours agree on the greedy completions.
+    # The weights matter: no two neighbors agree on the greedy completions.
     for (first, _), (second, _) in zip(ours[:-1], ours[1:], strict=True):
         assert not all(map(np.array_equal, first.completion_ids, second.completion_ids))
     directories = []

@@ -790,7 +790,7 @@ def test_names_and_types_of_the_sidecar():
         "config.rollout.vllm.engine_args: got {'block_size': 64} (dict), must be str"
     )
     assert _error(vllm__expert_parallel=True) == (
-        "config.rollout.vllm.expert_parallel: no setting any more; no supported model has experts"
+        "config.rollout.vllm.expert_parallel: no setting any more; vLLM's expert parallelism is not supported"
     )
     assert _error(vllm="sidecar") == "config.rollout.vllm: got 'sidecar', must be a section with named settings"
 

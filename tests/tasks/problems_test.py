@@ -152,7 +152,7 @@ def test_empty_damaged_and_foreign_files(tmp_path: Path) -> None:
 
 def test_a_hub_name_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'dcmdp-jax\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[hub\]'"):
         load_problems("BytedTsinghua-SIA/DAPO-Math-17k")
 
 

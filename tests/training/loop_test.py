@@ -155,7 +155,7 @@ def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_p
     assert _scores(run_dir) == _scores(whole[0])
 
 
-# Two problems learnt by heart before training; a step so large that the policy knows nothing afterwards.
+# Two problems learned by heart before training; a step so large that the policy knows nothing afterwards.
 _SPOILT = (
     "--config.warmup.task=arithmetic:difficulty=1,count=2", "--config.warmup.steps=300",
     "--config.evaluation.task=arithmetic:difficulty=1,count=2", "--config.evaluation.every_steps=1",

@@ -145,7 +145,7 @@ def test_another_config_is_refused_and_the_setting_named(run_dir, name, before, 
     )
 
 
-def test_what_does_not_change_what_is_learnt_may_change(run_dir):
+def test_what_does_not_change_what_is_learned_may_change(run_dir):
     check_run_directory(
         _config(
             run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
@@ -218,7 +218,8 @@ def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir, sec
         (("rollout",), "top_p", 0.9, "config.rollout.top_p: got 0.9, no setting any more; training samples from the"),
         (
             ("rollout", "vllm"), "expert_parallel", True,
-            "config.rollout.vllm.expert_parallel: got True, no setting any more; no supported model has experts",
+            "config.rollout.vllm.expert_parallel: got True, no setting any more; vLLM's expert parallelism is not "
+            "supported",
         ),
     ],
 )  # fmt: skip

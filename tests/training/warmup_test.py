@@ -67,7 +67,7 @@ def test_it_learns_the_solutions_and_leaves_what_it_never_saw():
     assert [step for step, _ in seen] == [50, 100, 150, 200]
     losses = [loss for _, loss in seen]
     assert losses == sorted(losses, reverse=True) and losses[0] < np.log(8)
-    # After 6 come 6 and 7 equally often: log 2 for two tokens of six is what can't be learnt.
+    # After 6 come 6 and 7 equally often: log 2 for two tokens of six is what can't be learned.
     floor = 2 * np.log(2) / 6
     assert floor < losses[-1] < floor + 0.02
     assert [int(np.argmax(table[token])) for token in (2, 3, 4, 5)] == [5, 6, 7, 7]

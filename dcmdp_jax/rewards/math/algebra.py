@@ -216,7 +216,7 @@ def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
     # The library warns once per process that its own time limit (SIGALRM in the calling thread) is off; the process
     # that runs this is killed from outside instead, which also works inside C code.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # Its removal of units would take the variables m, t and c for metre, tonne and cent.
+    # Its removal of units would take the variables m, t and c for meter, tonne and cent.
     normalization = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
     )

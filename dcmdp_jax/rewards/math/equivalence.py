@@ -159,7 +159,7 @@ def _same_lists(left: list[str], right: list[str]) -> bool:
 
 
 def _out_of_order(names: list[str | None]) -> bool:
-    """Whether the names are neighbours in the alphabet, each once, but not in its order."""
+    """Whether the names are neighbors in the alphabet, each once, but not in its order."""
     codes = [ord(name) if name and len(name) == 1 else 0 for name in names]
     return codes != sorted(codes) and sorted(codes) == list(range(min(codes), min(codes) + len(codes)))
 

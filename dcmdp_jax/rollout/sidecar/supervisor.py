@@ -27,7 +27,7 @@ class Supervisor:
         Args:
             name: of its engine, in errors and logs.
             start: starts a sidecar's process.
-            max_restarts: failures in a row after which the run ends.
+            max_restarts: restarts in a row without success, after which the run ends.
         """
         self._name, self._start = name, start
         self._max_restarts = max_restarts

@@ -1,4 +1,4 @@
-"""Judgements written by hand in the answer formats of the benchmarks: intervals, units, bases, matrices, ..."""
+"""Judgments written by hand in the answer formats of the benchmarks: intervals, units, bases, matrices, ..."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_there_are_enough_cases_of_either_kind() -> None:
 
 
 @pytest.mark.parametrize("case", _CASES, ids=[case["gold"] for case in _CASES])
-def test_judgement(case: dict[str, object]) -> None:
+def test_judgment(case: dict[str, object]) -> None:
     gold = case["gold"]
     assert [answer for answer in case["right"] if not judge(rf"so \boxed{{{answer}}}.", gold)] == []
     assert [answer for answer in case["wrong"] if judge(rf"so \boxed{{{answer}}}.", gold)] == []
