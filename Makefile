@@ -36,7 +36,7 @@ environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
 test: environment
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-# The tests marked `long` at full count: under an hour on two cores. Writes its result to docs/test_long.md.
+# The tests marked `long` at full count: about an hour on two cores. Writes its result to docs/test_long.md.
 test-long: environment
 	$(BIN)/python -m pytest -m long -p tests.long_result
 

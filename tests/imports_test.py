@@ -71,9 +71,7 @@ _MAY_IMPORT = {
         "dcmdp_jax.algorithm", "dcmdp_jax.atomic_write", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
         "dcmdp_jax.observe.html_page",
     },
-    "dcmdp_jax.rollout.sidecar": {
-        "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types",
-    },
+    "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
     "dcmdp_jax.studies": {"dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.observe"},
     "dcmdp_jax.rollout.engines": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
+# So many rows that the partial sums of a product that a GPU splits, four of a chunk's logits, are fewer than the tokens.
 _SMALL = {
     "model.architecture.num_layers": 2, "model.architecture.hidden_size": 256, "model.architecture.head_dim": 128,
     "model.architecture.num_heads": 2, "model.architecture.num_kv_heads": 2, "model.logprob_chunk": 128,
     "task.max_prompt_tokens": 128, "rollout.max_completion_tokens": 512, "training.micro_batch_tokens": 640,
-    "training.prompts_per_step": 8, "training.prompts_per_mini_batch": 4,
+    "training.prompts_per_step": 16, "training.prompts_per_mini_batch": 4, "rollout.max_rows": 64,
     "training.row_lengths": "(640,)",
 }  # fmt: skip
 
