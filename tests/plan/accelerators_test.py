@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
-# So many rows that the partial sums of a product that a GPU splits, four of a chunk's logits, are fewer than the tokens.
+# With fewer rows, the partial sums of a product that a GPU splits, four of a chunk's logits, count as all logits.
 _SMALL = {
     "model.architecture.num_layers": 2, "model.architecture.hidden_size": 256, "model.architecture.head_dim": 128,
     "model.architecture.num_heads": 2, "model.architecture.num_kv_heads": 2, "model.logprob_chunk": 128,
