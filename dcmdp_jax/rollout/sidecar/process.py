@@ -27,7 +27,7 @@ from dcmdp_jax.rollout.sidecar.shared_memory import Segment
 logger = logging.getLogger(__name__)
 
 _LOG, _TEMPORARY = "sidecar.log", "tmp"
-# A socket's name has at most 107 bytes; vLLM's begin with the directory of temporary files and end with 37 more.
+# A socket's name has at most 107 bytes; vLLM's begin with this directory and end with 37 more.
 _LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
 _END_S = 5.0
@@ -316,8 +316,9 @@ class Sidecar:
 
 def _environment(launch: Launch) -> dict[str, str]:
     temporary = str(launch.directory.resolve() / _TEMPORARY)
-    if len(temporary) > _LONGEST_TEMPORARY:
-        # Relative to its working directory: sockets need short names. A child that changes directory has none then.
+    if len(temporary) > _LONGEST_TEMPORARY or set("#?%") & set(temporary):
+        # Sockets need short names, and torch reads that of its rendezvous file as a URL. This one is that of the
+        # sidecar's working directory: a child that changes directory has no such directory then.
         temporary = f"/proc/self/cwd/{_TEMPORARY}"
     named = dict.fromkeys(("TMPDIR", *launch.temporary_variables), temporary)
     return {**os.environ, **launch.environment, **named}
