@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Python compiles the modules that it imports; to compile all of torch and vLLM beforehand takes a minute.
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+INSTALL := $(BIN)/python -m pip install --quiet
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped and say so.
 LINUX := $(filter Linux,$(shell uname -s))
 VLLM_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-vllm)
