@@ -7,8 +7,10 @@ is made on the device. Parts, in order of importance, each in a process of its o
 
     device              the chip, and the rates that a large product and a copy reach
     step_packed         the training step on packed rows of 8,192 tokens
+    discrepancy         the engine's and the training stack's probabilities in bfloat16, with float32 as the reference
     attention_packed    errors of each kernel, with float32 as the reference; its time and the plain version's
     engine_bfloat16     the embedded engine's tokens a second
+    step_smaller        the step of Qwen3-0.6B
     step_full_remat     the step with remat=full, the default of a run
     attention_one_sequence
     engine_fp8          8-bit weights
@@ -36,7 +38,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.accelerator_parts import attention, engine, experts, limits, step
+from benchmarks.accelerator_parts import attention, discrepancy, engine, experts, limits, step
 from benchmarks.accelerator_parts.sizes import SIZES, Size, Tell, size_name
 from benchmarks.accelerator_parts.tables import summary, table
 from benchmarks.arguments import at_least_one, names_of
@@ -61,8 +63,10 @@ class Part(NamedTuple):
 PARTS = {
     "device": Part(limits.measure, 60, 5),
     "step_packed": Part(functools.partial(step.measure, packed=True, remat="none"), 180, 40),
+    "discrepancy": Part(discrepancy.measure, 90, 30),
     "attention_packed": Part(functools.partial(attention.measure, packed=True), 90, 25),
     "engine_bfloat16": Part(functools.partial(engine.measure, precision="bfloat16"), 150, 40),
+    "step_smaller": Part(step.measure_smaller, 120, 30),
     "step_full_remat": Part(functools.partial(step.measure, packed=True, remat="full"), 180, 40),
     "attention_one_sequence": Part(functools.partial(attention.measure, packed=False), 90, 25),
     "engine_fp8": Part(functools.partial(engine.measure, precision="fp8"), 150, 40),

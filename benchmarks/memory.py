@@ -65,7 +65,7 @@ def step_config(model: str, length: int) -> Config:
         model: a name of `PUBLISHED`, or "toy" for a fresh small model in float32.
         length: of a row; a quarter of it is the prompt.
     """
-    config = qwen3_8b.get_config("debug" if model == "toy" else "")
+    config = qwen3_8b.get_config("local,debug" if model == "toy" else "local")
     if model == "toy":
         config.model.compute_dtype = "float32"
         config.training.prompts_per_step = config.training.prompts_per_mini_batch = 8

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.base import get_config
 from dcmdp_jax.config import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
@@ -89,7 +88,7 @@ def step_inputs(config: ModelConfig, mini_batches: int) -> tuple[Compute, Batch]
 
 def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) -> Callable[[], object]:
     """A call that trains one more step on the batch, from fresh parameters."""
-    settings = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "none"}})
+    settings = from_config_dict({"task": {"train": "none"}})
     algorithm = dataclasses.replace(settings.algorithm, method=method)
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)

@@ -1,14 +1,16 @@
-"""Types of command-line arguments: numbers in range, written in the digits 0-9, and lists of tasks."""
+"""Types of command-line arguments: numbers in range, written in the digits 0-9, lists of tasks, files to write."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.tasks.problems import source_name
+from dcmdp_jax.tasks.problems import source_name, split_locations
 
 UNLIMITED = 2**31 - 1
 """No number of tokens, rows or problems is larger."""
@@ -59,16 +61,42 @@ def temperature(text: str) -> float:
     return value
 
 
+def output_file(text: str) -> Path:
+    """An argument type: a file that can be written once the work is done; nothing is made yet."""
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, which is a directory; name a file")
+        if path.exists() and not path.is_file():
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, which is a FIFO, socket or device; name a file")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, in a directory that is not there; make it first")
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
+    if not writable:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written; choose another")
+    return path
+
+
+def output_directory(text: str) -> Path:
+    """An argument type: a directory that is there and writable, or can be made; nothing is made yet."""
+    path = existing = Path(text)
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
+    if not writable:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written ({existing}); choose another")
+    return path
+
+
 def split_tasks(text: str) -> dict[str, str]:
-    """Name -> location. A comma before `key=value` belongs to the arithmetic task it continues."""
-    locations: list[str] = []
-    for part in text.split(","):
-        if "=" in part and locations and locations[-1].startswith("arithmetic"):
-            locations[-1] += f",{part}"
-        else:
-            locations.append(part.strip())
+    """Name -> location."""
     tasks: dict[str, str] = {}
-    for location in locations:
+    for location in split_locations(text):
         if not location:
             raise argparse.ArgumentTypeError(f"got {shorten(text)}, an empty name is no task")
         name = location if location.startswith("arithmetic") else source_name(location)

@@ -128,10 +128,13 @@ def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) 
 
 def _append_to_log(what: str, text: str) -> Path | None:
     """Append to the run's error.log; its path, or None if there is none or it can't be written."""
-    if _run_dir is None or not _run_dir.is_dir():
+    if _run_dir is None:
         return None
     path = _run_dir / ERROR_LOG
     try:
+        # A FIFO would wait for a reader.
+        if not _run_dir.is_dir() or (path.exists() and not path.is_file()):
+            return None
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
     except OSError:

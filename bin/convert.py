@@ -14,10 +14,12 @@ import jax
 
 from bin.cli import Parser, run_main
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import has_tokenizer
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
-from dcmdp_jax.models.hf_weights import has_tokenizer, load_params, save_params
+from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.tasks.prompts import end_token_ids, load_tokenizer
 
 _DTYPES = ("bfloat16", "float32")
 
@@ -38,8 +40,8 @@ def main(argv: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m bin.convert", description="Check, copy and write Hugging Face model directories.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser("hf-check", help="check a directory's config.json, tensors and their values")
-    check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    check = commands.add_parser("hf-check", help="check a directory's config.json, tokenizer, tensors and values")
+    check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer")
     copy = commands.add_parser("copy", help="import a directory and export it again")
     copy.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, maybe a tokenizer")
     export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
@@ -59,13 +61,15 @@ def _parser() -> argparse.ArgumentParser:
 def _check(directory: Path) -> None:
     config = read_config(directory)
     manifest = check_manifest(directory, config)
+    tokenizer = load_tokenizer(str(directory.resolve()), vocab_size=config.vocab_size)
+    ends = end_token_ids(tokenizer, directory, vocab_size=config.vocab_size)
     check_values(manifest)
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
     files = {place.path for place in manifest.tensors.values()}
     print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s)")
     print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
-    print(f"tokenizer    {'present' if has_tokenizer(directory) else 'none'}")
+    print(f"tokenizer    {len(tokenizer):,} tokens; a completion ends with {', '.join(map(str, ends))}")
     print(f"{directory}: fits its config.json, all values are finite")
 
 

@@ -29,21 +29,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bin.arguments import UNLIMITED
 from bin.cli import keep_tracebacks_in, run_main
 from bin.evaluate_flags import parse, settings_of
+from bin.evaluate_tasks import check_room, load_tasks, samples_of
 from configs.base import get_config
 from dcmdp_jax.config import VllmSettings, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.log import EvaluationLog, open_output, write_json
-from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
+from dcmdp_jax.evaluation.overlap import Overlap
 from dcmdp_jax.evaluation.resumable import default_part, evaluate_in_parts
-from dcmdp_jax.evaluation.size import check_size
 from dcmdp_jax.evaluation.table import (
     format_comparison,
     format_table,
-    paper_samples,
     plain_average,
     read_scores,
     to_record,
@@ -60,11 +58,10 @@ from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
 from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
 from dcmdp_jax.rollout.vllm.launch import check_installation
-from dcmdp_jax.tasks.problems import load_problems
-from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.tasks.prompts import EncodedPrompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.training.memory_parts import plan_engine_memory
-from dcmdp_jax.training.memory_plan import free_host_bytes, this_machine
+from dcmdp_jax.training.memory_plan import this_machine
 from dcmdp_jax.training.run_directory import read_config as read_run_config
 from dcmdp_jax.types import Params
 
@@ -110,28 +107,19 @@ def main(argv: list[str]) -> None:
     if model.run is not None:
         keep_tracebacks_in(model.run[0])
     settings = settings_of(arguments, model.run[1] if model.run else None)
-    tokenizer = _tokenizer(model)
-    tasks = {name: _prompts(location, tokenizer, settings) for name, location in settings["tasks"].items()}
-    overlaps = _overlaps(tasks, settings)
-    if settings["drop_overlap"]:
-        tasks = {name: leave_out(prompts, overlaps[name], task=name) for name, prompts in tasks.items()}
+    tokenizer = load_tokenizer(str(model.tokenizer.resolve()), vocab_size=model.config.vocab_size)
+    stop = end_token_ids(tokenizer, model.tokenizer, vocab_size=model.config.vocab_size)
+    tasks, overlaps = load_tasks(tokenizer, settings)
+    longest = check_room(model.config, tasks, settings)
     sampling = SamplingParams(
         group_size=1,
         max_completion_tokens=settings["max_completion_tokens"],
         temperature=settings["temperature"],
         top_p=settings["top_p"],
-        stop_token_ids=end_token_ids(tokenizer, model.tokenizer),
+        stop_token_ids=stop,
     )
-    for name, prompts in tasks.items():
-        check_size(
-            name,
-            len(prompts.problems),
-            _samples(name, settings),
-            settings["max_completion_tokens"],
-            free=free_host_bytes(),
-        )
     out, log = open_output(arguments.out, *_default_output(model), _header(model, tasks, settings))
-    with log, contextlib.closing(_engine(model, tasks, settings, out)) as engine:
+    with log, contextlib.closing(_engine(model, tasks, longest, settings, out)) as engine:
         if settings["engine"] != "remote":
             engine.push_weights(model.load(settings["precision"]), model.step or 0)
             release_freed_memory()
@@ -160,7 +148,7 @@ def _evaluate(
     # No budget: a score depends on the answers, not on how fast this machine is.
     with Verifier(num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS), budget_s=0) as verifier:
         for name, prompts in tasks.items():
-            samples = _samples(name, settings)
+            samples = samples_of(name, settings)
             began = time.monotonic()
             result = evaluate_in_parts(
                 engine,
@@ -177,10 +165,6 @@ def _evaluate(
             results.append(result)
             _report_progress(result, len(tasks), len(results), time.monotonic() - began)
     return results
-
-
-def _samples(task: str, settings: dict[str, Any]) -> int:
-    return settings["samples"] or paper_samples(task)
 
 
 def _find_model(path: Path, step: int | None) -> _Model:
@@ -229,37 +213,10 @@ def _fingerprint(files: Iterable[Path]) -> list[list[Any]]:
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
 
 
-def _tokenizer(model: _Model) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer(str(model.tokenizer.resolve()))
-    if len(tokenizer) > model.config.vocab_size:
-        raise UserError(
-            f"tokenizer {model.tokenizer}: {len(tokenizer)} tokens, but the model has {model.config.vocab_size}; "
-            "use the model's own tokenizer"
-        )
-    return tokenizer
-
-
-def _prompts(location: str, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> EncodedPrompts:
-    problems = load_problems(location, split="test", limit=settings["max_problems"], on_bad_row=settings["on_bad_row"])
-    limit = settings["max_prompt_tokens"] or UNLIMITED
-    return encode_prompts(problems, tokenizer, prompt_suffix=settings["prompt_suffix"], max_prompt_tokens=limit)
-
-
-def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str, Any], out: Path) -> Engine:
-    """The engine, if the longest prompt and completion fit the model. A sidecar's log goes beside `out`."""
-    longest, name = max((max(map(len, prompts.token_ids)), name) for name, prompts in tasks.items())
-    room = model.config.max_position_embeddings - longest
-    if room < 1:
-        raise UserError(
-            f"--tasks: the longest prompt of {name} has {longest} tokens and leaves no room in the model's "
-            f"max_position_embeddings={model.config.max_position_embeddings}; --max_prompt_tokens leaves it out"
-        )
-    if settings["max_completion_tokens"] > room:
-        raise UserError(
-            f"--max_completion_tokens: got {settings['max_completion_tokens']}, with the longest prompt ({longest} "
-            f"tokens, {name}) more than the model's max_position_embeddings={model.config.max_position_embeddings}; "
-            f"--max_completion_tokens={room} fits"
-        )
+def _engine(
+    model: _Model, tasks: dict[str, EncodedPrompts], longest: int, settings: dict[str, Any], out: Path
+) -> Engine:
+    """The engine for prompts up to `longest` tokens. A sidecar's log goes beside `out`."""
     precision = {name: settings[name] for name in ("precision", "compute_dtype", "kv_cache_dtype")}
     rollout = model.run[1]["rollout"] if model.run else get_config().rollout.to_dict()
     sidecar, max_rows = VllmSettings(**rollout["vllm"]), settings["max_rows"]
@@ -271,7 +228,7 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
             model.config, this_machine(make_mesh(data=-1).devices.flat[0].platform), **precision,
             param_dtype=model.dtype(settings["precision"]), max_rows=max_rows,
             prompt_lengths=[len(ids) for prompts in tasks.values() for ids in prompts.token_ids],
-            completions=max(len(prompts.token_ids) * _samples(name, settings) for name, prompts in tasks.items()),
+            completions=max(len(prompts.token_ids) * samples_of(name, settings) for name, prompts in tasks.items()),
             max_completion_tokens=settings["max_completion_tokens"],
         )  # fmt: skip
         memory.check()
@@ -289,21 +246,6 @@ def _engine(model: _Model, tasks: dict[str, EncodedPrompts], settings: dict[str,
         server=settings["server"] or "",
     )
     return ENGINES[settings["engine"]](spec)
-
-
-def _overlaps(tasks: dict[str, EncodedPrompts], settings: dict[str, Any]) -> dict[str, list[Overlap]]:
-    """The problems of each task that --train_data has; nothing without it."""
-    if settings["train_data"] is None:
-        return {}
-    train = load_problems(settings["train_data"], on_bad_row="skip")
-    texts = [problem.prompt for problem in train]
-    return {
-        name: [
-            overlap._replace(train_problem=train[overlap.train_problem].index)
-            for overlap in find_overlap([problem.prompt for problem in prompts.problems], texts)
-        ]
-        for name, prompts in tasks.items()
-    }
 
 
 def _describe_overlaps(

@@ -48,6 +48,7 @@ def settings_of(arguments: argparse.Namespace, run: dict[str, Any] | None) -> di
     defaults = {
         "engine": run["rollout"]["engine"],
         "prompt_suffix": run["task"]["prompt_suffix"],
+        "chat_template_kwargs": run["task"]["chat_template_kwargs"],
         "precision": run["rollout"]["precision"],
         "compute_dtype": run["rollout"]["compute_dtype"],
         "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
@@ -110,8 +111,9 @@ def _parser() -> Parser:
         help="end-of-sequence included (default: %(default)s, as the paper)",
     )
     add("--max_prompt_tokens", type=whole(1), metavar="N", help="leave longer prompts out (default: keep all)")
-    add("--max_problems", type=whole(1), metavar="N", help="only the first N rows of each task (default: all)")
+    add("--max_problems", type=whole(1), metavar="N", help="only the first N problems of each task (default: all)")
     add("--prompt_suffix", help="appended to each problem (default: a run's own, else that of task.prompt_suffix)")
+    add("--chat_template_kwargs", metavar="JSON", help="as task.chat_template_kwargs (default: a run's own, else none)")
     add("--train_data", metavar="FILE", help="training problems, as task.train: report tasks' overlap with them")
     add("--drop_overlap", action="store_true", help="leave out the problems that --train_data has")
     add("--on_bad_row", choices=("error", "skip"), default="error", help="a malformed row (default: %(default)s)")

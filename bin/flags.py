@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import difflib
 import itertools
-import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bin.cli import Parser
+from bin.config_files import call_function
 from dcmdp_jax.config import Config, from_config_dict, parse_value
 from dcmdp_jax.config_fields import replace_value
-from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.training.run_directory import name_suffix
 
 _OVERRIDE = "config."
@@ -123,16 +123,7 @@ def _load(given: str) -> dict[str, Any]:
         near = difflib.get_close_matches(location, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'none in configs/'}"
         raise UserError(f"--config: no file {location}; {hint}")
-    try:
-        get_config = runpy.run_path(str(path)).get("get_config")
-        if get_config is None:
-            raise UserError("it has no function get_config")
-        made = get_config(*([argument] if colon else []))
-        if not isinstance(made, Mapping | ConfigDict):
-            raise UserError(f"get_config returned {type(made).__name__}, must be a ConfigDict")
-        return made.to_dict() if isinstance(made, ConfigDict) else dict(made)
-    except SystemExit as error:
-        raise UserError(f"--config: {path}: it called exit({error.code!r}); let get_config return") from error
-    except Exception as error:  # the file is a program and may raise anything
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"--config: {path}: {kind}{one_line(error)}") from error
+    made = call_function("--config", path, "get_config", *([argument] if colon else []))
+    if not isinstance(made, Mapping | ConfigDict):
+        raise UserError(f"--config: {path}: get_config returned {type(made).__name__}, must be a ConfigDict")
+    return made.to_dict() if isinstance(made, ConfigDict) else dict(made)

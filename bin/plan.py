@@ -11,16 +11,19 @@ docs/plan.md explains them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from pathlib import Path
 
+from bin.arguments import output_file
 from bin.cli import Parser, run_main
 from bin.flags import parse_with
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.config import MeshSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.report import describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import PROGRAMS, plan_run
+from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, plan_run
 from dcmdp_jax.plan.search import search
-from dcmdp_jax.plan.topologies import known_topologies, load_topology, set_environment
+from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
 
 
 def main(argv: list[str]) -> int:
@@ -31,13 +34,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--search", action="store_true", help="compile the step for other meshes and micro-batches; rank those that fit"
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     config, arguments = parse_with(parser, argv)
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
     only = tuple(name for name in arguments.programs.split(",") if name)
     if unknown := [name for name in only if name not in PROGRAMS]:
         raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")
+    _, devices = chip_and_count(arguments.topology)
+    # A search tries meshes of its own.
+    searched = dataclasses.replace(config, mesh=MeshSettings()) if arguments.search else config
+    check_run(searched, platform_of(arguments.topology), devices)
     set_environment()
     topology = load_topology(arguments.topology)
 
@@ -53,7 +60,7 @@ def main(argv: list[str]) -> int:
         record, code = plan_record(plan), 0 if plan.fits else 1
         tell(describe_plan(plan))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
         tell(f"wrote {arguments.json}")
     return code
 

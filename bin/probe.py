@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bin.arguments import real, temperature, whole
+from bin.arguments import output_directory, real, temperature, whole
 from bin.cli import Parser, run_main
 from bin.flags import parse as parse_config
 from configs.base import get_config
@@ -92,7 +92,8 @@ def _parser() -> Parser:
     live("--seed", type=whole(0, 2**32 - 1), default=0, help="of the samples (default: %(default)s)")
     add = parser.add_argument
     add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
-    add("--out", type=Path, default=Path("runs/probe"), metavar="DIR", help="where to write (default: %(default)s)")
+    out = Path("runs/probe")
+    add("--out", type=output_directory, default=out, metavar="DIR", help="where to write (default: %(default)s)")
     return parser
 
 
@@ -104,9 +105,9 @@ def _engine(text: str) -> ProbeSpec:
 
 
 def _recorded(arguments: argparse.Namespace) -> Measured:
-    for option in ("train", "rollout"):
+    for option, content in (("token", "token ids"), ("train", "train log-probs"), ("rollout", "rollout log-probs")):
         if not getattr(arguments, f"{option}_column"):
-            raise UserError(f"--{option}-column is missing: name the column of the {option} log-probs")
+            raise UserError(f"--{option}-column is missing: name the column of the {content}")
     if bool(arguments.reward_column) != bool(arguments.group_column):
         raise UserError("--reward-column and --group-column belong together: rewards are compared within a group")
     if arguments.reward_column and arguments.advantage_column:
@@ -160,6 +161,7 @@ def _probed(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
         model=model,
         problems=load_problems(task, limit=arguments.prompts),
         prompt_suffix=known.task.prompt_suffix,
+        chat_template_kwargs=known.task.chat_template_kwargs,
         sampling=SamplingParams(arguments.completions, limit, sampled_at, arguments.top_p),
         score_temperature=sampled_at if arguments.score_temperature is None else arguments.score_temperature,
         seed=arguments.seed,

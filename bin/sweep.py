@@ -15,9 +15,9 @@ docs/paper.md lists the studies.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
-import runpy
 import signal
 import subprocess
 import sys
@@ -27,6 +27,9 @@ from pathlib import Path
 
 from bin.arguments import whole
 from bin.cli import Parser, run_main
+from bin.config_files import call_function
+from bin.evaluate_flags import parse as parse_evaluation
+from bin.evaluate_flags import settings_of
 from bin.flags import parse as parse_run
 from dcmdp_jax.config import Config, to_dict
 from dcmdp_jax.errors import UserError
@@ -115,7 +118,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--study is missing; for example --study=configs/studies/methods.py")
     study = _load(arguments.study)
     if arguments.seeds is not None:
-        study = Study(study.title, study.arms, study.baseline, arguments.seeds, study.evaluation)
+        study = dataclasses.replace(study, seeds=arguments.seeds)
     out = arguments.out or Path("runs") / "studies" / _directory_name(arguments.study)
     if arguments.redraw is not None:
         if overrides or arguments.seeds is not None or arguments.dry_run:
@@ -126,6 +129,8 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         for run in runs:
             print(f"{run.label}: python -m bin.train {' '.join(run.arguments)}")
+    _check_evaluation(study, runs, configs)
+    if arguments.dry_run:
         return 0
     failed: list[StudyRun] = []
     code = 0
@@ -149,7 +154,9 @@ def _parser() -> Parser:
     parser.add_argument("--study", metavar="FILE[:ARGUMENT]", help="a file of configs/studies/")
     parser.add_argument("--seeds", type=_seeds, metavar="N,N,...", help="default: the study's own")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
-    parser.add_argument("--dry_run", action="store_true", help="check every config, list the runs, and stop")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the runs, check every config and the evaluation, and stop"
+    )
     parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw the metrics.jsonl.gz of a study; run nothing")
     return parser
 
@@ -174,13 +181,7 @@ def _load(given: str) -> Study:
     if not path.is_file():
         known = ", ".join(map(str, sorted(Path("configs/studies").glob("[!_]*.py"))))
         raise UserError(f"--study: no file {location}; there are {known or 'none in configs/studies/'}")
-    try:
-        study = runpy.run_path(str(path))["get_study"](*([argument] if colon else []))
-    except KeyError as error:
-        raise UserError(f"--study: {path}: it has no function get_study") from error
-    except Exception as error:  # the file is a program: anything may be wrong with it
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"--study: {path}: {kind}{' '.join(str(error).split())}") from error
+    study = call_function("--study", path, "get_study", *([argument] if colon else []))
     if not isinstance(study, Study):
         raise UserError(f"--study: {path}: get_study returned {type(study).__name__}, must be a Study")
     return study
@@ -207,6 +208,38 @@ def _resolve(study: Study, out: Path, overrides: Sequence[str]) -> tuple[list[St
     return runs, configs
 
 
+def _evaluation_words(run: StudyRun, evaluation: Sequence[str]) -> list[str]:
+    """Arguments of bin.evaluate for a run."""
+    return [str(run.directory), *evaluation, "--method", run.arm, "--out", str(run.directory / _EVALUATION)]
+
+
+def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:
+    """Refuse arguments, tasks and lengths that bin.evaluate would refuse once a run is trained."""
+    if not study.evaluation:
+        return
+    # transformers takes a while to import; a study without an evaluation does not need it.
+    from bin.evaluate_tasks import check_room, load_tasks
+    from dcmdp_jax.training.setup import model_and_tokenizer
+
+    seen = set()
+    for run, config in zip(runs, configs, strict=True):
+        if (run.directory / _EVALUATION).exists():
+            continue
+        try:
+            arguments = parse_evaluation(_evaluation_words(run, study.evaluation))
+            if arguments.step is not None and arguments.step > config.training.steps:
+                raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
+            settings = settings_of(arguments, to_dict(config))
+            # Seeds, and most arms, are asked the same by the same kind of model.
+            if (key := repr((config.model, config.max_total_tokens, settings))) in seen:
+                continue
+            seen.add(key)
+            model, tokenizer = model_and_tokenizer(config)
+            check_room(model, load_tasks(tokenizer, settings)[0], settings)
+        except UserError as error:
+            raise UserError(f"study: evaluation of {run.label}: {error}") from None
+
+
 def _finish(commands: _Commands, run: StudyRun, config: Config, evaluation: Sequence[str], label: str) -> int:
     """Train and evaluate one run as far as it is not done; the exit code of what failed."""
     done = run.directory / _FINISHED
@@ -219,8 +252,7 @@ def _finish(commands: _Commands, run: StudyRun, config: Config, evaluation: Sequ
         write_json(done, {"steps": config.training.steps})
         (run.directory / _EVALUATION).unlink(missing_ok=True)
     if evaluation and not (run.directory / _EVALUATION).exists():
-        words = [str(run.directory), *evaluation, "--method", run.arm, "--out", str(run.directory / _EVALUATION)]
-        code = commands.call(run, ["bin.evaluate", *words], f"{label}, evaluation")
+        code = commands.call(run, ["bin.evaluate", *_evaluation_words(run, evaluation)], f"{label}, evaluation")
         if code:
             return code
     print(f"{label}: finished ({time.monotonic() - began:.0f} s)", flush=True)

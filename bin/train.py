@@ -11,8 +11,9 @@ from dcmdp_jax.config_text import print_config
 from dcmdp_jax.parallel.hosts import Hosts, join_hosts
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.training.fingerprint import settings_and_code
-from dcmdp_jax.training.loop import TrainingStopped, train
+from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import describe, make_plan_of_run
+from dcmdp_jax.training.skipped_updates import TrainingStopped
 from dcmdp_jax.training.stop_signal import Interrupted
 
 

@@ -18,6 +18,41 @@ def get_config(arg: str = "") -> ConfigDict:
     return with_options(ConfigDict(dataclasses.asdict(Config())), arg)
 
 
+def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) -> tuple[ConfigDict, str]:
+    """Make what the paper's runs share; return it with the options that are left of `arg`.
+
+    vLLM samples, with as many replicas as the GPUs hold; completions of a whole step are in flight.
+
+    local  the embedded engine samples.
+    fp8    vLLM with FP8 weights and activations (W8A8), on GPUs.
+
+    Args:
+        arg: of the config file.
+        model: name of the directory in models/.
+        run_dir: of the run without options.
+        replicas_of: GPUs of each replica.
+    """
+    config = get_config()
+    config.run_dir, config.model.path = run_dir, f"models/{model}"
+    config.task.train = "BytedTsinghua-SIA/DAPO-Math-17k"
+    config.rollout.max_completion_tokens = 8192
+    config.rollout.engine = "vllm"
+    config.rollout.vllm.replicas = 0
+    config.rollout.vllm.tensor_parallel_size = replicas_of
+    config.rollout.max_rows = 512
+    options = [option for option in arg.split(",") if option]
+    if "local" in options and "fp8" in options:
+        raise ValueError("config argument 'local,fp8': FP8 weights and activations are vLLM's; choose one of the two")
+    if "local" in options:
+        config.run_dir += "_local"
+        config.rollout = get_config().rollout
+        config.rollout.max_completion_tokens = 8192
+    if "fp8" in options:
+        config.run_dir += "_fp8"
+        config.rollout.precision = "fp8"
+    return config, ",".join(option for option in options if option not in ("local", "fp8"))
+
+
 def with_options(config: ConfigDict, arg: str) -> ConfigDict:
     """Apply the argument of a config file, options joined by commas.
 
@@ -35,6 +70,7 @@ def with_options(config: ConfigDict, arg: str) -> ConfigDict:
         config.run_dir += "_grpo"
     if "debug" in options:
         config.run_dir += "_debug"
+        config.rollout.vllm.tensor_parallel_size = 1
         config.model.path = config.model.tokenizer = ""
         config.task.train = "arithmetic:difficulty=1,count=64"
         config.task.prompt_suffix = ""
@@ -51,5 +87,5 @@ def with_options(config: ConfigDict, arg: str) -> ConfigDict:
             config.warmup.task = "arithmetic:difficulty=2,count=640,seed=1,error_rate=0.5"
         if config.evaluation.every_steps:
             config.evaluation.task = "arithmetic:difficulty=1,count=8,split=heldout"
-            config.evaluation.samples = 2
+            config.evaluation.samples = (2,)
     return config

@@ -2,18 +2,19 @@
 
     python -m bin.train --config=configs/qwen3_8b.py                                     BF16 training, BF16 rollout
     python -m bin.train --config=configs/qwen3_8b.py:grpo                                the baseline
-    python -m bin.train --config=configs/qwen3_8b.py:fp8                                 FP8 rollout, with vLLM
+    python -m bin.train --config=configs/qwen3_8b.py:fp8                                 FP8 rollout
     python -m bin.train --config=configs/qwen3_8b.py:fp8,grpo                            its baseline
+    python -m bin.train --config=configs/qwen3_8b.py:local                               the embedded engine samples
 
 `models/Qwen3-8B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`. The
 dataset needs the extra `hub`. The paper used 8 GPUs and vLLM. It reports, as the average over six benchmarks: BF16 GRPO
 67.3, DC-GRPO 71.0; FP8 rollout GRPO 64.7, DC-GRPO 68.1. This project has not run the config at full size.
 
-`:fp8` is the FP8 of the paper's Table 2: vLLM with FP8 weights and activations (W8A8). It needs GPUs with vLLM
-(BUILD.md; on 8 GPUs `--config.rollout.vllm.replicas=8`) and was not run. Without `:fp8` the embedded engine
-samples; its own `rollout.precision=fp8` is an emulation: FP8 weights, BF16 activations and products.
+vLLM samples, as in the paper: a replica on each GPU (BUILD.md installs it). `:fp8` is the FP8 of the paper's Table 2:
+vLLM with FP8 weights and activations (W8A8). `:local` samples with the embedded engine, whose own
+`rollout.precision=fp8` is an emulation: FP8 weights, BF16 activations and products.
 
-`:debug` runs the same code at toy size on a CPU.
+`:debug` runs the same code at toy size on a CPU; without `:local` it needs vLLM's CPU build.
 """
 
 from ml_collections import ConfigDict
@@ -22,17 +23,9 @@ from configs import base
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    config = base.get_config()
-    config.run_dir = "runs/qwen3_8b"
-    config.model.path = "models/Qwen3-8B"
-    config.task.train = "BytedTsinghua-SIA/DAPO-Math-17k"
+    config, rest = base.paper_config(arg, model="Qwen3-8B", run_dir="runs/qwen3_8b")
     # The paper's constants are the defaults; named again because this file is what they belong to.
     config.algorithm.multiplier = 0.1
     config.algorithm.tolerance = 0.0037
     config.algorithm.dual_learning_rate = 1.0
-    config.rollout.max_completion_tokens = 8192
-    options = [option for option in arg.split(",") if option]
-    if "fp8" in options:
-        config.run_dir += "_fp8"
-        config.rollout.engine, config.rollout.precision = "vllm", "fp8"
-    return base.with_options(config, ",".join(option for option in options if option != "fp8"))
+    return base.with_options(config, rest)

@@ -6,8 +6,11 @@ The study trains GRPO at sampling temperatures 0.3, 0.7 and 1.0. With the same s
 measures (section 4: `algorithm.method=dual_grpo`, `algorithm.measure`) and tolerance ranges (section 5:
 `threshold_grpo`, `algorithm.tolerance`). `models/DeepSeek-R1-Distill-Qwen-1.5B` is the model's Hugging Face directory
 (`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --local-dir models/DeepSeek-R1-Distill-Qwen-1.5B`). The
-dataset needs the extra `hub`. The paper gives curves for this model, no final numbers. `:debug` runs the same code at
-toy size on a CPU.
+dataset needs the extra `hub`. The paper gives curves for this model, no final numbers.
+
+vLLM samples, as in the paper: a replica on each GPU (BUILD.md installs it). `:local` samples with the embedded engine,
+`:fp8` with FP8 weights and activations in vLLM. `:debug` runs the same code at toy size on a CPU; without `:local` it
+needs vLLM's CPU build.
 """
 
 from ml_collections import ConfigDict
@@ -16,9 +19,5 @@ from configs import base
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    config = base.get_config()
-    config.run_dir = "runs/r1_distill_qwen_1p5b"
-    config.model.path = "models/DeepSeek-R1-Distill-Qwen-1.5B"
-    config.task.train = "BytedTsinghua-SIA/DAPO-Math-17k"
-    config.rollout.max_completion_tokens = 8192
-    return base.with_options(config, arg)
+    config, rest = base.paper_config(arg, model="DeepSeek-R1-Distill-Qwen-1.5B", run_dir="runs/r1_distill_qwen_1p5b")
+    return base.with_options(config, rest)

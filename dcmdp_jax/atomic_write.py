@@ -16,12 +16,18 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         content: text is written as UTF-8.
 
     Raises:
-        OSError: if it can't be written.
+        OSError: naming the file, if it can't be written.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.new")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        # One of a write (a full disk, `ulimit -f`) does not say which file.
+        if error.filename is None:
+            error.filename = str(path)
+        raise

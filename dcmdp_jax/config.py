@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.config_algorithm import AlgorithmSettings, check_algorithm
 from dcmdp_jax.config_checks import engine_choices, validate
@@ -24,6 +22,9 @@ from dcmdp_jax.config_rollout import VllmSettings as VllmSettings
 from dcmdp_jax.config_saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 _MODEL = "no known model comes near it"
 _ADAM = "AdamW moves each parameter by about as much in one update"
@@ -108,7 +109,12 @@ class TaskSettings:
     )  # fmt: skip
     prompt_suffix: str = setting(
         "\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        "Text appended to each problem.", source="ours: the wording of Qwen's own math evaluations",
+        "Text appended to each problem, but for one that says itself how to write its answer (DAPO-Math-17K) where "
+        "this text says it too.", source="ours: the wording of Qwen's own math evaluations",
+    )  # fmt: skip
+    chat_template_kwargs: str = setting(
+        "", 'Variables of the chat template as a JSON object, such as {"enable_thinking": false}. Empty: the '
+        "template's own defaults (Qwen3 thinks).", source="paper: not stated",
     )  # fmt: skip
     max_prompt_tokens: int = setting(
         1024, "Longest prompt. Longer ones are dropped, counted and reported.", unit="tokens", source="ours",
@@ -148,8 +154,10 @@ class TrainingSettings:
         minimum=1, limit=(2**20, "the paper uses 16"),
     )  # fmt: skip
     micro_batch_tokens: int = setting(
-        16384, "Tokens, padding included, of one forward and backward pass, per device.", unit="tokens per device",
-        source="ours", minimum=1, limit=(INT32_MAX, "tokens are counted in int32"), free=True,
+        16384,
+        "Most tokens, padding included, of one forward and backward pass, per device. Fewer where a mini-batch can't "
+        "fill them.",
+        unit="tokens per device", source="ours", minimum=1, limit=(INT32_MAX, "tokens are counted in int32"), free=True,
     )  # fmt: skip
     row_lengths: tuple[int, ...] = setting(
         (),
@@ -172,6 +180,10 @@ class TrainingSettings:
     max_skipped_in_row: int = setting(
         8, "Updates with a gradient that is not finite are skipped; this many in a row stop the run.", unit="updates",
         source="ours", minimum=1, free=True,
+    )  # fmt: skip
+    max_skipped_share: float = setting(
+        0.2, "Largest share of such updates among those of the last 20 steps; above it the run stops. 1: none.",
+        source="ours", minimum=0, maximum=1, free=True,
     )  # fmt: skip
 
 
@@ -245,19 +257,17 @@ class WarmupSettings:
 class EvaluationSettings:
     """Held-out evaluation by the inference engine's policy while training."""
 
-    task: str = setting("", "Held-out problems, as `task.train`. The paper's own evaluation: bin.evaluate.", free=True)
+    task: str = setting(
+        "", "Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation, with "
+        "32,768 tokens: bin.evaluate.", free=True,
+    )  # fmt: skip
     every_steps: int = setting(0, "Steps between evaluations. 0: none.", unit="steps", minimum=0, free=True)
-    samples: int = setting(
-        8, "K of avg@K, completions of each problem.", unit="completions", minimum=1, free=True,
-        source="ours; paper [6.1]: 32 or 4",
-        limit=(4096, "avg@4096 of one problem has a standard error of 0.008 at most"),
+    samples: tuple[int, ...] = setting(
+        (), "K of avg@K, completions of each problem: one number for each task, or one for all. Empty: the paper's for "
+        "its six benchmarks, 8 for others.", unit="completions", free=True, source="paper [6.1]: 32 or 4",
     )  # fmt: skip
     temperature: float = setting(
-        0.7,
-        "Sampling temperature. 0: greedy.",
-        source="paper [6.1]: 0.7",
-        minimum=0,
-        limit=HIGHEST_TEMPERATURE,
+        0.7, "Sampling temperature. 0: greedy.", source="paper [6.1]: 0.7", minimum=0, limit=HIGHEST_TEMPERATURE,
         free=True,
     )  # fmt: skip
     max_problems: int = setting(0, "Maximum number of problems. 0: all.", unit="problems", minimum=0, free=True)
@@ -332,7 +342,7 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
         UserError: in one line, naming the setting, its value and what is allowed: an unknown name (with the nearest
             right one), a wrong type, a value out of range, or two settings that do not fit.
     """
-    made = build(Config, config.to_dict() if isinstance(config, ConfigDict) else config, unknown_setting)
+    made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
     validate(made)
     check_rewards(made.rewards)
     check_hosts(made.hosts, made.training.prompts_per_step)

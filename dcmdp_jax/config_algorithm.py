@@ -7,10 +7,18 @@ import difflib
 import re
 from typing import get_args
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, WEIGHTS, Correction, chain, make_correction
-from dcmdp_jax.algorithm.discrepancy import Level, Measure, Sided
+from dcmdp_jax.algorithm.corrections import (
+    CORRECTIONS,
+    DROPS_NOTHING,
+    WEIGHTS,
+    Correction,
+    chain,
+    make_correction,
+)
+from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Level, Measure, Sided
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation
 from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.algorithm.signals import KL_WEIGHTS
 from dcmdp_jax.config_fields import setting
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
@@ -35,6 +43,11 @@ class AlgorithmSettings:
     sided: str = setting(
         "two", "two: absolute value. one: only p_train above p_inf is charged.", source="paper: two",
         choices=get_args(Sided),
+    )  # fmt: skip
+    ratio_limit: float = setting(
+        RATIO_LIMIT, "Most that measure=ratio gives a token: without it one token of p_inf near 0 would be charged up "
+        "to 4.85e8.", source="ours: the paper has no bound; its measure, diff, is at most 1", minimum=1e-6,
+        limit=(5e8, _CLAMPED),
     )  # fmt: skip
     level: str = setting(
         "token", "What is charged: each token's discrepancy, or its completion's mean.", source="paper: token",
@@ -156,7 +169,10 @@ class AlgorithmSettings:
         "k3", "Estimator of that divergence.", choices=("k2", "k3"),
         why="k1 is an estimate and no loss: its expected gradient is 0",
     )  # fmt: skip
-
+    kl_correction: str = setting(
+        "none", "What corrections do to that divergence. none: its mean is over all tokens. drop: over the tokens that "
+        "they keep. weigh: they also multiply it.", source="ours: as verl and TRL", choices=tuple(KL_WEIGHTS),
+    )  # fmt: skip
     router_aux_loss: float = setting(
         0.0, "Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.",
         source="ours: not stated in the paper; Qwen3-MoE's config.json has 0.001", minimum=0,
@@ -176,6 +192,12 @@ class AlgorithmSettings:
             UserError: in one line, naming what is wrong and what is allowed.
         """
         return chain([_make(name, parameters) for name, parameters in _parse(self.corrections)])
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether the `corrections` may leave tokens out of the denominator of the loss."""
+        drops = any(name not in DROPS_NOTHING for name, _ in _parse(self.corrections))
+        return drops and self.correction_denominator == "kept" and self.aggregation != "fixed_length"
 
 
 def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) -> None:

@@ -146,6 +146,8 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         return int(value)
     if typing.get_origin(hint) is tuple:
         element = typing.get_args(hint)[0]
+        # What was one number in an earlier version.
+        value = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
         allowed = (int, float) if element is float else (int,)
         if isinstance(value, list | tuple) and all(isinstance(v, allowed) and not isinstance(v, bool) for v in value):
             return tuple(_typed(element, v, dotted) for v in value)

@@ -13,6 +13,7 @@ from dcmdp_jax.inputs import shorten
 # A test holds them and the names that `dcmdp_jax.rewards` knows together; importing that would import NumPy.
 BUILT_IN = ("math", "math_verify")
 _LARGEST_WEIGHT = 1e6
+_LEAST_MEMORY_GIB = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,12 @@ class RewardSettings:
     timeout: float = setting(
         300.0, "Time that one call of a function may take, for all completions of one call of the engine.",
         unit="seconds", source="ours", minimum=0.01, limit=(86400, "a day"), free=True,
+    )  # fmt: skip
+    memory_limit: float = setting(
+        0.0,
+        "Memory (address space) of the process of a function, and of each process that it starts; above it the "
+        "allocation fails. 0: no limit. A function that imports CUDA needs far more address space than memory.",
+        unit="GiB", source="ours", minimum=0.0, limit=(65536, "64 TiB"), free=True,
     )  # fmt: skip
     on_error: str = setting(
         "error",
@@ -74,6 +81,11 @@ def check_rewards(rewards: RewardSettings) -> None:
         raise UserError(
             f"config.rewards.weights: got {len(weights)} for the {len(names)} functions {rewards.functions}, must be "
             "one for each, or empty"
+        )
+    if 0 < rewards.memory_limit < _LEAST_MEMORY_GIB:
+        raise UserError(
+            f"config.rewards.memory_limit: got {rewards.memory_limit} GiB, must be 0 (no limit) or at least "
+            f"{_LEAST_MEMORY_GIB} GiB, in which Python starts"
         )
     if weights and not any(weights):
         raise UserError("config.rewards.weights: got only 0, nothing would be learned; one must be another number")

@@ -27,8 +27,8 @@ class VllmSettings:
     )
     replicas: int = setting(
         1, "Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt p goes to replica p mod "
-        "replicas; all load one copy of the weights.",
-        unit="sidecars", minimum=1, limit=(1024, "each is an engine with devices of its own"), free=True,
+        "replicas; all load one copy of the weights. 0: as many as the GPUs (or named chips) hold, 1 on a CPU.",
+        unit="sidecars", minimum=0, limit=(1024, "each is an engine with devices of its own"), free=True,
     )  # fmt: skip
     visible_devices: str = setting(
         "", "GPUs (as CUDA_VISIBLE_DEVICES) or TPU chips of the sidecars. Empty: the trainer's GPUs, shared; a TPU "

@@ -1,4 +1,4 @@
-"""Input from users: JSON files, digits, and short quotes of bad values for error messages."""
+"""Input from users: JSON files, tokenizers, digits, and short quotes of bad values for error messages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        UserError: naming the file, if it is not UTF-8, not JSON, nested too deeply, or no object.
+        UserError: naming the file, if it is a FIFO, which would be waited for, not UTF-8, not JSON, nested too deeply,
+            or no object.
     """
+    if Path(path).is_fifo():
+        raise UserError(f"{path}: is a FIFO, must be a file")
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError:
@@ -50,6 +53,11 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
         kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
         raise UserError(f"{path}: holds {kind}, must hold a JSON object {{...}}")
     return value
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether a Hugging Face directory holds a tokenizer: tokenizer.json or vocab.json."""
+    return any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
 def foreign_digit(text: str) -> str | None:

@@ -28,3 +28,15 @@ def test_a_failure_leaves_the_old_content(tmp_path, monkeypatch, broken):
     with pytest.raises(OSError, match="No space left"):
         atomic_write(path, "new")
     assert path.read_text() == "old"
+
+
+def test_an_error_of_a_write_names_the_file(tmp_path, monkeypatch):
+    """The system's own error of `write` and `fsync` does not."""
+
+    def fail(*_):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="File too large") as caught:
+        atomic_write(tmp_path / "file", "new")
+    assert caught.value.filename == str(tmp_path / "file")

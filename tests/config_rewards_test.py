@@ -40,6 +40,8 @@ def test_weights_belong_to_the_functions_in_order():
         ({"weights": [float("nan")]}, "weights: got nan, must be a finite number"),
         ({"on_error": "non"}, "on_error: got 'non', allowed are error, none; did you mean 'none'?"),
         ({"timeout": 0}, "timeout: got 0.0, must be at least 0.01"),
+        ({"memory_limit": -1}, "memory_limit: got -1.0, must be at least 0"),
+        ({"memory_limit": 0.01}, r"memory_limit: got 0.01 GiB, must be 0 \(no limit\) or at least 0.125 GiB"),
         ({"function": "math"}, "function: no such setting; did you mean 'rewards.functions'"),
     ],
 )

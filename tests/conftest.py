@@ -10,8 +10,10 @@ import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_NOT_OPTIMIZED = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# jaxlib 0.11 dropped the older generator with its flag, and ends the process at a flag that it does not know.
+_OLDER_GENERATOR = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) < (0, 11)
+_NOT_OPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1" + (
+    " --xla_cpu_use_fusion_emitters=false" if _OLDER_GENERATOR else ""
 )
 _FLAGS = f"--xla_force_host_platform_device_count=8 {_NOT_OPTIMIZED}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()

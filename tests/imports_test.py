@@ -31,10 +31,16 @@ _MAY_IMPORT = {
     },
     "dcmdp_jax.config_text": {"dcmdp_jax.config", "dcmdp_jax.config_fields"},
     "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
-    "dcmdp_jax.models": {"dcmdp_jax.global_arrays", "dcmdp_jax.inputs", "dcmdp_jax.types"},
+    "dcmdp_jax.models": {
+        "dcmdp_jax.atomic_write", "dcmdp_jax.global_arrays", "dcmdp_jax.inputs", "dcmdp_jax.types",
+    },
     "dcmdp_jax.parallel": {"dcmdp_jax.types"},
-    "dcmdp_jax.rewards.worker_process": set(),
-    "dcmdp_jax.rewards.worker_pool": {"dcmdp_jax.rewards.worker_process"},
+    "dcmdp_jax.rewards.messages": set(),
+    "dcmdp_jax.rewards.process_tree": set(),
+    "dcmdp_jax.rewards.worker_process": {"dcmdp_jax.rewards.messages", "dcmdp_jax.rewards.process_tree"},
+    "dcmdp_jax.rewards.worker_pool": {
+        "dcmdp_jax.rewards.messages", "dcmdp_jax.rewards.process_tree", "dcmdp_jax.rewards.worker_process",
+    },
     "dcmdp_jax.rewards.math": {"dcmdp_jax.rewards.worker_pool", "dcmdp_jax.rewards.worker_process"},
     "dcmdp_jax.tasks": {"dcmdp_jax.inputs", "dcmdp_jax.rewards.math"},
     "dcmdp_jax.rewards": {
@@ -62,7 +68,7 @@ _MAY_IMPORT = {
     "dcmdp_jax.training": {
         "dcmdp_jax.algorithm", "dcmdp_jax.array_checksum", "dcmdp_jax.atomic_write", "dcmdp_jax.config",
         "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation",
-        "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
+        "dcmdp_jax.global_arrays", "dcmdp_jax.inputs", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
         "dcmdp_jax.process_memory", "dcmdp_jax.rewards", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
         "dcmdp_jax.tasks", "dcmdp_jax.types",
@@ -72,14 +78,17 @@ _MAY_IMPORT = {
         "dcmdp_jax.observe.html_page",
     },
     "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
-    "dcmdp_jax.studies": {"dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.observe"},
+    "dcmdp_jax.studies": {
+        "dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.inputs", "dcmdp_jax.observe",
+    },
     "dcmdp_jax.rollout.engines": {
         "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
         "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
     },
     "configs": {"dcmdp_jax.config", "dcmdp_jax.studies"},
     "bin": {
-        "configs", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text", "dcmdp_jax.evaluation",
+        "configs", "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text",
+        "dcmdp_jax.evaluation",
         "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
         "dcmdp_jax.plan", "dcmdp_jax.probe", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
         "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.vllm", "dcmdp_jax.studies", "dcmdp_jax.tasks",

@@ -1,5 +1,7 @@
 """Quotes that stay short, JSON files that are none, digits that only look like ours."""
 
+import os
+
 import pytest
 
 from dcmdp_jax.inputs import describe_digit, foreign_digit, read_json_object, shorten, shorten_name
@@ -69,3 +71,9 @@ def test_digits_of_other_scripts_are_found(text, digit, said):
 @pytest.mark.parametrize("text", ["12345", "", "π/2", "五", "½", "x²", "①"])
 def test_characters_that_python_does_not_parse_as_digits_are_ignored(text):
     assert foreign_digit(text) is None
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"config.json: is a FIFO, must be a file"):
+        read_json_object(tmp_path / "config.json")

@@ -25,11 +25,11 @@ from dcmdp_jax.rollout.local.engine import LocalEngine
 def measure(size: Size, tell: Tell, *, precision: str) -> None:
     """Sample `size.new_tokens` tokens for each completion, without a stop token."""
     settings = run_settings(size)
-    settings.rollout.precision = precision
-    settings.rollout.group_size = size.decode_group
-    settings.rollout.max_completion_tokens = size.new_tokens
-    settings.task.max_prompt_tokens = size.decode_prompt_tokens
-    settings.training.prompts_per_step = settings.training.prompts_per_mini_batch = size.decode_prompts
+    settings["rollout"] |= {
+        "precision": precision, "group_size": size.decode_group, "max_completion_tokens": size.new_tokens,
+    }  # fmt: skip
+    settings["task"]["max_prompt_tokens"] = size.decode_prompt_tokens
+    settings["training"] |= {"prompts_per_step": size.decode_prompts, "prompts_per_mini_batch": size.decode_prompts}
     config, mesh = from_config_dict(settings), one_device_mesh()
     model, rows = model_of(config), size.decode_prompts * size.decode_group
     rng = np.random.default_rng(0)

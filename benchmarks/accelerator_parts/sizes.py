@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from benchmarks import moe
 from benchmarks.workload import rollout
-from configs.base import get_config
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rollout.episode import Episode
 
@@ -24,6 +22,7 @@ class Size(NamedTuple):
 
     Attributes:
         model_path: `model.path`, whose last part names a published shape; empty: `architecture`.
+        smaller_model_path: the same of a second model for the step.
         architecture: fields of `model.architecture`.
         row_length: of packed rows, the longest of a step, and of attention.
         micro_batch_tokens: of the step; attention has as many rows.
@@ -38,6 +37,7 @@ class Size(NamedTuple):
     """
 
     model_path: str
+    smaller_model_path: str
     architecture: dict[str, Any]
     row_length: int
     micro_batch_tokens: int
@@ -60,14 +60,14 @@ class Size(NamedTuple):
 SIZES = {
     # The mixture is a layer of Qwen3-30B-A3B.
     "1.7B": Size(
-        "models/Qwen3-1.7B", {}, row_length=8192, micro_batch_tokens=16384, prompts=4, group=8, prompt_tokens=128,
-        median_tokens=1536, decode_prompts=32, decode_group=8, decode_prompt_tokens=128, new_tokens=256,
-        expert_layer=moe.Sizes(2048, 768, 8, "bfloat16"), experts=128, expert_tokens=8192, product=8192,
+        "models/Qwen3-1.7B", "models/Qwen3-0.6B", {}, row_length=8192, micro_batch_tokens=16384, prompts=4, group=8,
+        prompt_tokens=128, median_tokens=1536, decode_prompts=32, decode_group=8, decode_prompt_tokens=128,
+        new_tokens=256, expert_layer=moe.Sizes(2048, 768, 8, "bfloat16"), experts=128, expert_tokens=8192, product=8192,
         copied_bytes=1 << 32, repeats=5,
     ),
     "toy": Size(
-        "", {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-             "head_dim": 16}, row_length=128, micro_batch_tokens=256, prompts=4, group=4, prompt_tokens=8,
+        "", "", {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+                 "head_dim": 16}, row_length=128, micro_batch_tokens=256, prompts=4, group=4, prompt_tokens=8,
         median_tokens=24, decode_prompts=2, decode_group=2, decode_prompt_tokens=8, new_tokens=8,
         expert_layer=moe.Sizes(32, 16, 2, "bfloat16"), experts=4, expert_tokens=64, product=256,
         copied_bytes=1 << 22, repeats=2,
@@ -82,19 +82,20 @@ def size_name(asked: str) -> str:
     return "toy" if jax.default_backend() == "cpu" else "1.7B"
 
 
-def run_settings(size: Size) -> ConfigDict:
-    """The settings of a run at this size: bfloat16 products, one update on all completions."""
-    config = get_config()
-    config.model.path = size.model_path
-    config.model.architecture.update(size.architecture)
-    config.model.compute_dtype = config.rollout.compute_dtype = "bfloat16"
-    config.task.train = "none"
-    config.task.max_prompt_tokens = size.prompt_tokens
-    config.rollout.group_size = size.group
-    config.rollout.max_completion_tokens = size.row_length - size.prompt_tokens
-    config.training.prompts_per_step = config.training.prompts_per_mini_batch = size.prompts
-    config.training.micro_batch_tokens = size.micro_batch_tokens
-    return config
+def run_settings(size: Size) -> dict[str, dict[str, Any]]:
+    """The settings of a run at this size: bfloat16 products, one update on all completions. The others are defaults."""
+    return {
+        "model": {"path": size.model_path, "architecture": dict(size.architecture), "compute_dtype": "bfloat16"},
+        "task": {"train": "none", "max_prompt_tokens": size.prompt_tokens},
+        "rollout": {
+            "compute_dtype": "bfloat16", "group_size": size.group,
+            "max_completion_tokens": size.row_length - size.prompt_tokens,
+        },
+        "training": {
+            "prompts_per_step": size.prompts, "prompts_per_mini_batch": size.prompts,
+            "micro_batch_tokens": size.micro_batch_tokens,
+        },
+    }  # fmt: skip
 
 
 def completions(size: Size, model: ModelConfig) -> list[Episode]:

@@ -30,9 +30,9 @@ _MOST_SEGMENTS = 64
 def step_config(size: Size, *, packed: bool, remat: str) -> Config:
     """The run whose step is measured: several sequences in a row, or one, in rows of three lengths."""
     config = run_settings(size)
-    config.model.remat = remat
+    config["model"]["remat"] = remat
     if packed:
-        config.training.row_lengths, config.training.segments_per_row = (size.row_length,), _MOST_SEGMENTS
+        config["training"] |= {"row_lengths": (size.row_length,), "segments_per_row": _MOST_SEGMENTS}
     return from_config_dict(config)
 
 
@@ -42,6 +42,11 @@ def needed_flops(model: ModelConfig, episodes: Sequence[Episode]) -> float:
     whole = sum(step_flops(model, length=n, tokens=n, recomputed_tokens=0) for n in lengths)
     prompts = sum(lengths) - sum(episode.num_sampled for episode in episodes)
     return whole - 3 * 2.0 * model.hidden_size * model.vocab_size * prompts
+
+
+def measure_smaller(size: Size, tell: Tell) -> None:
+    """`measure` of the smaller model, on packed rows with remat=none."""
+    measure(size._replace(model_path=size.smaller_model_path), tell, packed=True, remat="none")
 
 
 def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:

@@ -117,6 +117,14 @@ def _engine(found: Found) -> str:
     return _rows(("embedded engine", found["precision"]), rows)
 
 
+def _discrepancy(found: Found) -> str:
+    heading = (f"{found['tokens']:,} sampled tokens, median p {found['median_probability']:.2g}", "mean |p - p'|",
+               "mean |log p - log p'|", "largest")  # fmt: skip
+    return _rows(
+        heading, [(name, *(f"{value:.2e}" for value in pair.values())) for name, pair in found["pairs"].items()]
+    )
+
+
 def _experts(found: Found) -> str:
     rows = [
         (name, key, _milliseconds(one["seconds"]), ratio(one["seconds"], contenders["dense"]["seconds"]),
@@ -131,6 +139,7 @@ def _experts(found: Found) -> str:
 
 _TABLES: dict[str, Callable[[Found], str]] = {
     "device": _device, "step": _step, "attention": _attention, "engine": _engine, "experts": _experts,
+    "discrepancy": _discrepancy,
 }  # fmt: skip
 
 

@@ -19,8 +19,6 @@ def get_study(arg: str = "") -> Study:
         arg,
         "Initial multiplier lambda_0",
         demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
-        paper=arms(
-            QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
-        ),
+        paper=arms(QWEN3_8B, {label: {_SETTING: paper} for label, (_, paper) in _VALUES.items()}),
         baseline="0.1",
     )

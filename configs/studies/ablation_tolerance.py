@@ -24,8 +24,6 @@ def get_study(arg: str = "") -> Study:
         arg,
         "Budget c",
         demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
-        paper=arms(
-            QWEN3_8B, {label: {_SETTING: paper, "rollout.engine": "vllm"} for label, (_, paper) in _VALUES.items()}
-        ),
+        paper=arms(QWEN3_8B, {label: {_SETTING: paper} for label, (_, paper) in _VALUES.items()}),
         baseline="0.0037",
     )

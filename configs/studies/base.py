@@ -7,6 +7,7 @@ from dcmdp_jax.studies.study import Arm, Study
 
 DEMO = "configs/demo.py"
 QWEN3_8B = "configs/qwen3_8b.py"
+QWEN3_30B_A3B = "configs/qwen3_30b_a3b.py"
 R1_DISTILL = "configs/r1_distill_qwen_1p5b.py"
 SEEDS = (0, 1, 2, 3, 4)
 PAPER_SEEDS = (0,)
@@ -40,6 +41,15 @@ def make_study(
     if arg == "paper":
         return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, ("--tasks", SIX_BENCHMARKS))
     return Study(f"{title} (demo size)", demo, baseline, SEEDS)
+
+
+EVALUATED = {"evaluation.task": SIX_BENCHMARKS, "evaluation.every_steps": 20}
+"""Figures 2 and 3 are curves: held-out scores on the six benchmarks while training, each with the paper's K."""
+
+
+def evaluated_arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
+    """`arms` that are evaluated while they train."""
+    return arms(config, {label: {**EVALUATED, **changes} for label, changes in settings.items()})
 
 
 def arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:

@@ -1,30 +1,34 @@
-"""GRPO and DC-GRPO with a BF16 and with an FP8 engine: tables 1 and 2, Qwen3-8B.
+"""GRPO and DC-GRPO with a BF16 and with an FP8 engine: tables 1 and 2.
 
     python -m bin.sweep --study=configs/studies/main_results.py
-    python -m bin.sweep --study=configs/studies/main_results.py:paper          8 GPUs with vLLM
+    python -m bin.sweep --study=configs/studies/main_results.py:paper          Qwen3-8B, 8 GPUs with vLLM
+    python -m bin.sweep --study=configs/studies/main_results.py:paper_30b      Qwen3-30B-A3B, 32 GPUs with vLLM
 
-With `:paper` the FP8 engine is the paper's: vLLM with FP8 weights and activations. At demo size it is the embedded
-engine's emulation. The paper has the same grid for Qwen3-30B-A3B, with lambda_0 = 0.05 and c = 0.0050: here it is
-configs/qwen3_30b_a3b.py, in no study.
+With `:paper` and `:paper_30b` the FP8 engine is the paper's: vLLM with FP8 weights and activations. At demo size it is
+the embedded engine's emulation. The two models need different machines, so each has its part of the tables.
 """
 
-from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
+import dataclasses
+
+from configs.studies.base import DEMO, QWEN3_8B, QWEN3_30B_A3B, arms, make_study
 from dcmdp_jax.studies.study import Study
 
 
 def get_study(arg: str = "") -> Study:
-    def settings(precisions: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    def settings(fp8: dict[str, str], bf16: dict[str, str]) -> dict[str, dict[str, str]]:
         return {
             f"{regime}_{method}": {"algorithm.method": method, **engine}
-            for regime, engine in precisions.items()
+            for regime, engine in (("bf16", bf16), ("fp8", fp8))
             for method in ("grpo", "dc_grpo")
         }
 
-    vllm = {"rollout.engine": "vllm"}
-    return make_study(
-        arg,
+    fp8 = {"rollout.precision": "fp8"}
+    large = arg == "paper_30b"
+    study = make_study(
+        "paper" if large else arg,
         "BF16 and FP8 engines",
-        demo=arms(DEMO, settings({"bf16": {"rollout.precision": "bfloat16"}, "fp8": {"rollout.precision": "fp8"}})),
-        paper=arms(QWEN3_8B, settings({"bf16": vllm, "fp8": {**vllm, "rollout.precision": "fp8"}})),
+        demo=arms(DEMO, settings(fp8, {"rollout.precision": "bfloat16"})),
+        paper=arms(QWEN3_30B_A3B if large else QWEN3_8B, settings(fp8, {})),
         baseline="bf16_grpo",
     )
+    return dataclasses.replace(study, title=f"{study.title}, Qwen3-30B-A3B") if large else study

@@ -6,7 +6,7 @@
 GRPO is the baseline: the figure's gain is what a penalty adds.
 """
 
-from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
 from dcmdp_jax.studies.study import Study
 
 
@@ -19,5 +19,9 @@ def get_study(arg: str = "") -> Study:
         "log": {**dual, "algorithm.measure": "log"},
     }
     return make_study(
-        arg, "Dual-GRPO by penalty", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="grpo"
+        arg,
+        "Dual-GRPO by penalty",
+        demo=arms(DEMO, settings),
+        paper=evaluated_arms(R1_DISTILL, settings),
+        baseline="grpo",
     )

@@ -44,7 +44,11 @@ def remedy_arms(config: str, engine: Mapping[str, Any], embedded: str, *, matche
 def get_study(arg: str = "") -> Study:
     if arg == "vllm":
         return Study("Remedies (vLLM, FP8 key-value cache, demo size)", remedy_arms(VLLM, {}, DEMO), "grpo", SEEDS)
-    fp8 = {"rollout.engine": "vllm", "rollout.precision": "fp8_per_block"}
+    fp8 = {"rollout.precision": "fp8_per_block"}
     return make_study(
-        arg, "Remedies", demo=remedy_arms(DEMO, {}, DEMO), paper=remedy_arms(QWEN3_8B, fp8, QWEN3_8B), baseline="grpo"
+        arg,
+        "Remedies",
+        demo=remedy_arms(DEMO, {}, DEMO),
+        paper=remedy_arms(QWEN3_8B, fp8, f"{QWEN3_8B}:local"),
+        baseline="grpo",
     )

@@ -6,7 +6,7 @@
 Every arm is evaluated at one temperature: 1.0 at demo size, the paper's 0.7 on the six benchmarks.
 """
 
-from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
 from dcmdp_jax.studies.study import Study
 
 TEMPERATURES = (0.3, 0.7, 1.0)
@@ -18,6 +18,6 @@ def get_study(arg: str = "") -> Study:
         arg,
         "GRPO by sampling temperature",
         demo=arms(f"{DEMO}:grpo", settings),
-        paper=arms(f"{R1_DISTILL}:grpo", settings),
+        paper=evaluated_arms(f"{R1_DISTILL}:grpo", settings),
         baseline="t=1.0",
     )

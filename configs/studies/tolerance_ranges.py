@@ -7,7 +7,7 @@ The paper does not state its ranges: these go from no tolerance to one that few 
 discrepancy is about 0.001 and its 99th percentile about 0.02.
 """
 
-from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
+from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
 from dcmdp_jax.studies.study import Study
 
 RANGES = (0.001, 0.005, 0.02, 0.1)
@@ -19,5 +19,5 @@ def get_study(arg: str = "") -> Study:
         settings[f"c={tolerance}"] = {"algorithm.method": "threshold_grpo", "algorithm.tolerance": tolerance}
     settings["grpo"] = {"algorithm.method": "grpo"}
     return make_study(
-        arg, "Tolerance ranges", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="c=0"
+        arg, "Tolerance ranges", demo=arms(DEMO, settings), paper=evaluated_arms(R1_DISTILL, settings), baseline="c=0"
     )

@@ -43,8 +43,9 @@ def require_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def require_number(
-    name: str, value: Any, *, minimum: float = -math.inf, maximum: float = math.inf, open_maximum: bool = False
-) -> None:
+    name: str, value: Any, *, minimum: float = -math.inf, maximum: float = math.inf, open_maximum: bool = False,
+    open_minimum: bool = False,
+) -> None:  # fmt: skip
     """Raise unless a Python or NumPy scalar is a finite number in [minimum, maximum].
 
     JAX arrays and tracers pass unchecked: their values are not known here.
@@ -54,16 +55,17 @@ def require_number(
         value: the argument.
         minimum: smallest value allowed.
         maximum: largest value allowed.
-        open_maximum: true: `maximum` itself is refused.
+        open_maximum, open_minimum: true: `maximum`, or `minimum`, itself is refused.
 
     Raises:
         ValueError: naming the argument, its value and the range.
     """
     if not isinstance(value, numbers.Real):
         return
+    below = value <= minimum if open_minimum else value < minimum
     above = value >= maximum if open_maximum else value > maximum
-    if not math.isfinite(value) or value < minimum or above:
-        left = "(" if minimum == -math.inf else "["
+    if not math.isfinite(value) or below or above:
+        left = "(" if open_minimum or minimum == -math.inf else "["
         right = ")" if open_maximum or maximum == math.inf else "]"
         raise ValueError(f"{name}={value!r}; must be a finite number in {left}{minimum}, {maximum}{right}")
 

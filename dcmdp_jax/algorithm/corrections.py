@@ -177,12 +177,17 @@ def _divergence(tokens: SampledTokens, *, high: float, estimator: str, level: st
         k1 = -d        k2 = d^2 / 2        k3 = e^d - 1 - d
 
     of the token, or the mean, the sum or the largest |estimate| over its completion, which is kept or dropped as a
-    whole. d is clamped at 20 nats. Ratio: training over rollout. Denominator: kept tokens. verl (`token_k1`,
-    `seq_mean_k3`, ...) has the same, with bounds on e^k1, so that its band need not be symmetric; AReaL has them
-    (`metric=kl_k3`, `agg`) with k1 = d.
+    whole. In k2 and k3 d is clamped at 20 nats; k1 is not, so that sum_k1(high=log 2) drops what
+    sequence_rejection(low=0.5, high=2) does. Ratio: training over rollout. Denominator: kept tokens. verl (`token_k1`,
+    `seq_mean_k3`, ...) has the same, with bounds on e^k1, so that its band need not be symmetric. AReaL's
+    (`metric=kl_k3`, `agg`) are of -d: its k1 is d, and its k3 = e^-d - 1 + d is of the inverse ratio.
     """
-    difference = _token_log_ratio(tokens)
-    values = {"k1": -difference, "k2": difference**2 / 2, "k3": exp_minus_linear(difference)}[estimator]
+    clamped = _token_log_ratio(tokens)
+    values = {
+        "k1": _inside_mask(tokens, log_difference(tokens.rollout_logprobs, tokens.old_logprobs)),
+        "k2": clamped**2 / 2,
+        "k3": exp_minus_linear(clamped),
+    }[estimator]
     if level == "mean":
         values = _gathered_mean(tokens, values)
     elif level == "sum":
@@ -214,6 +219,9 @@ FILTERS: Mapping[str, Callable[..., Corrected]] = MappingProxyType(
 
 CORRECTIONS: Mapping[str, Callable[..., Corrected]] = MappingProxyType({**WEIGHTS, **FILTERS})
 """Name -> correction."""
+
+DROPS_NOTHING = frozenset({"tis", "sequence_tis"})
+"""Names of the corrections that keep every token."""
 
 USES_ADVANTAGES = frozenset({"off_policy_mask"})
 """Names of the corrections that look at the sign of the advantage."""

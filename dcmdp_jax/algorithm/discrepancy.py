@@ -22,19 +22,30 @@ Measure = Literal["diff", "ratio", "log"]
 Sided = Literal["two", "one"]
 Level = Literal["token", "sequence"]
 
+RATIO_LIMIT = 10.0
+"""Largest |p / q - 1| of a token, unless it is given."""
 
-def token_discrepancy(train_logprobs: Array, rollout_logprobs: Array, *, measure: Measure, sided: Sided) -> jax.Array:
+
+def token_discrepancy(
+    train_logprobs: Array,
+    rollout_logprobs: Array,
+    *,
+    measure: Measure,
+    sided: Sided,
+    ratio_limit: float = RATIO_LIMIT,
+) -> jax.Array:
     """Discrepancy of each token, elementwise.
 
     With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
 
-        diff   |p - q|        ratio   |p / q - 1|        log   |log p - log q|,
+        diff   |p - q|        ratio   min(|p / q - 1|, ratio_limit)        log   |log p - log q|,
 
     the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice. One-sided charges
     only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
 
     Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` at most 20, `ratio` at
-    most e^20 - 1 = 4.85e8. So q = 0 (-inf) gives p, the cap, the cap; -inf in both gives 0. NaN stays NaN. `diff` is
+    most `ratio_limit`, without which one token of q near 0 would be charged up to e^20 - 1 = 4.85e8. So q = 0 (-inf)
+    gives p, `ratio_limit`, 20; -inf in both gives 0. NaN stays NaN. `diff` is
     formed as max(p, q) (1 - e^-|d|), which keeps float32's relative precision when p and q nearly agree.
 
     Args:
@@ -42,6 +53,7 @@ def token_discrepancy(train_logprobs: Array, rollout_logprobs: Array, *, measure
         rollout_logprobs: same shape, nats.
         measure: "diff", "ratio" or "log".
         sided: "two" or "one".
+        ratio_limit: most that `ratio` gives a token, above 0. A value below 1 also bounds tokens with p below q.
 
     Returns:
         Same shape, float32, >= 0, exactly 0 where the two log-probs are equal. No gradient flows.
@@ -52,6 +64,7 @@ def token_discrepancy(train_logprobs: Array, rollout_logprobs: Array, *, measure
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
+    require_number("ratio_limit", ratio_limit, minimum=0, open_minimum=True)
     train_logprobs = jnp.asarray(train_logprobs, jnp.float32)
     rollout_logprobs = jnp.asarray(rollout_logprobs, jnp.float32)
     if measure == "diff":
@@ -63,7 +76,7 @@ def token_discrepancy(train_logprobs: Array, rollout_logprobs: Array, *, measure
         larger = jnp.exp(jnp.maximum(train_logprobs, rollout_logprobs))
         values = larger * -jnp.expm1(-jnp.abs(log_ratio))
     elif measure == "ratio":
-        values = jnp.abs(jnp.expm1(log_ratio))
+        values = jnp.minimum(jnp.abs(jnp.expm1(log_ratio)), ratio_limit)
     else:
         values = jnp.abs(log_ratio)
     return jax.lax.stop_gradient(values)
@@ -79,6 +92,7 @@ def discrepancy(
     measure: Measure,
     sided: Sided,
     level: Level,
+    ratio_limit: float = RATIO_LIMIT,
 ) -> jax.Array:
     """delta_{i,t} of each sampled token, 0 outside the mask (Eq. 3; Algorithm 1, "Discrepancy").
 
@@ -96,6 +110,7 @@ def discrepancy(
         measure: "diff", "ratio" or "log"; see `token_discrepancy`.
         sided: "two", or "one" to charge p^Train > p^Inf only.
         level: "token" or "sequence".
+        ratio_limit: most that "ratio" gives a token.
 
     Returns:
         [R, L] float32, >= 0, in the measure's unit. No gradient flows.
@@ -111,7 +126,7 @@ def discrepancy(
     )
     require_option("level", level, get_args(Level))
     mask = jnp.asarray(completion_mask, bool)
-    values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided)
+    values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided, ratio_limit=ratio_limit)
     if level == "sequence":
         return sequence_discrepancy(values, mask, completion_index, num_completions)
     return jnp.where(mask, values, 0.0)

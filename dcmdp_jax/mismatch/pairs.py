@@ -78,9 +78,8 @@ def make_pairs(
     for name, arrays in given.items():
         if [len(array) for array in arrays] != lengths.tolist():
             raise ValueError(f"{name}: lengths differ from those of token_ids")
-    flat = {name: np.concatenate(arrays).astype(np.float32) for name, arrays in given.items()}
-    if "lags" in flat:
-        flat["lags"] = flat["lags"].astype(np.int32)
+    dtypes = {"lags": np.int32}
+    flat = {name: np.concatenate(arrays).astype(dtypes.get(name, np.float32)) for name, arrays in given.items()}
     if advantages is not None:
         flat["advantages"] = np.asarray(advantages, np.float32)
     return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)

@@ -16,8 +16,9 @@ from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.mismatch.pairs import TokenPairs, make_pairs
 
 _BATCH_ROWS = 64
-# Log-softmax in half precision may end a little above 0.
-_ABOVE_ZERO = 1e-3
+# Half precision may leave a log-prob a little above 0 and an entropy a little below.
+_ROUNDING = 1e-3
+_LARGEST = np.iinfo(np.int32).max
 _BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
 _OTHER_BASE_TOKENS = 16
 
@@ -27,17 +28,18 @@ class Columns:
     """Names of a recording's columns; each cell is a list with one entry for each token.
 
     Attributes:
-        tokens: token ids.
+        token: token ids, whole numbers that int32 holds.
         train, rollout: log-probs in nats, training stack's and engine's.
         mask: 1 on sampled tokens, 0 on prompt and padding; "" if every token was sampled.
-        entropy: of the training stack, nats; "" if there is none.
-        lag: age of the weights that sampled a token in training steps, a list or one number; "" if there is none.
+        entropy: of the training stack, nats, at least 0; "" if there is none.
+        lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list or one number; ""
+            if there is none.
         advantage: of the completion, a number, or a list with the same number for each token; "" if there is none.
         reward: of the completion, a number; "" if there is none. Less its group's mean it has the advantage's sign.
         group: prompt that a completion answers, a number or text; needed with `reward`.
     """
 
-    tokens: str
+    token: str
     train: str
     rollout: str
     mask: str = ""
@@ -80,10 +82,12 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
 
     Raises:
         UserError: one line naming file, row, column and what is wrong: a column that is not there (with those that
-            are), cells of different lengths, NaN, log-probs above 0, in base 2 or 10, never filled in.
+            are), there twice or given for two things, text that is not UTF-8, cells of different lengths, a value
+            that the column cannot have, log-probs in base 2 or 10 or never filled in.
         FileNotFoundError: if there is no such file.
     """
     path = Path(path)
+    _check_distinct(columns)
     kept: list[dict[str, np.ndarray]] = []
     held, every, rows = 0, 1, 0
     rewards: dict[Any, list[float]] = {}
@@ -94,21 +98,21 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
         if columns.reward:
             # Of every row: the mean of a group is over rows that are not kept too.
             rewards.setdefault(row["group"].item(), []).append(float(row["reward"]))
-        if number % every or not len(row["tokens"]):
+        if number % every or not len(row["token"]):
             continue
         kept.append(row | {"number": np.array(number)})
-        held += len(row["tokens"])
+        held += len(row["token"])
         while held > max_tokens and len(kept) > 1:
             every *= 2
             kept = [row for row in kept if row["number"] % every == 0] or kept[:1]
-            held = sum(len(row["tokens"]) for row in kept)
+            held = sum(len(row["token"]) for row in kept)
     if not kept:
         raise UserError(f"{path}: no sampled token in {rows} rows")
     optional = {"entropies": "entropy", "lags": "lag", "advantages": "advantage"}
     given = {key: [row[name] for row in kept] for key, name in optional.items() if getattr(columns, name)}
     if columns.reward:
         given["advantages"] = [_above_mean(float(row["reward"]), rewards[row["group"].item()]) for row in kept]
-    pairs = make_pairs(*([row[name] for row in kept] for name in ("tokens", "train", "rollout")), **given)
+    pairs = make_pairs(*([row[name] for row in kept] for name in ("token", "train", "rollout")), **given)
     _check_whole(path, pairs, columns)
     return Recording(pairs, rows, every)
 
@@ -130,29 +134,53 @@ def _rows(path: Path, columns: Columns) -> Iterator[dict[str, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             _require(path, wanted, file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(dict.fromkeys(wanted.values()))):
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(wanted.values())):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
 
 
 def _json_rows(path: Path, columns: Columns) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 ({error}); save the file in UTF-8") from None
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not valid JSON ({shorten_name(str(error))})") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, line {number}: {shorten(row)}, must be a JSON object")
-            _require(f"{path}, line {number}", columns.options(), list(row))
+                raise UserError(f"{where}: not valid JSON ({shorten_name(str(error))})") from None
+            if not isinstance(row, _Object):
+                raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
+            _require(where, columns.options(), row.names)
             yield row
+
+
+class _Object(dict):
+    """A JSON object that keeps all its names: of a name that comes twice, a dict drops the first value."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.names = [name for name, _ in pairs]
+
+
+def _check_distinct(columns: Columns) -> None:
+    options: dict[str, str] = {}
+    for option, name in columns.options().items():
+        if (other := options.setdefault(name, option)) != option:
+            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
 
 
 def _require(where: str | Path, wanted: dict[str, str], found: list[str]) -> None:
     for option, name in wanted.items():
+        if found.count(name) > 1:
+            raise UserError(
+                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); rename all but one"
+            )
         if name not in found:
             raise UserError(
                 f"{where}: no column {shorten(name)} ({option}); found are {shorten_name(', '.join(map(str, found)))}"
@@ -161,36 +189,78 @@ def _require(where: str | Path, wanted: dict[str, str], found: list[str]) -> Non
 
 def _checked(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
     """The sampled tokens of a row as arrays, each cell checked."""
-    row: dict[str, np.ndarray] = {"tokens": _numbers(where, columns.tokens, cells[columns.tokens])}
-    length = len(row["tokens"])
+    row = _aligned(where, cells, columns)
+    sampled = np.ones(len(row["token"]), bool)
+    if "mask" in row:
+        mask = row.pop("mask")
+        _refuse(f"{where}: {columns.mask}", mask, (mask != 0) & (mask != 1), "a mask is 1 on sampled tokens, else 0")
+        sampled = mask == 1
+    for kind, values in row.items():
+        row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
+    return row | _of_completion(where, cells, columns)
+
+
+def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
+    """The cells that have an entry for each token, as float64 arrays of one length; null is NaN."""
+    row: dict[str, np.ndarray] = {"token": _numbers(where, columns.token, cells[columns.token])}
+    length = len(row["token"])
     for kind in ("train", "rollout", "mask", "entropy", "lag"):
         if not (name := getattr(columns, kind)):
             continue
         cell = cells[name]
         if kind == "lag" and isinstance(cell, int | float):
             cell = [cell] * length
-        row[kind] = _numbers(where, name, cell)
+        row[kind] = _numbers(where, name, cell, truths=kind == "mask")
         if len(row[kind]) != length:
             raise UserError(
-                f"{where}: {name} has {len(row[kind])} entries, {columns.tokens} has {length}; they must be aligned "
+                f"{where}: {name} has {len(row[kind])} entries, {columns.token} has {length}; they must be aligned "
                 "token by token (--mask-column takes out prompts and padding)"
             )
-    if "mask" in row:
-        sampled = row.pop("mask").astype(bool)
-        row = {kind: values[sampled] for kind, values in row.items()}
-    for kind, values in row.items():
-        name = getattr(columns, kind)
-        if (broken := np.flatnonzero(~np.isfinite(values))).size:
-            raise UserError(f"{where}: {name} has {values[broken[0]]} at token {broken[0]}; every value must be finite")
-        if kind in ("train", "rollout"):
-            _check_signs(where, name, values)
-            row[kind] = np.minimum(values, 0.0)
-    row |= _of_completion(where, cells, columns)
-    ids = row["tokens"]
-    if (ids < 0).any() or (ids != np.floor(ids)).any():
-        raise UserError(f"{where}: {columns.tokens} holds {ids[(ids < 0) | (ids != np.floor(ids))][0]:g}, no token id")
-    row["tokens"] = ids.astype(np.int32)
-    return {kind: values if kind in ("tokens", "group") else values.astype(np.float32) for kind, values in row.items()}
+    return row
+
+
+def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
+    if not wrong.any():
+        return
+    place = int(np.argmax(wrong))
+    value = values[place]
+    whole = abs(value) < 2**63 and value % 1 == 0
+    said = "NaN or null" if np.isnan(value) else f"{value:.0f}" if whole else f"{value:g}"
+    raise UserError(f"{name} is {said} at token {place}; {rule}")
+
+
+def _whole(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    right = (values >= 0) & (values <= _LARGEST) & (values == np.floor(values))
+    _refuse(name, values, sampled & ~right, f"must be a whole number from 0 to {_LARGEST:,}")
+    return values[sampled].astype(np.int32)
+
+
+def _finite(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    # In float32, which the columns are kept in: -1e300 is infinite there.
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    _refuse(name, values, sampled & ~np.isfinite(single), "every value must be finite in float32")
+    return single[sampled]
+
+
+def _logprobs(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    found = _finite(name, values, sampled)
+    hint = ""
+    if (found >= 0).all():
+        probabilities = found.max(initial=0.0) <= 1
+        hint = "; they look like probabilities: take the logarithm" if probabilities else "; they look negated"
+    _refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
+    return np.minimum(found, np.float32(0))
+
+
+def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    found = _finite(name, values, sampled)
+    _refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
+    return np.maximum(found, np.float32(0))
+
+
+# Kind of column -> check of its values on sampled tokens, which it returns.
+_VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
 
 
 def _above_mean(reward: float, group: list[float]) -> float:
@@ -205,39 +275,31 @@ def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[
         if not (name := getattr(columns, kind)):
             continue
         cell = cells[name]
-        values = np.unique(_numbers(where, name, cell if isinstance(cell, list) else [cell]))
+        values = np.unique(_numbers(where, name, cell if isinstance(cell, list) else [cell], truths=kind == "reward"))
         values = values[values != 0] if len(values) > 1 else values  # 0 on prompt and padding
-        if len(values) != 1 or not np.isfinite(values[0]):
+        if len(values) != 1 or not abs(values[0]) <= np.finfo(np.float32).max:
             raise UserError(f"{where}: {name} is {shorten(cell)}, must be one finite number for the completion")
         found[kind] = values[0]
     if columns.reward:
         cell = cells[columns.group]
-        if not isinstance(cell, int | str):
+        if not isinstance(cell, int | str) or isinstance(cell, bool):
             raise UserError(f"{where}: {columns.group} is {shorten(cell)}, must be a whole number or text")
-        found["group"] = np.array(cell)
+        # An array of texts would drop a NUL at the end.
+        found["group"] = np.array(cell, object)
     return found
 
 
-def _numbers(where: str, name: str, cell: Any) -> np.ndarray:
+def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
+    """[n] float64; null, which is how JSON may have NaN, is NaN. `truths` lets true and false be 1 and 0."""
     try:
-        # Numbers of JSON's own and None, which is how NaN is written there.
-        values = np.array([np.nan if each is None else each for each in cell], np.float64)
-    except (TypeError, ValueError):
+        # NumPy would take "1" and true for numbers.
+        kinds = {type(each) for each in cell} & {str, bytes, *(() if truths else (bool,))}
+        values = None if kinds else np.array([np.nan if each is None else each for each in cell], np.float64)
+    except (TypeError, ValueError, OverflowError):
         values = None
     if values is None or values.ndim != 1 or isinstance(cell, str | bytes | dict):
         raise UserError(f"{where}: {name} is {shorten(cell)}, must be a list of numbers")
     return values
-
-
-def _check_signs(where: str, name: str, values: np.ndarray) -> None:
-    above = values > _ABOVE_ZERO
-    if not above.any():
-        return
-    place = int(np.argmax(above))
-    hint = ""
-    if (values >= 0).all():
-        hint = "; they look like probabilities: take the logarithm" if values.max() <= 1 else "; they look negated"
-    raise UserError(f"{where}: {name} is {values[place]:.4g} at token {place}; a log-prob is at most 0{hint}")
 
 
 def _check_whole(path: Path, pairs: TokenPairs, columns: Columns) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import read_json_object, shorten_name
+from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
 from dcmdp_jax.models.params import FusedPart, HFTensor, hf_tensors
@@ -270,4 +270,11 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise UserError(f"{index}: has no weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise UserError(f"{index}: weight_map must map tensor names to file names")
+    for name, shard in weight_map.items():
+        # Links inside the directory may lead out of it, as those of the Hub's cache do.
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise UserError(
+                f"{index}: tensor {shorten_name(name)} is said to be in {shorten(shard)}, outside the directory; "
+                "name files inside it"
+            )
     return weight_map

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.global_arrays import to_host
-from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.inputs import has_tokenizer, read_json_object
 from dcmdp_jax.models.config import ModelConfig, to_hf
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
 from dcmdp_jax.models.hf_manifest import (
@@ -110,11 +112,6 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def has_tokenizer(directory: str | Path) -> bool:
-    """Whether `directory` holds a tokenizer: tokenizer.json or vocab.json."""
-    return any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-
-
 def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it is asked for.
 
@@ -183,6 +180,7 @@ def save_params(
     Raises:
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
         FileNotFoundError: if `tokenizer_dir` holds no tokenizer.
+        OSError: naming a file, if it can't be written.
         UserError: for another dtype, a shard size below 1, or parameters that don't fit the config.
     """
     directory = Path(directory)
@@ -198,7 +196,8 @@ def save_params(
     partial = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
     partial.mkdir()
     try:
-        _write_json(partial / "config.json", to_hf(config, dtype=dtype) | _token_ids(tokenizer_dir))
+        fields = to_hf(config, dtype=dtype) | _token_ids(tokenizer_dir)
+        atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
         for source in copied:
             shutil.copyfile(source, partial / source.name)
         _write_tensors(params, config, partial, dtype, max_shard_bytes)
@@ -271,12 +270,15 @@ def _write_tensors(params: Params, config: ModelConfig, directory: Path, dtype: 
     for number, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         held = dict(next(tensors) for _ in names)
-        # transformers refuses a file whose metadata does not say the framework.
-        save_file(held, directory / file, metadata={"format": "pt"})
+        try:
+            # transformers refuses a file whose metadata does not say the framework.
+            save_file(held, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the system says is in its text alone
+            raise OSError(f"{directory / file}: can't be written ({error})") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / INDEX, index)
+        atomic_write(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
@@ -290,10 +292,6 @@ def _token_ids(directory: str | Path | None) -> dict[str, Any]:
         return {}
     fields = read_json_object(path)
     return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

@@ -247,10 +247,22 @@ def _is_scalar(value: object) -> bool:
 def _prepare(path: Path, resume_step: int | None) -> None:
     if resume_step is not None:
         jsonl.truncate(path, resume_step)
+        if path.name == METRICS_FILE:
+            _warn_of_gaps(path, resume_step)
     elif path.exists() and path.stat().st_size:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)
         _LOG.warning("a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
+
+
+def _warn_of_gaps(path: Path, finished: int) -> None:
+    """One line if records of finished steps are lost: figures and the report will lack them."""
+    recorded = {record.get("step") for record in jsonl.read(path)} & set(range(1, finished + 1))
+    if len(recorded) < finished:
+        _LOG.warning(
+            "%s has records of %d of the %d finished steps: the others are lost to figures and report",
+            path, len(recorded), finished,
+        )  # fmt: skip
 
 
 def require_wandb(project: str) -> None:

@@ -33,6 +33,13 @@ def make_mesh(
             don't multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
+    shape = tuple(axis_sizes(len(devices), data, fsdp, tensor, expert).values())
+    # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding rule.
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> dict[str, int]:
+    """Devices along each axis, with the -1 filled in. Arguments and errors as for `make_mesh`."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
@@ -44,19 +51,13 @@ def make_mesh(
         raise UserError(f"config.mesh ({given}): only one axis may be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
-        if len(devices) % fixed:
-            allowed = ", ".join(str(n) for n in range(1, len(devices) + 1) if len(devices) % n == 0)
-            raise UserError(
-                f"config.mesh ({given}): {fixed} does not divide the {len(devices)} devices; that do {allowed}"
-            )
-        sizes[open_axes[0]] = len(devices) // fixed
-    elif fixed != len(devices):
-        raise UserError(
-            f"config.mesh ({given}): needs {fixed} devices, there are {len(devices)}; set one axis to -1 to fit"
-        )
-    shape = tuple(sizes[name] for name in AXES)
-    # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding rule.
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+        if devices % fixed:
+            allowed = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+            raise UserError(f"config.mesh ({given}): {fixed} does not divide the {devices} devices; that do {allowed}")
+        sizes[open_axes[0]] = devices // fixed
+    elif fixed != devices:
+        raise UserError(f"config.mesh ({given}): needs {fixed} devices, there are {devices}; set one axis to -1 to fit")
+    return sizes
 
 
 def one_device_mesh() -> Mesh:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.parallel.mesh import check_training_mesh, make_mesh
+from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh
 from dcmdp_jax.plan.compiled import Compiled, compile_program
 from dcmdp_jax.plan.engine_programs import EnginePlan, plan_engine
 from dcmdp_jax.plan.flops import step_flops
@@ -21,10 +21,11 @@ from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import Topology
 from dcmdp_jax.rollout.vllm.devices import check_shares, trainer_share
+from dcmdp_jax.rollout.vllm.launch import check_planned, check_temperature
 from dcmdp_jax.training.memory_engine import PREEMPTED_CACHES
 from dcmdp_jax.training.memory_parts import plan_memory
 from dcmdp_jax.training.memory_plan import Machine, MemoryPlan
-from dcmdp_jax.training.model_checks import check_experts, platform_kernel
+from dcmdp_jax.training.model_checks import check_engine_mesh, check_experts, check_lengths, platform_kernel
 
 GIB = 2**30
 PROGRAMS = ("step", "prefill", "decode", "score")
@@ -125,6 +126,37 @@ class RunPlan:
         return moved / sum(self.least) if sum(self.least) else float("inf" if moved else 1)
 
 
+def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
+    """Refuse what bin.train refuses on such devices, without their compiler.
+
+    Args:
+        config: the settings.
+        platform: "tpu" or "gpu".
+        devices: how many.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: naming the setting, if the mesh does not fit the devices or the model, or a setting does not fit the
+            model or the platform.
+    """
+    model = model_of(config)
+    check_lengths(config, model)
+    check_experts(config, model)
+    check_engine_mesh(config, model)
+    platform_kernel(config, platform)
+    if config.rollout.engine == "vllm":
+        check_planned(config, model, platform)
+        check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
+    sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    check_training_mesh(
+        mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
+    )
+    return model
+
+
 def plan_run(
     config: Config,
     topology: Topology,
@@ -146,14 +178,9 @@ def plan_run(
         UserError: if the mesh does not fit the devices or the model, a setting does not fit the model or the platform,
             or with `refuse`.
     """
-    model = model_of(config)
-    check_experts(config, model)
-    platform_kernel(config, topology.platform)
+    model = check_run(config, topology.platform, len(topology.devices))
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = make_mesh(*sizes, devices=topology.devices)
-    check_training_mesh(
-        mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
-    )
     usable, reason = usable_memory(config, topology)
     step = plan_step(config, model, mesh)
     memory = plan_memory(

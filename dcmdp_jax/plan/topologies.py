@@ -100,7 +100,12 @@ class Topology(NamedTuple):
     @property
     def platform(self) -> str:
         """ "tpu" or "gpu"."""
-        return "gpu" if self.name.partition(":")[0] in _GPUS else "tpu"
+        return platform_of(self.name)
+
+
+def platform_of(name: str) -> str:
+    """ "tpu" or "gpu", of a topology's name."""
+    return "gpu" if name.partition(":")[0] in _GPUS else "tpu"
 
 
 def known_topologies() -> str:

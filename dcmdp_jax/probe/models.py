@@ -14,7 +14,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.tasks.problems import Problem
-from dcmdp_jax.tasks.prompts import load_tokenizer
+from dcmdp_jax.tasks.prompts import end_token_ids, load_tokenizer, template_variables, with_suffix
 from dcmdp_jax.types import Params
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ class Model:
         name: for people.
         config, params: the model, float32.
         tokenizer: its own.
-        tokenizer_dir: where that is; generation_config.json there names further end tokens.
+        stop_token_ids: every token that ends a completion.
     """
 
     name: str
     config: ModelConfig
     params: Params
     tokenizer: PreTrainedTokenizerBase
-    tokenizer_dir: Path
+    stop_token_ids: tuple[int, ...]
 
 
 def load_model(path: Path) -> Model:
@@ -57,7 +57,8 @@ def load_model(path: Path) -> Model:
     else:
         config, tokenizer, name = read_config(path), path, resolved.name
         params = load_params(path, config, dtype="float32")
-    return Model(name, config, params, load_tokenizer(str(tokenizer.resolve())), tokenizer)
+    loaded = load_tokenizer(str(tokenizer.resolve()), vocab_size=config.vocab_size)
+    return Model(name, config, params, loaded, end_token_ids(loaded, tokenizer, vocab_size=config.vocab_size))
 
 
 def run_directory(path: Path) -> Path | None:
@@ -75,7 +76,7 @@ def run_directory(path: Path) -> Path | None:
 
 
 def prompt_variants(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, suffix: str
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, suffix: str, chat_template_kwargs: str = ""
 ) -> dict[str, list[np.ndarray]]:
     """The prompts as a wrong pipeline would render them: name -> token ids; those equal to the right ones are left out.
 
@@ -83,14 +84,16 @@ def prompt_variants(
     with the beginning-of-sequence token in front.
     """
 
+    variables = template_variables(chat_template_kwargs, tokenizer)
+
     def chat(problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True) -> str:
         messages = [{"role": role, "content": content} for role, content in problem.context]
         messages = [*([{"role": "system", "content": _SYSTEM}] if system else []), *messages]
-        messages.append({"role": "user", "content": problem.prompt + ending})
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+        messages.append({"role": "user", "content": with_suffix(problem, ending)})
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **variables)
 
     texts = {"": [chat(problem) for problem in problems]}
-    texts["text without a chat template"] = [problem.prompt + suffix for problem in problems]
+    texts["text without a chat template"] = [with_suffix(problem, suffix) for problem in problems]
     texts["a chat without the start of the assistant's turn"] = [chat(each, generation=False) for each in problems]
     with contextlib.suppress(Exception):  # templates raise what they like at a role they do not have
         texts["a chat with a system message in front"] = [chat(each, system=True) for each in problems]

@@ -23,7 +23,7 @@ from dcmdp_jax.probe.models import Model, prompt_variants
 from dcmdp_jax.probe.specs import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rollout.engine import EngineError, SamplingParams
 from dcmdp_jax.tasks.problems import Problem
-from dcmdp_jax.tasks.prompts import encode_prompts, end_token_ids
+from dcmdp_jax.tasks.prompts import encode_prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Session:
     Attributes:
         model: the trainer's, of every engine that names no other.
         problems: what is asked.
-        prompt_suffix: appended to each problem.
+        prompt_suffix, chat_template_kwargs: of each prompt, as the settings of `task`.
         sampling: the distribution that the first engine samples from.
         score_temperature: that the second one scores at.
         seed: of the samples.
@@ -48,6 +48,7 @@ class Session:
     model: Model
     problems: Sequence[Problem]
     prompt_suffix: str
+    chat_template_kwargs: str
     sampling: SamplingParams
     score_temperature: float
     seed: int
@@ -97,13 +98,19 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
     models = [session.load(Path(each.model)) if each.model else session.model for each in (spec, other)]
     names = _names(spec, other)
     engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
-    suffix = session.prompt_suffix
+    suffix, variables = session.prompt_suffix, session.chat_template_kwargs
     # Each engine renders the prompts by its own tokenizer, as two frameworks would.
     prompts = [
-        encode_prompts(session.problems, model.tokenizer, prompt_suffix=suffix, max_prompt_tokens=2**31 - 1).token_ids
+        encode_prompts(
+            session.problems,
+            model.tokenizer,
+            prompt_suffix=suffix,
+            max_prompt_tokens=2**31 - 1,
+            chat_template_kwargs=variables,
+        ).token_ids
         for model in models
     ]
-    variants = prompt_variants(session.problems, models[1].tokenizer, suffix) if session.rescore else {}
+    variants = prompt_variants(session.problems, models[1].tokenizer, suffix, variables) if session.rescore else {}
     limit = session.sampling.max_completion_tokens
     longest = max(len(ids) for side in prompts for ids in side)
     total = longest + limit
@@ -124,8 +131,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
             except (UserError, EngineError, MemoryError) as error:
                 raise _Refused(" ".join(str(error).split())) from error
             built.append(stack.enter_context(contextlib.closing(engine)))
-        stop = end_token_ids(models[0].tokenizer, models[0].tokenizer_dir)
-        sampling = dataclasses.replace(session.sampling, stop_token_ids=stop)
+        sampling = dataclasses.replace(session.sampling, stop_token_ids=models[0].stop_token_ids)
         session.show(f"{names[0]}: sampling {len(prompts[0]) * sampling.group_size} completions")
         sampled = engines.sample(built[0], prompts[0], sampling, seed=session.seed)
         setup = Setup(

@@ -19,11 +19,12 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,23 @@ def call_reward(
     values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
     if inspect.isawaitable(values):
         values = asyncio.run(_wait_for(values))
+    # A dict gives its keys and a set has no order; text gives letters.
+    if isinstance(values, Mapping | Set | str | bytes) or not isinstance(values, Iterable):
+        raise BadValue(f"returned {_shown(values)}, needs a list with one reward per completion")
+    if isinstance(values, Iterator):  # it may never end
+        values = itertools.islice(values, len(completions) + 1)
     try:
         values = list(values)
-    except TypeError:
-        raise BadValue(f"returned {values!r:.80}, needs a list with one reward per completion") from None
+    except TypeError:  # an array without dimensions
+        raise BadValue(f"returned {_shown(values)}, needs a list with one reward per completion") from None
     if len(values) != len(completions):
         raise BadValue(f"returned {len(values)} rewards for {len(completions)} completions, needs one for each")
     return [_check_value(row, value) for row, value in enumerate(values)]
+
+
+def _shown(value: Any) -> str:
+    """The start of a value's text, after its type."""
+    return repr(value) if value is None else f"the {type(value).__name__} {value!r:.80}"
 
 
 def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:

@@ -35,8 +35,8 @@ class RewardPool:
     """Calls each reward function on batches of completions.
 
     Each function has its own process, which imports it at once and runs until the pool is closed. Functions run in
-    parallel, each on one batch at a time. The process kills a call that exceeds the time limit. Output that a function
-    prints is discarded.
+    parallel, each on one batch at a time. The process kills a call that exceeds the time limit, with every process that
+    the function has started. Output that a function prints is discarded.
 
     Not thread-safe. Close the pool, or use it as a context manager.
 
@@ -44,12 +44,16 @@ class RewardPool:
         functions: names as for `protocol.load_reward`, each once.
         columns: names of the columns that every call gets.
         timeout_s: wall-clock limit of one call in seconds; the import has its own limit of 5 minutes.
+        memory_gib: address space of a function's process, and of each process it starts, in GiB; 0 for no limit.
     """
 
-    def __init__(self, functions: Sequence[str], columns: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(
+        self, functions: Sequence[str], columns: Sequence[str], *, timeout_s: float, memory_gib: float = 0.0
+    ) -> None:
         self._columns = list(columns)
         self._timeout_s = timeout_s
-        self._pools = {function: WorkerPool(_PROGRAM, 1) for function in functions}
+        program = (*_PROGRAM, str(int(memory_gib * 1024**3)))
+        self._pools = {function: WorkerPool(program, 1) for function in functions}
         for function in functions:
             self._load(function)
 

@@ -1,6 +1,6 @@
 """The program of the process that calls a reward function.
 
-    python -m dcmdp_jax.rewards.reward_worker SOCKET_FD
+    python -m dcmdp_jax.rewards.reward_worker MEMORY_BYTES SOCKET_FD
 
 The function is imported by the process that calls it, not by its parent: a user's import may start threads, after
 which a process can't be forked.
@@ -9,6 +9,7 @@ which a process can't be forked.
 from __future__ import annotations
 
 import functools
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def load(function: str, columns: Sequence[str]) -> dict[str, Any]:
     try:
         _load(function, tuple(columns))
     except RewardError as error:
-        return {"problem": one_line(error)}
+        return {"problem": one_line(error) + _memory_limit(error.__cause__ or error)}
     return {}
 
 
@@ -57,10 +58,18 @@ def call(
     except BadValue as error:
         problem, row = str(error), error.row
     except Exception as error:
-        problem = f"raised {describe_error(error, place)}"
+        problem = f"raised {describe_error(error, place)}{_memory_limit(error)}"
     return {"problem": f"reward {function}: {one_line(problem)}", "row": row}
+
+
+def _memory_limit(error: BaseException) -> str:
+    """The limit that a lack of memory may come from, as the end of a line."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    known = isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY
+    return f"; rewards.memory_limit is {limit / 1024**3:g} GiB, 0 is no limit" if known else ""
 
 
 if __name__ == "__main__":
     requests = {"load": load, "call": call}
-    serve(int(sys.argv[-1]), lambda: lambda name, *args: requests[name](*args), memory_limit_bytes=None)
+    memory, socket_fd = map(int, sys.argv[1:])
+    serve(socket_fd, lambda: lambda name, *args: requests[name](*args), memory_limit_bytes=memory or None)

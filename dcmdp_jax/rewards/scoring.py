@@ -67,14 +67,19 @@ def column_names(problems: Sequence[Problem]) -> list[str]:
     return list(names | dict.fromkeys(_OWN_COLUMNS))
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], *, memory_gib: float = 0.0) -> None:
     """Import every reward function in its own process, then end the processes.
+
+    Args:
+        rewards: the functions.
+        columns: names of the columns that they get.
+        memory_gib: address space of each process in GiB, 0 for no limit.
 
     Raises:
         RewardError: in one line, for a function that can't be imported or can't be called with these columns.
     """
     functions = [reward.function for reward in rewards if reward.function != MATH]
-    with RewardPool(functions, columns, timeout_s=1.0) as pool:
+    with RewardPool(functions, columns, timeout_s=1.0, memory_gib=memory_gib) as pool:
         pool.wait_until_loaded()
 
 
@@ -87,6 +92,7 @@ class RewardScorer:
         columns: names of the columns that functions get, from `column_names`.
         by_source: whether scores name each completion's data source.
         timeout_s: wall-clock limit of one call of a function, in seconds.
+        memory_gib: address space of a function's process in GiB, 0 for no limit.
         stop_on_error: whether a failed call raises. Otherwise it is counted, and its completions get no value of this
             reward.
     """
@@ -99,13 +105,15 @@ class RewardScorer:
         *,
         by_source: bool,
         timeout_s: float,
+        memory_gib: float = 0.0,
         stop_on_error: bool,
     ) -> None:
         self.rewards, self.verifier, self.columns = tuple(rewards), verifier, tuple(columns)
         self.by_source, self.stop_on_error = by_source, stop_on_error
         functions = [reward.function for reward in rewards]
         self.names = dict(zip(functions, short_names(functions), strict=True))
-        self.pool = RewardPool([name for name in functions if name != MATH], columns, timeout_s=timeout_s)
+        own = [name for name in functions if name != MATH]
+        self.pool = RewardPool(own, columns, timeout_s=timeout_s, memory_gib=memory_gib)
         self._warned: set[str] = set()
 
     def close(self) -> None:

@@ -22,15 +22,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Hashable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.rewards.messages import BadMessage, MessageSocket
+from dcmdp_jax.rewards.process_tree import kill_descendants
 from dcmdp_jax.rewards.worker_process import TIME_LIMIT_SIGNALS
 
 _START_ATTEMPTS = 3
 _START_SECONDS = 120.0
-# The worker ends a call by itself, unless it is stopped or the call replaced its alarm.
+# The worker ends a call by itself, unless it is stopped.
 _GRACE_SECONDS = 60.0
 # Processor time of a call's first try. It gets its whole limit once no other call waits for a first try, so slow calls
 # don't delay the others.
@@ -76,7 +77,7 @@ class WorkerPool:
     """Processes that each run one program and call its function.
 
     Call `submit` and `next_result` from one thread. Close the pool after use. If this process dies, each worker ends
-    after its current call.
+    at once, with all that its calls started.
 
     Args:
         program: arguments of the Python interpreter for a program that calls `worker_process.serve`; the file
@@ -189,7 +190,7 @@ class WorkerPool:
         with self._lock:
             worker.kill()
             self._workers.discard(worker)
-        worker.connection.close()
+        worker.messages.close()
 
 
 class _Worker:
@@ -209,28 +210,33 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # the process group to kill is the worker and its child
             )
-        self.connection = Connection(ours.detach())
+        self.messages = MessageSocket(ours)
         self.usable = True
+        self._number = 0
 
     def wait_until_ready(self) -> str | None:
         """None when it is ready, otherwise why it is not."""
         try:
-            return self._receive(_START_SECONDS).get("fatal")
+            return self.messages.receive(_START_SECONDS)[1].get("fatal")
         except TimeoutError:
             return f"it was not ready in {_START_SECONDS:.0f} s"
-        except (EOFError, OSError):
+        except (EOFError, OSError, BadMessage):
             return "it ended at once"
 
     def call(self, args: Sequence[Any], cpu_s: float | None, wall_s: float) -> Outcome | None:
         """Make one call; None if the worker died during it, but not by the time limit."""
         self.usable = False
+        self._number += 1
+        limit_s = wall_s + _GRACE_SECONDS
+        request = {"args": args, "cpu_s": cpu_s, "wall_s": wall_s}
         try:
-            request = {"args": args, "cpu_s": cpu_s, "wall_s": wall_s}
-            self.connection.send_bytes(json.dumps(request, default=str).encode())
-            reply = self._receive(wall_s + _GRACE_SECONDS)
+            self.messages.send(self._number, json.dumps(request, default=str).encode(), limit_s)
+            number, reply = self.messages.receive(limit_s)
         except TimeoutError:
             return Outcome("timeout")
-        except (EOFError, OSError):
+        except (EOFError, OSError, BadMessage):
+            return None
+        if number != self._number:
             return None
         if "died" in reply and reply["died"] not in TIME_LIMIT_SIGNALS:
             return None
@@ -240,13 +246,10 @@ class _Worker:
         return Outcome("error", message=reply["error"]) if "error" in reply else Outcome("timeout")
 
     def kill(self) -> None:
-        """Kill the worker and its child. Harmless when called again."""
+        """Kill the worker, its child and all that they started. Harmless when called again."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGSTOP)  # so that it starts no new child
+                kill_descendants(self._process.pid)
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        if not self.connection.poll(timeout_s):
-            raise TimeoutError
-        return json.loads(self.connection.recv_bytes())

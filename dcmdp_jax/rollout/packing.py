@@ -14,6 +14,11 @@ import numpy as np
 from dcmdp_jax.rollout.episode import Episode
 from dcmdp_jax.types import Batch, Rows, SharedPrompts
 
+_SHARE = 8
+"""Each of several buckets leaves half a micro-batch empty on average, so none holds more than an eighth of the rows."""
+_SMALLEST = 512
+"""Tokens on a device below which smaller micro-batches save no time: reading the parameters takes longer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PackingPlan:
@@ -58,7 +63,7 @@ def default_row_lengths(max_total_tokens: int, *, skips_segments: bool) -> tuple
     """Row lengths for a longest sequence.
 
     Where the kernel skips other segments one long row length serves all. Where it does not, attention is quadratic in
-    the row, and buckets a factor of two apart keep padding under a half; three of them keep compilation short.
+    the row, and buckets a factor of two apart fill most rows by a half; three of them keep compilation short.
     """
     if skips_segments:
         return (-(-max_total_tokens // 512) * 512,)
@@ -80,18 +85,29 @@ def make_plan(
 
     Args:
         row_lengths: rising row lengths in tokens.
-        micro_batch_tokens: tokens, padding included, of one micro-batch on one device; at least one row.
+        micro_batch_tokens: most tokens, padding included, of one micro-batch on one device; at least one row. Fewer
+            where the mini-batch fills fewer: how many rows each bucket gets, and how many packed sequences take, is
+            known only of one bucket with one sequence a row.
         mini_batches: M.
         completions: N of a mini-batch.
         segments_per_row: sequences in one row at most.
         row_shards: devices that rows are split over; R is a multiple of it.
     """
+    full = len(row_lengths) == 1 and segments_per_row == 1
     rows, counts = [], []
     for length in row_lengths:
-        on_device = min(micro_batch_tokens // length, completions // row_shards)
-        rows.append(max(1, on_device) * row_shards)
+        wanted = micro_batch_tokens // length
+        if not full:
+            wanted = min(wanted, max(-(-completions // (_SHARE * row_shards)), _SMALLEST // length))
+        rows.append(_fill(wanted, completions, row_shards))
         counts.append(-(-completions // rows[-1]))
     return PackingPlan(row_lengths, tuple(rows), tuple(counts), mini_batches, completions, segments_per_row)
+
+
+def _fill(wanted: int, available: int, shards: int) -> int:
+    """Size of equal micro-batches that hold all that is available: `wanted` on each device at most, at least one."""
+    largest = shards * max(1, min(wanted, available // shards))
+    return shards * -(-available // (shards * -(-available // largest)))
 
 
 def shared_group_shape(max_prompt_tokens: int, max_completion_tokens: int, group_size: int) -> tuple[int, int]:
@@ -120,14 +136,13 @@ def make_shared_plan(
         max_prompt_tokens: of the longest prompt, at least 2.
         max_completion_tokens: of the longest completion.
         group_size: G; divides `completions`.
-        micro_batch_tokens: tokens, padding included, of one micro-batch on one device; at least one group.
+        micro_batch_tokens: most tokens, padding included, of one micro-batch on one device; at least one group.
         mini_batches: M.
         completions: N of a mini-batch.
         row_shards: devices that groups are split over.
     """
     prompt_length, group_tokens = shared_group_shape(max_prompt_tokens, max_completion_tokens, group_size)
-    on_device = min(micro_batch_tokens // group_tokens, completions // group_size // row_shards)
-    groups = max(1, on_device) * row_shards
+    groups = _fill(micro_batch_tokens // group_tokens, completions // group_size, row_shards)
     return PackingPlan(
         row_lengths=(max_completion_tokens + 1,),
         rows_per_micro_batch=(groups * group_size,),

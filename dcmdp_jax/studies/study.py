@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=+-]*")
 SET_BY_THE_STUDY = ("run_dir", "training.seed")
 """Settings that differ between a study's runs by themselves."""
+_SET_IN_EVALUATION = ("--method", "--out", "--table", "--help", "-h")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,14 @@ class Arm:
     config: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, str):
+            raise UserError(f"an arm's config is {shorten(self.config)}, must be text as --config of bin.train")
+        if not isinstance(self.settings, Mapping) or not all(isinstance(name, str) for name in self.settings):
+            raise UserError(
+                f"an arm's settings are {shorten(self.settings)}, must be a mapping from a setting's name to its value"
+            )
+
     def arguments(self) -> list[str]:
         """Arguments of bin.train."""
         return [f"--config={self.config}", *(f"--config.{name}={_text(self.settings[name])}" for name in self.settings)]
@@ -34,15 +44,15 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A grid of configs and seeds.
+    """A grid of configs and seeds. Construction refuses one that can't be run, in one line.
 
     Attributes:
         title: heading of its tables and figures.
         arms: label -> config; a label is also a directory.
         baseline: label that the others are compared with, seed by seed.
         seeds: of every arm.
-        evaluation: arguments of bin.evaluate for each finished run, `--tasks` among them; empty: the runs' own held-out
-            scores are compared alone.
+        evaluation: arguments of bin.evaluate for each finished run, `--tasks` among them, without --method and --out;
+            empty: the runs' own held-out scores are compared alone.
     """
 
     title: str
@@ -50,6 +60,13 @@ class Study:
     baseline: str
     seeds: Sequence[int]
     evaluation: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_grid(self)
+        for word in self.evaluation:
+            if word.partition("=")[0] in _SET_IN_EVALUATION:
+                raise UserError(f"evaluation has {word}, which the study gives for each run; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +97,7 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
         study: what to run.
         directory: of the study; a run's is `directory`/ARM/seedN.
         overrides: arguments of bin.train for every run.
-
-    Raises:
-        UserError: in one line, if two runs would share a directory or an arm sets what the study sets.
     """
-    _check(study)
     return [
         StudyRun(
             arm,
@@ -119,25 +132,45 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         seen.append((run, content))
 
 
-def _check(study: Study) -> None:
+def _check_types(study: Study) -> None:
+    """Refuse fields of other types than declared; the file that makes them is anyone's program."""
+    if not isinstance(study.title, str):
+        raise UserError(f"the title is {shorten(study.title)}, must be text")
+    if not isinstance(study.arms, Mapping):
+        raise UserError(f"the arms are {shorten(study.arms)}, must be a mapping from label to Arm")
+    for label, arm in study.arms.items():
+        if not isinstance(label, str):
+            raise UserError(f"the label {shorten(label)} of an arm is no text; it names a directory")
+        if not isinstance(arm, Arm):
+            raise UserError(f"arm {label!r} is {shorten(arm)}, must be an Arm")
+    lists = {"seeds": (study.seeds, int, "whole numbers"), "evaluation": (study.evaluation, str, "texts")}
+    for name, (values, kind, what) in lists.items():
+        whole = isinstance(values, Sequence) and not isinstance(values, str)
+        if not whole or not all(type(value) is kind for value in values):
+            raise UserError(f"{name} is {shorten(values)}, must be a tuple of {what}")
+
+
+def _check_grid(study: Study) -> None:
     if not study.arms or not study.seeds:
-        raise UserError(f"study: {len(study.arms)} arms and {len(study.seeds)} seeds, must have at least one of each")
-    if study.baseline not in study.arms:
-        raise UserError(f"study: the baseline {study.baseline!r} is none of its arms {', '.join(study.arms)}")
+        raise UserError(f"{len(study.arms)} arms and {len(study.seeds)} seeds, must have at least one of each")
+    if study.baseline not in list(study.arms):
+        raise UserError(f"the baseline {shorten(study.baseline)} is none of its arms {', '.join(study.arms)}")
     for place, seed in enumerate(study.seeds):
+        if not 0 <= seed < 2**31:
+            raise UserError(f"seed {shorten(seed)}: must be in [0, 2147483647]")
         if seed in study.seeds[:place]:
-            raise UserError(f"study: seed {seed} is there twice")
+            raise UserError(f"seed {seed} is there twice")
     directories: dict[str, str] = {}
     for label, arm in study.arms.items():
         if not _NAME.fullmatch(label):
-            raise UserError(f"study: arm {label!r} names a directory, must be letters, digits and any of _.=+-")
+            raise UserError(f"arm {shorten(label)} names a directory, must be letters, digits and any of _.=+-")
         # Some file systems do not tell capitals apart.
         other = directories.setdefault(label.lower(), label)
         if other != label:
-            raise UserError(f"study: arms {other!r} and {label!r} would share a directory; rename one")
+            raise UserError(f"arms {other!r} and {label!r} would share a directory; rename one")
         for name in SET_BY_THE_STUDY:
             if name in arm.settings:
-                raise UserError(f"study: arm {label!r} sets {name}, which the study sets for each run; leave it out")
+                raise UserError(f"arm {label!r} sets {name}, which the study sets for each run; leave it out")
 
 
 def _text(value: Any) -> str:

@@ -26,6 +26,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w.-]+)?")
 _PROMPT_FIELDS = ("prompt", "problem", "question")
 # Arguments of reward functions, and as in TRL the fields that these come from.
 _NO_COLUMNS = ("prompt", "completion", "prompts", "completions", "completion_ids")
+_PANDAS_INDEX = "__index_level_0__"
 _ANSWER_FIELDS = ("reward_model", "label", "final_answer", "expected_answer", "ground_truth", "answer", "solution")
 
 
@@ -62,6 +63,9 @@ def load_problems(
 ) -> list[Problem]:
     r"""Read every problem of a dataset, in file order. Blank lines of a .jsonl file are skipped.
 
+    Rows that are equal in prompt, answer and worked solution, and in their columns where these are kept, are one
+    problem: the first. How many repeat an earlier one is logged. (DAPO-Math-17K has every row about 100 times.)
+
     Schemas: DAPO-Math-17K (`prompt` as messages or text, `reward_model.ground_truth`) and its `label` variant; the six
     benchmarks as published (AIME, AMC, MATH-500; Minerva, whose answer is the box in `solution`; OlympiadBench with
     `final_answer`, `is_multiple_answer` and `error`); GSM8K (`#### N`); `expected_answer`; `question` and `answer`. A
@@ -71,7 +75,7 @@ def load_problems(
         location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see `arithmetic.ArithmeticSpec`), or a
             Hub name `owner/name`, with a configuration as `owner/name@config`.
         split: split of a Hub dataset; a local file is one split, and the built-in task names its own.
-        limit: maximum number of rows to read; None for all.
+        limit: maximum number of problems to read; None for all.
         on_bad_row: handling of a malformed row, an empty prompt, or an answer that nothing could match: "error" stops,
             "skip" leaves it out, counted and logged.
         keep_columns: whether problems have `columns`, which take memory.
@@ -81,31 +85,46 @@ def load_problems(
             `path:line:` (1-based) for .jsonl and `path: row n:` (0-based) for the rest.
     """
     if limit is not None and limit < 1:
-        raise UserError(f"limit = {limit}: at least 1 row must be read, or None for all")
+        raise UserError(f"limit = {limit}: at least 1 problem must be read, or None for all")
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
     if location.partition(":")[0] == "arithmetic":
         from dcmdp_jax.tasks.arithmetic import arithmetic_problems, parse_spec
 
         return arithmetic_problems(parse_spec(location), keep_columns=keep_columns)[:limit]
-    problems: list[Problem] = []
-    skipped = 0
+    problems: dict[tuple[Any, ...], Problem] = {}
+    skipped = repeated = 0
     source = source_name(location)
     for index, (place, row) in enumerate(_rows(location, split)):
-        if limit is not None and index >= limit:
+        if limit is not None and len(problems) >= limit:
             break
         try:
-            problems.append(problem_from_row(row, source=source, index=index, keep_columns=keep_columns))
+            problem = problem_from_row(row, source=source, index=index, keep_columns=keep_columns)
+            repeated += problems.setdefault(_content(problem), problem) is not problem
         except ValueError as error:
             if on_bad_row == "error":
                 raise UserError(f"{place}: {error}") from None
             skipped += 1
             _LOG.debug("skipped %s: %s", place, error)
     if skipped:
-        _LOG.warning("%s: %d of %d rows are unusable and left out", location, skipped, skipped + len(problems))
+        _LOG.warning("%s: %d of %d rows are unusable and left out", location, skipped, index + 1)
+    if repeated:
+        _LOG.warning("%s: %d rows repeat an earlier row: %d problems", location, repeated, len(problems))
     if not problems:
         raise UserError(f"{location}: no usable row" if skipped else f"{location}: the file is empty")
-    return problems
+    return list(problems.values())
+
+
+def split_locations(text: str) -> list[str]:
+    """Locations joined by commas. A comma before `key=value` belongs to the arithmetic task it continues."""
+    locations: list[str] = []
+    for part in text.split(","):
+        continues = "=" in part and not part.strip().startswith("arithmetic")
+        if continues and locations and locations[-1].startswith("arithmetic"):
+            locations[-1] += f",{part}"
+        else:
+            locations.append(part.strip())
+    return locations
 
 
 def source_name(location: str) -> str:
@@ -153,6 +172,13 @@ def problem_from_row(
     )
 
 
+def _content(problem: Problem) -> tuple[Any, ...]:
+    """All that makes a row another problem. pandas numbers rows in a column of its own, which does not."""
+    columns = {name: value for name, value in problem.columns.items() if name != _PANDAS_INDEX}
+    described = json.dumps(columns, sort_keys=True, default=repr) if columns else ""
+    return problem.context, problem.prompt, problem.answer, problem.solution, described
+
+
 def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
     path = Path(location).expanduser()
     if path.suffix in _FILE_SUFFIXES or path.exists():
@@ -179,12 +205,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    index = 0
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:
+            # In parts: a million rows as Python objects take several times the file's size.
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path}: row {index}", row
+                    index += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
-    for index, row in enumerate(table.to_pylist()):
-        yield f"{path}: row {index}", row
 
 
 def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 from scipy.optimize import brentq
@@ -14,8 +15,9 @@ from dcmdp_jax.theory.policy import Optimum, check_state, optimal_policy
 
 _MET = 1e-9
 """Relative distance from the budget up to which it counts as met."""
-_STEP = 1e-9
-"""Relative step to either side of a multiplier at which the optimum jumps."""
+_EPSILON = np.finfo(float).eps
+_FARTHEST = 680.0
+"""|log lambda| up to which a multiplier is looked for; beyond it is no float64 number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class BudgetResult:
         status: "met": the optimum at `optimum.multiplier` has mismatch C. "slack": the best policy of all costs less
             than C, so the constraint does not bind and the multiplier is 0. "jump": no multiplier gives C, because the
             optimum jumps over it; `optimum` is the one below C and `above` the one over it.
-        optimum: never above C.
+        optimum: never above C. As near to it as the rounding of a policy's probabilities lets it be.
         above: the other side of a jump, else None.
     """
 
@@ -62,7 +64,7 @@ def policy_for_budget(
         measure, sided: as of `optimal_policy`.
 
     Raises:
-        UserError: if no policy has mismatch C.
+        UserError: if no policy has mismatch C, or none whose probabilities are float64 numbers.
         ValueError: as `optimal_policy`.
     """
     a, q = check_state(advantages, inference_policy)
@@ -76,23 +78,41 @@ def policy_for_budget(
     bounded = measure != "log" or sided == "one" or bool(np.all(a == a.max()))
     if bounded and (free := optimum(0.0)).mismatch <= budget:
         return BudgetResult(budget, "met" if free.mismatch == budget else "slack", free)
-    spread = np.ptp(a)
+    found, above = _at_the_budget(optimum, float(np.ptp(a)), budget)
+    # The second term is what the rounding of pi does to Omega in any of the measures.
+    if budget - found.mismatch <= _MET * budget + 64 * _EPSILON * math.sqrt(budget * (1 + budget)):
+        return BudgetResult(budget, "met", found)
+    if not budget < above.mismatch < math.inf:
+        raise UserError(
+            f"budget = {budget:g}: the policy that spends it has probabilities too small for float64; must be at most "
+            f"{found.mismatch:.6g} here"
+        )
+    return BudgetResult(budget, "jump", found, above)
+
+
+def _at_the_budget(optimum: Callable[[float], Optimum], spread: float, budget: float) -> tuple[Optimum, Optimum]:
+    """The optima of two neighboring multipliers: one spends at most the budget, the other more."""
 
     def excess(log_multiplier: float) -> float:
-        return optimum(spread * math.exp(log_multiplier)).mismatch - budget
+        with np.errstate(divide="ignore"):
+            spent = np.log(optimum(spread * math.exp(log_multiplier)).mismatch / budget)
+        return float(np.clip(spent, -_FARTHEST, _FARTHEST))
 
     low = high = 0.0
     while excess(high) > 0:
         high += 4.0
-    while excess(low) <= 0:
+    while excess(low) <= 0 and low > -_FARTHEST:
         low -= 4.0
-    root = brentq(excess, low, high, xtol=1e-15, rtol=4 * np.finfo(float).eps, maxiter=500)
+    root = low if excess(low) <= 0 else brentq(excess, low, high, xtol=1e-15, rtol=4 * _EPSILON, maxiter=500)
     multiplier = spread * math.exp(root)
-    found = optimum(multiplier)
-    if abs(found.mismatch - budget) <= _MET * budget:
-        return BudgetResult(budget, "met", found)
-    above, below = optimum(multiplier * (1 - _STEP)), optimum(multiplier * (1 + _STEP))
-    return BudgetResult(budget, "jump", below, above)
+    below = above = optimum(multiplier)
+    step = 4 * _EPSILON
+    while below.mismatch > budget:
+        below, step = optimum(multiplier * (1 + step)), 2 * step
+    step = 4 * _EPSILON
+    while above.mismatch <= budget and step < 1:
+        above, step = optimum(multiplier * (1 - step)), 2 * step
+    return below, above
 
 
 def _check_budget(q: np.ndarray, budget: float, measure: str, sided: str) -> None:

@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import lambertw
+from scipy.special import expit, lambertw, log_expit, logit
 
-_GRID = 160
+_GRID = 240
 _BRANCH_POINT = (1 - 1e-15) / np.e
-_BEST = {"xtol": 1e-300, "rtol": 4 * np.finfo(float).eps}
+_ROUNDING = 1e-8
+"""Above what q may sum to beyond 1."""
+_ALONE = 40.0
+"""Log-odds above which what is left for the others changes no slope."""
+_RTOL = 4 * np.finfo(float).eps
+_BEST = {"xtol": 1e-300, "rtol": _RTOL}
 
 
 def ratio(slope: np.ndarray | float, branch: int) -> np.ndarray:
@@ -43,35 +48,36 @@ def candidates(
         multiplier: lambda > 0.
         sided: "two" or "one".
     """
-    lowest = advantages.max() - 2 * multiplier / np.e  # below it the best action has no W_0 solution
-    concave = _one_sided if sided == "one" else _two_sided
-    yield from concave(advantages, inference_policy, multiplier, lowest)
+    # Relative to the best advantage, nu keeps its digits where lambda is small.
+    top = advantages.max()
+    behind = advantages - top
+    found = list((_one_sided if sided == "one" else _two_sided)(behind, inference_policy, multiplier))
     for action in np.flatnonzero(inference_policy < 1 / np.e):
-        yield from _with_one_convex(advantages, inference_policy, multiplier, int(action), sided)
+        found += _with_one_convex(behind, inference_policy, multiplier, int(action), sided)
+    for policy, nu in found:
+        yield np.where(policy < np.finfo(float).tiny, 0.0, policy), float(top + nu)
 
 
-def _two_sided(a: np.ndarray, q: np.ndarray, multiplier: float, lowest: float) -> Iterator[tuple[np.ndarray, float]]:
+def _two_sided(a: np.ndarray, q: np.ndarray, multiplier: float) -> Iterator[tuple[np.ndarray, float]]:
     def policy(nu: float) -> np.ndarray:
         return q * ratio((a - nu) / (2 * multiplier), 0)
 
-    highest = a.max()
-    if policy(highest).sum() > 1 or policy(lowest).sum() < 1:
-        # The first needs sum q > 1 or rounding (equal advantages); the second an action on the other branch.
-        if np.isclose(policy(highest).sum(), 1, rtol=0, atol=1e-12):
-            yield policy(highest), highest
-        return
-    nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, **_BEST)
-    yield policy(nu), nu
+    # Below the first the best action has no W_0 solution; q sums to at most 1 but for rounding, so nu is at most 0.
+    lowest, highest = -2 * multiplier / np.e, 2 * multiplier * _ROUNDING
+    if policy(lowest).sum() >= 1:
+        nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, **_BEST)
+        yield policy(nu), nu
 
 
-def _one_sided(a: np.ndarray, q: np.ndarray, multiplier: float, lowest: float) -> Iterator[tuple[np.ndarray, float]]:
+def _one_sided(a: np.ndarray, q: np.ndarray, multiplier: float) -> Iterator[tuple[np.ndarray, float]]:
     def policy(nu: float, active: np.ndarray) -> np.ndarray:
         return np.where(active, q * ratio(np.where(active, (a - nu) / (2 * multiplier), 0), 0), 0.0)
 
-    def solve(active: np.ndarray, low: float, high: float) -> float:
-        return brentq(lambda nu: policy(nu, active).sum() - 1, low, high, **_BEST)
+    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+        nu = brentq(lambda nu: policy(nu, active).sum() - 1, low, high, **_BEST)
+        return policy(nu, active), nu
 
-    found = fill_levels(a, q, policy, solve, lowest=lowest)
+    found = fill_levels(a, q, policy, solve, lowest=-2 * multiplier / np.e)
     if found is not None:
         yield found
 
@@ -81,48 +87,49 @@ def _with_one_convex(
 ) -> Iterator[tuple[np.ndarray, float]]:
     """Local maxima with `action` on the W_-1 branch and every other action on W_0.
 
-    The unknown is z = pi / q of the action, which gives nu, which gives the others. A maximum is where the sum of
-    probabilities grows through 1 with z: there the second-order condition holds, where it falls through 1 it does not.
+    The unknown is log(pi / (1 - pi)) of the action, which keeps the digits of both. It gives pi / q, which gives nu,
+    which gives the others. A maximum is where the sum of probabilities grows through 1 with it: there the second-order
+    condition holds, where it falls through 1 it does not.
     """
     others = np.arange(len(a)) != action
-    last = 1 / q[action]
+    own_q = q[action]
+    behind = (a - a[action]) / (2 * multiplier)
 
-    def nu_of(z: np.ndarray) -> np.ndarray:
-        return a[action] - 2 * multiplier * np.log(z) / z
+    def own_slope(log_odds: np.ndarray) -> np.ndarray:
+        log_ratio = log_expit(log_odds) - np.log(own_q)
+        return log_ratio * np.exp(-log_ratio)
 
-    def policy(z: np.ndarray) -> np.ndarray:
-        slope = (a - nu_of(z)[..., None]) / (2 * multiplier)
+    def policy(log_odds: np.ndarray) -> np.ndarray:
+        slope = own_slope(log_odds)[..., None] + behind
         pi = q * ratio(slope, 0)
         if sided == "one":
             pi = np.where(slope > 0, pi, 0.0)
-        pi[..., action] = q[action] * z
+        pi[..., action] = expit(log_odds)
         return pi
 
-    def excess(z: np.ndarray) -> np.ndarray:
-        return policy(np.asarray(z)).sum(axis=-1) - 1
+    def excess(log_odds: np.ndarray) -> np.ndarray:
+        return policy(np.asarray(log_odds))[..., others].sum(axis=-1) - expit(-np.asarray(log_odds))
 
     # Where another action would leave W_0, and, one-sided, where one drops to 0: the sum jumps down there.
-    borders = [np.e, last]
+    borders = []
     kinks = [1 / np.e, *([0.0] if sided == "one" else [])]
-    for slope in [kink + (a[action] - other) / (2 * multiplier) for other in a[others] for kink in kinks]:
-        if 0 < slope < 1 / np.e and np.e < (z := float(ratio(slope, -1))) < last:
-            borders += [z * (1 - 1e-12), z * (1 + 1e-12)]
-    grid = np.unique(np.clip(np.concatenate([np.geomspace(np.e, last, _GRID), borders]), np.e, last))
-    reachable = (a[others].max(initial=-np.inf) - nu_of(grid)) / (2 * multiplier) <= 1 / np.e
+    for slope in [kink - other for other in behind[others] for kink in kinks]:
+        if 0 < slope < 1 / np.e and np.e < (z := float(ratio(slope, -1))) < 1 / own_q:
+            borders += [float(logit(own_q * z * (1 - 1e-12))), float(logit(own_q * z * (1 + 1e-12)))]
+    grid = np.unique([*np.linspace(logit(own_q * np.e), _ALONE, _GRID), *borders, np.inf])
+    reachable = own_slope(grid) + behind[others].max(initial=-np.inf) <= 1 / np.e
     values = np.where(reachable, excess(grid), np.nan)
-    for place in np.flatnonzero((values[:-1] < 0) & (values[1:] > 0)):
-        z = np.asarray(brentq(excess, grid[place], grid[place + 1], **_BEST))
-        yield policy(z), float(nu_of(z))
-    # One-sided, the action alone: nothing is gained by giving any other action its first, free, probability.
-    if sided == "one" and np.all(a[others] <= nu_of(last)):
-        yield (~others).astype(np.float64), float(nu_of(last))
+    for place in np.flatnonzero((values[:-1] < 0) & (values[1:] >= 0)):
+        last = grid[place + 1]
+        log_odds = np.asarray(last if np.isinf(last) else brentq(excess, grid[place], last, xtol=1e-15, rtol=_RTOL))
+        yield policy(log_odds), float(a[action] - 2 * multiplier * own_slope(log_odds))
 
 
 def fill_levels(
     a: np.ndarray,
     q: np.ndarray,
     policy: Callable[[float, np.ndarray], np.ndarray],
-    solve: Callable[[np.ndarray, float, float], float],
+    solve: Callable[[np.ndarray, float, float], tuple[np.ndarray, float]],
     *,
     lowest: float = -np.inf,
 ) -> tuple[np.ndarray, float] | None:
@@ -135,7 +142,7 @@ def fill_levels(
     Args:
         a, q: [n] float64; q > 0.
         policy: (nu, [n] bool actions above nu) -> [n] probabilities, 0 elsewhere, falling in nu.
-        solve: (actions above nu, low, high) -> nu in [low, high] at which they sum to 1.
+        solve: (actions above nu, low, high) -> the policy and its nu in [low, high] at which they sum to 1.
         lowest: `policy` has no value below it; None is returned if the probabilities don't sum to 1 there.
     """
     active, upper, filled = np.zeros(len(a), bool), np.inf, np.zeros(len(a))
@@ -145,11 +152,9 @@ def fill_levels(
             if np.isfinite(lower):
                 filled = policy(lower, active)
                 if filled.sum() >= 1:
-                    nu = solve(active, lower, upper)
-                    return policy(nu, active), nu
+                    return solve(active, lower, upper)
             else:  # all actions lie above nu
-                nu = solve(active, lower, upper)
-                return policy(nu, active), nu
+                return solve(active, lower, upper)
         if lower > level:
             return None
         here = a == level

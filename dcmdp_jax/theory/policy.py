@@ -45,6 +45,8 @@ def optimal_policy(
     for the rest. The log measure keeps every probability above 0, and its best action can lie on Lambert's W_-1 branch
     (see `log_measure`). One-sided, actions below nu get 0 and one whose advantage is nu may have any share up to q.
 
+    Under the two-sided log a probability below float64's smallest normal number is 0 and its mismatch infinite.
+
     Differs from the paper: at multiplier 0, of all policies on the best actions, the one with the least mismatch, which
     is the limit of small multipliers.
 
@@ -71,7 +73,8 @@ def optimal_policy(
         describe_policy(policy, a, q, multiplier, nu, measure, sided)
         for policy, nu in _stationary(a, q, multiplier, measure, sided)
     ]
-    return max(found, key=lambda optimum: optimum.advantage - multiplier * optimum.mismatch)
+    # What a policy loses keeps its digits where lambda is small; its advantage does not.
+    return max(found, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch)
 
 
 def check_state(advantages: np.ndarray, inference_policy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,29 +107,42 @@ def _stationary(
     """Local maxima, one of which is global; q may sum to less than 1."""
     if measure == "log":
         return list(candidates(a, q, multiplier, sided=sided))
-    # d pi / d A of the closed forms.
-    gain = 1 / (2 * multiplier * q) if measure == "diff" else q / (2 * multiplier)
-
-    def policy(nu: float, active: np.ndarray) -> np.ndarray:
-        return np.where(active, q + (a - nu) * gain, 0.0)
-
-    def solve(active: np.ndarray, low: float = -np.inf, high: float = np.inf) -> float:
-        nu = (q[active].sum() - 1 + (a * gain)[active].sum()) / gain[active].sum()
-        return float(np.clip(nu, low, high))
-
+    # d pi / d A of the closed forms, for 2 lambda = 1.
+    gain = 1 / q if measure == "diff" else q
     if sided == "one":
-        found = fill_levels(a, q, policy, solve)
-        return [] if found is None else [found]
-    # Actions leave at nu = A + q / gain: keep the k that leave last, with the largest k that agrees with its own nu.
-    leaving = a + q / gain
-    order = np.argsort(-leaving, kind="stable")
-    for count in range(len(a), 0, -1):
-        active = np.zeros(len(a), bool)
-        active[order[:count]] = True
-        nu = solve(active)
-        if nu < leaving[order[count - 1]]:
-            break
-    return [(np.maximum(policy(nu, active), 0.0), nu)]
+        return [_one_sided(a, q, gain, multiplier)]
+    active = np.ones(len(a), bool)
+    while True:
+        policy, nu = _with_active(a, q, gain, multiplier, active)
+        if np.all(policy[active] > 0):
+            return [(policy, nu)]
+        # Where others leave nu rises, so what is negative now stays so.
+        active &= policy > 0
+
+
+def _with_active(
+    a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float, active: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """The closed form and its nu where the active actions share all probability.
+
+    A - nu is a sum of differences of advantages: subtracting a rounded nu would lose the digits of an action whose gain
+    is far above the others', as diff's is at q = 1e-14.
+    """
+    share = np.where(active, gain / gain[active].sum(), 0.0)
+    ahead = (a[:, None] - a) @ np.where(active, gain, 0.0) / (2 * multiplier)
+    left = 1 - q[active].sum()
+    nu = float(share @ a - 2 * multiplier * left / gain[active].sum())
+    return np.where(active, q + share * (ahead + left), 0.0), nu
+
+
+def _one_sided(a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float) -> tuple[np.ndarray, float]:
+    def policy(nu: float, active: np.ndarray) -> np.ndarray:
+        return np.where(active, q + (a - nu) * gain / (2 * multiplier), 0.0)
+
+    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+        return _with_active(a, q, gain, multiplier, active)
+
+    return fill_levels(a, q, policy, solve)
 
 
 def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Optimum:

@@ -82,6 +82,7 @@ def build_parts(plan: Plan, stack: contextlib.ExitStack) -> Parts:
         plan.columns,
         by_source=len({problem.source for problem in plan.train.problems}) > 1,
         timeout_s=config.rewards.timeout,
+        memory_gib=config.rewards.memory_limit,
         stop_on_error=config.rewards.on_error == "error",
     )
     stack.callback(scorer.close)

@@ -28,6 +28,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
+from dcmdp_jax.training.run_directory import RUN_ID_FILE, run_id
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
@@ -110,9 +111,13 @@ class Checkpoints:
         """
         self._hosts = hosts
         self._directory = Path(run_dir).resolve() / "checkpoints"
+        self._reference: dict[str, int] | None = None
         if hosts.is_writer:
             _drop_unreadable_scores(self._directory)
+            self._run = run_id(Path(run_dir))
         hosts.wait_for_all()
+        if not hosts.is_writer:
+            self._run = run_id(Path(run_dir))
         keep = preservation_policy.AnyPreservationPolicy(
             [preservation_policy.LatestN(keep_last), _BestScores(keep_best)]
         )
@@ -149,7 +154,10 @@ class Checkpoints:
             "param_dtype": str(jax.tree.leaves(state.params)[0].dtype),
             "digests": {"params": digests(state.params), "learner": digests(learner)},
             "prompts_taken": prompts_taken,
+            "run": self._run,
         }
+        if self._reference is not None:
+            meta["digests"]["reference"] = self._reference
         meta["crc32"] = _record_checksum(meta)
         self._manager.save(
             step,
@@ -178,6 +186,30 @@ class Checkpoints:
         self._hosts.wait_for_all()
         self._manager.reload()
 
+    def check_reference(self, reference: Params, step: int) -> None:
+        """Record the digests of the KL term's frozen policy; compare them with those of a saved step.
+
+        Args:
+            reference: its parameters, as they were loaded.
+            step: of the checkpoint that the run goes on from. One of an earlier version, or none, has no digests.
+
+        Raises:
+            CheckpointError: in one line, if it is not the policy that the run began with.
+        """
+        self._reference = digests(reference)
+        recorded = self._meta(step)["digests"].get("reference") if step in self._manager.all_steps() else None
+        if recorded is not None and recorded != self._reference:
+            changed = next(path for path, value in self._reference.items() if recorded.get(path) != value)
+            raise CheckpointError(
+                f"{self._directory.parent / 'reference'}: {changed} is not what the run began with (its digest is in "
+                f"checkpoint {step}); put the initial policy back, or choose another run_dir"
+            )
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest saved step; None if there is none."""
+        return self._manager.latest_step()
+
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
         """Load the newest undamaged state; None if the run has no checkpoint.
 
@@ -190,7 +222,7 @@ class Checkpoints:
             model: the shape of the model; a checkpoint of another model is an error, not damage.
 
         Raises:
-            CheckpointError: if there are checkpoints and none can be read, or one is of another model.
+            CheckpointError: if there are checkpoints and none can be read, or one is of another model or run.
             JaxRuntimeError, MemoryError: if the state does not fit in memory.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -246,6 +278,11 @@ class Checkpoints:
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         saved = self._meta(step)
         _check_record(saved)
+        if saved.get("run", self._run) != self._run:
+            raise CheckpointError(
+                f"{self._directory / str(step)}: it is of run {saved['run']}, this directory is of run {self._run} "
+                f"({RUN_ID_FILE}); move that checkpoint away, or choose another run_dir"
+            )
         wanted = json.loads(json.dumps(dataclasses.asdict(model)))
         for name, value in saved["model"].items():
             if value != wanted[name]:

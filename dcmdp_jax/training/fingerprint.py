@@ -43,8 +43,8 @@ def data_facts(plan: Plan) -> dict[str, str]:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "problems of task.train (digest)": _of(plan.train),
     }
-    if plan.held_out:
-        facts["problems of evaluation.task (digest)"] = _of(plan.held_out)
+    for task, prompts in plan.held_out:
+        facts[f"problems of {task.location} of evaluation.task (digest)"] = _of(prompts)
     if plan.worked_solutions:
         facts["problems of warmup.task (digest)"] = _digest(
             ids.tobytes() for pair in zip(*plan.worked_solutions, strict=True) for ids in pair

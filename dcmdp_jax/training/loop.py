@@ -15,7 +15,9 @@ import numpy as np
 
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.average import evaluate
+from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
+from dcmdp_jax.evaluation.held_out import HeldOutTask
+from dcmdp_jax.evaluation.table import plain_average
 from dcmdp_jax.global_arrays import to_global
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record
 from dcmdp_jax.observe.progress import Progress
@@ -24,8 +26,7 @@ from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
 from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.rollout.packing import pack
-from dcmdp_jax.tasks.problems import source_name
-from dcmdp_jax.tasks.prompts import save_tokenizer
+from dcmdp_jax.tasks.prompts import EncodedPrompts, save_tokenizer
 from dcmdp_jax.training.across_hosts import gather_evaluation
 from dcmdp_jax.training.build import Parts, build_parts
 from dcmdp_jax.training.checkpoint import PolicyScore
@@ -33,6 +34,7 @@ from dcmdp_jax.training.fingerprint import data_facts
 from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
+from dcmdp_jax.training.skipped_updates import SkippedUpdates
 from dcmdp_jax.training.start import reference_params, start
 from dcmdp_jax.training.state import measures_tolerance
 from dcmdp_jax.training.step_rollout import StepRollout, StepRollouts
@@ -46,12 +48,12 @@ _EVALUATION_SEED_OFFSET = 1_000_003
 _NOISE_FLOOR_COMPLETIONS = 32
 
 
+_ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
+"""Errors after which the finished steps are saved."""
+
+
 class _Leaving(Exception):
     """This process or another one was asked to stop: what it does alone ends here."""
-
-
-class TrainingStopped(RuntimeError):
-    """Training gave up: too many updates in a row had no finite gradient."""
 
 
 class Trainer:
@@ -71,12 +73,47 @@ class Trainer:
         self.engine, self.checkpoints = parts.engine, parts.checkpoints
         self.rollouts = StepRollouts(plan, parts.engine, parts.scorer)
         self._pushed: tuple[int, dict[str, float]] | None = None
+        self._finished: tuple[TrainState, int] | None = None
         self._prompts_taken = prompts_taken
-        measure, sided = self.config.algorithm.measure, self.config.algorithm.sided
+        algorithm = self.config.algorithm
         # For the noise floor. Compiled as one: each operation alone would be a program of its own.
-        self._token_discrepancy = jax.jit(functools.partial(token_discrepancy, measure=measure, sided=sided))
+        self._token_discrepancy = jax.jit(
+            functools.partial(
+                token_discrepancy, measure=algorithm.measure, sided=algorithm.sided, ratio_limit=algorithm.ratio_limit
+            )
+        )
 
     def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
+        """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
+
+        Raises:
+            EngineError, MemoryError, JaxRuntimeError: with a message that ends with what is kept.
+        """
+        try:
+            self._train(state, writer, resumed=resumed)
+        except _ENDS_A_RUN as error:
+            error.args = (f"{error}; {self._keep_finished_steps()}",)
+            raise
+
+    def _keep_finished_steps(self) -> str:
+        """Save the state after the last finished step if that can be done; say what is kept.
+
+        On several hosts saving needs all of them, and only `_alone` knows that all leave together: it has saved.
+        """
+        saved = self.checkpoints.latest_step
+        if self._finished is not None:
+            state, step = self._finished
+            alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+            if saved != step and alive and self.hosts.count == 1:
+                try:
+                    self._save(state, step)
+                    self.checkpoints.wait()
+                    saved = step
+                except Exception as failure:  # whatever it is, the first error is the one to report
+                    logger.warning("step %d was not saved: %s", step, failure)
+        return "nothing was saved" if saved is None else f"saved after step {saved}: the same command resumes there"
+
+    def _train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes; save on the way and at the end.
 
         Every evaluated policy is saved, and its score with it, so that the best one can be kept. A signal ends
@@ -84,13 +121,17 @@ class Trainer:
         step, or evaluates that policy, again.
         """
         config, step = self.config, int(state.step)
-        reference = reference_params(self.plan, self.parts)
+        skipped = SkippedUpdates(config, step)
+        reference = reference_params(self.plan, self.parts, step)
         if not resumed:
             self._save(state, step)
-        [evaluated] = self.hosts.largest(has_record(config.run_dir, step, f"{self._evaluation}/"))
+        tasks = [task.name for task, _ in self.plan.held_out]
+        recorded = all(has_record(config.run_dir, step, f"eval/{name}/") for name in tasks)
+        [evaluated] = self.hosts.largest(recorded)
         if self._evaluation_is_due(step) and not evaluated:
             self._evaluate(state, step, writer)
         while step < config.training.steps:
+            self._finished = state, step
             with self._alone(state, step):
                 self._check_stop()
             timer = PhaseTimer()
@@ -114,9 +155,11 @@ class Trainer:
             metrics |= rollout_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
             if config.algorithm.refill_rounds:
                 metrics |= rollout.dynamic_metrics()
+            metrics |= skipped.record(step, metrics)
             writer.write(step, metrics)
+            self._finished = state, step
             self._write_samples(step, writer, rollout, completions)
-            self._check_skipped(metrics)
+            skipped.check(metrics)
             due = self._evaluation_is_due(step)
             if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
                 self._save(state, step)
@@ -132,20 +175,27 @@ class Trainer:
     def _alone(self, state: TrainState, step: int) -> Iterator[None]:
         """Work that each process does by itself; all leave the block together.
 
-        After a signal to any of them, or the failure of a reward function, all save the state and end the run.
+        After a signal to any of them, or the failure of an engine or of a reward function, all save the state and end
+        the run.
         """
-        failure = None
+        failure: Exception | None = None
         try:
             yield
         except _Leaving:
             self.hosts.call_together()
-        except RewardError as error:
+        except (RewardError, *_ENDS_A_RUN) as error:
             failure = error
             self.hosts.call_together()
-        signal_number, failures = self.hosts.largest(self.stop.received or 0, failure is not None)
+        broken = isinstance(failure, _ENDS_A_RUN)
+        signal_number, failures, breaks = self.hosts.largest(self.stop.received or 0, failure is not None, broken)
         if not signal_number and not failures:
             return
+        if broken and self.hosts.count == 1:
+            raise failure
         self._save(state, step)
+        if breaks:
+            self.checkpoints.wait()
+            raise failure if broken else EngineError("the engine gave up on another host, which says why")
         if signal_number:
             raise Interrupted(int(signal_number), f"after step {step}, saved")
         raise UserError(
@@ -214,50 +264,45 @@ class Trainer:
             batch, metrics["mismatch/sampler"] = self.parts.rescore(state.params, batch)
         return batch, metrics
 
-    def _check_skipped(self, metrics: Mapping[str, np.ndarray]) -> None:
-        limit = self.config.training.max_skipped_in_row
-        if int(metrics["optimizer/skipped_in_row"]) >= limit:
-            raise TrainingStopped(
-                f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row); export a "
-                "checkpoint (bin.convert export) and start from it (model.path) with a lower optimizer.learning_rate"
-            )
-
-    @property
-    def _evaluation(self) -> str:
-        """The evaluation's name in the metrics: "eval/aime24" for a file aime24.jsonl."""
-        return f"eval/{source_name(self.config.evaluation.task)}"
-
     def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> None:
-        """Score the inference engine's policy on the held-out problems: avg@K, kept with its checkpoint.
+        """Score the inference engine's policy on every held-out task: avg@K; their mean is kept with its checkpoint.
 
-        The policy is saved already. The record comes last: it says that nothing of the evaluation is left to do.
+        The policy is saved already. The record of all tasks comes last: it says that nothing is left to do.
         """
-        settings, held_out = self.config.evaluation, self.plan.held_out
         with self._alone(state, step):
             self._check_stop()
         self._push(state, step)
-        sampling = dataclasses.replace(
-            self.plan.sampling, group_size=settings.samples, temperature=settings.temperature
-        )
-        share = self.hosts.share(len(held_out.problems))
+        results = [self._evaluate_task(state, step, task, prompts) for task, prompts in self.plan.held_out]
+        named = zip(results, self.plan.held_out, strict=True)
+        name = " ".join(f"{result.task}/avg@{result.samples} {task.location}" for result, (task, _) in named)
+        score = PolicyScore(f"{name} temperature={self.config.evaluation.temperature:g}", plain_average(results))
+        self.checkpoints.add_score(step, score)
+        metrics: dict[str, float] = {}
+        for result in results:
+            metrics[f"{result.task}/avg@{result.samples}"] = result.average
+            metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
+        writer.write(step, metrics)
+
+    def _evaluate_task(
+        self, state: TrainState, step: int, task: HeldOutTask, prompts: EncodedPrompts
+    ) -> EvaluationResult:
+        temperature = self.config.evaluation.temperature
+        sampling = dataclasses.replace(self.plan.sampling, group_size=task.samples, temperature=temperature)
+        share = self.hosts.share(len(prompts.problems))
         with self._alone(state, step):
             result = evaluate(
                 self.engine,
                 self.parts.verifier,
                 self.plan.tokenizer,
-                held_out.token_ids[share],
-                [problem.answer for problem in held_out.problems[share]],
+                prompts.token_ids[share],
+                [problem.answer for problem in prompts.problems[share]],
                 sampling,
-                task=self._evaluation,
+                task=f"eval/{task.name}",
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
                 check_stop=self._check_stop,
             )
-        result = gather_evaluation(self.hosts, result)
-        average = f"{result.task}/avg@{result.samples}"
-        name = f"{average} {settings.task} temperature={settings.temperature:g}"
-        self.checkpoints.add_score(step, PolicyScore(name, result.average))
-        writer.write(step, {average: result.average, f"{result.task}/pass@{result.samples}": result.pass_at_k})
+        return gather_evaluation(self.hosts, result)
 
     def _save(self, state: TrainState, step: int) -> None:
         self.checkpoints.save(step, state, model=self.plan.model, prompts_taken=self._prompts_taken)

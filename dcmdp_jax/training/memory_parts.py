@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,13 +239,14 @@ def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu:
     lower = "a smaller model" + ", or rollout.compute_dtype=bfloat16" * (rollout.compute_dtype == "float32")
     parts = [exact("two copies of the weights for vLLM", host=2 * bridge.num_bytes, lower=lower)]
     if on_cpu:
+        settings = dataclasses.replace(rollout.vllm, replicas=rollout.vllm.replicas or 1)
         arguments = launch.engine_arguments(
-            model, rollout.vllm, Path(config.run_dir) / "vllm", precision=rollout.precision,
+            model, settings, Path(config.run_dir) / "vllm", precision=rollout.precision,
             compute_dtype=rollout.compute_dtype, kv_cache_dtype=rollout.kv_cache_dtype,
             max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,
             available=max(0, (machine.host_bytes or 0) - 2 * bridge.num_bytes),
         )  # fmt: skip
-        count = rollout.vllm.replicas
+        count = settings.replicas
         fewer = "rollout.vllm.replicas, " * (count > 1)
         parts.append(exact("vLLM's weights", host=count * bridge.num_bytes, lower=fewer + lower))
         parts.append(

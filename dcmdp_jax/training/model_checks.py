@@ -8,7 +8,6 @@ import os
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
@@ -33,13 +32,8 @@ def check_platform(platform: str) -> None:
         )
 
 
-def check_sizes(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer or lengths that the model has no room for."""
-    if len(tokenizer) > model.vocab_size:
-        raise UserError(
-            f"config.model.tokenizer: {len(tokenizer)} tokens, but the model has {model.vocab_size}; "
-            "use the model's own tokenizer"
-        )
+def check_lengths(config: Config, model: ModelConfig) -> None:
+    """Refuse lengths that the model has no room for."""
     if config.max_total_tokens > model.max_position_embeddings:
         raise UserError(
             f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="

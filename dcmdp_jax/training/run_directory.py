@@ -21,9 +21,11 @@ from dcmdp_jax.config import Config, from_saved, setting_names, to_dict, to_save
 from dcmdp_jax.config_checks import may_change
 from dcmdp_jax.config_fields import flatten
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
 from dcmdp_jax.observe.run_files import CONFIG_FILE
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 
+RUN_ID_FILE = "run_id"
 _LOCK_FILE = ".lock"
 _TOKEN_BYTES = 8
 
@@ -33,6 +35,8 @@ _NOT_PLAIN = re.compile(r"[^\w.=-]+", re.ASCII)
 _PLAIN = re.compile(r"[a-z0-9_.]*|-?[0-9.]+(e[+-]?[0-9]+)?")
 _LONGEST_SUFFIX = 100
 _DIGEST = 12
+# Linux takes 4,096 bytes with what a run puts below, and 255 for a name.
+_LONGEST_PATH, _LONGEST_NAME = 3500, 255
 
 
 def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
@@ -76,9 +80,11 @@ def check_run_directory(config: Config) -> None:
 
     Raises:
         OSError: if it can't be made or written.
-        UserError: naming the first setting that differs from the run already there.
+        UserError: naming the first setting that differs from the run already there, a path that is too long, or a
+            FIFO, socket or device among its files.
     """
     run_dir = Path(config.run_dir)
+    _check_length(run_dir)
     existing = run_dir
     while not existing.exists():
         existing = existing.parent
@@ -87,6 +93,10 @@ def check_run_directory(config: Config) -> None:
     for name in ("checkpoints", "tensorboard", "tokenizer"):
         if (run_dir / name).exists() and not (run_dir / name).is_dir():
             raise OSError(f"config.run_dir: {run_dir / name} is no directory; move it away, or choose another run_dir")
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        # Opening a FIFO waits for its other end.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"config.run_dir: {path} is no file (a FIFO, socket or device); remove it")
     if not (run_dir / CONFIG_FILE).exists():
         return
     try:
@@ -102,6 +112,18 @@ def check_run_directory(config: Config) -> None:
             )
 
 
+def _check_length(run_dir: Path) -> None:
+    size, longest = (
+        len(os.fsencode(run_dir.absolute())),
+        max((len(os.fsencode(part)) for part in run_dir.parts), default=0),
+    )
+    if size > _LONGEST_PATH or longest > _LONGEST_NAME:
+        raise UserError(
+            f"config.run_dir: {shorten(str(run_dir))} has {size:,} bytes with {longest:,} between two slashes; choose "
+            f"one of at most {_LONGEST_PATH:,} and {_LONGEST_NAME}"
+        )
+
+
 def read_config(run_dir: Path) -> Config:
     """Read the config of a run, which an earlier version may have written.
 
@@ -110,6 +132,8 @@ def read_config(run_dir: Path) -> Config:
     """
     path = run_dir / CONFIG_FILE
     try:
+        if path.is_fifo():
+            raise UserError("a FIFO")
         saved = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise UserError("not an object")
@@ -167,6 +191,23 @@ def _locked(run_dir: Path, token: bytes) -> Iterator[None]:
         lock.flush()
         os.fsync(lock.fileno())
         yield
+
+
+def run_id(run_dir: Path) -> str:
+    """The name of this directory's run: by its file `run_id`, else by its newest checkpoint, else a new one.
+
+    Makes the file. Of several processes the first calls this before the others.
+    """
+    path = run_dir / RUN_ID_FILE
+    if path.exists() and (text := path.read_text(encoding="utf-8", errors="replace").strip()):
+        return text
+    text = None
+    for meta in sorted(run_dir.glob("checkpoints/[0-9]*/meta/metadata"), key=lambda found: found.stat().st_mtime):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            text = json.loads(meta.read_text(encoding="utf-8")).get("run") or text
+    run_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, f"{text or secrets.token_hex(6)}\n")
+    return run_id(run_dir)
 
 
 def record_config(config: Config) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config import Config
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
 from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
@@ -46,9 +47,9 @@ from dcmdp_jax.training.model_checks import (
     check_engine_mesh,
     check_experts,
     check_kernel,
+    check_lengths,
     check_platform,
     check_reductions,
-    check_sizes,
 )
 from dcmdp_jax.training.run_directory import check_run_directory
 
@@ -65,7 +66,8 @@ class Plan:
         compute: how the training stack computes, its attention kernel the one of this mesh.
         mesh: devices.
         tokenizer: with a chat template and an end token.
-        train, held_out: encoded problems; `held_out` is None without evaluation.
+        train: encoded problems.
+        held_out: the tasks to evaluate on, each with its encoded problems; empty without evaluation.
         worked_solutions: prompts and solutions of the warm-up, token ids; None without one.
         packing: shapes of a batch.
         sampling: the distribution training samples from.
@@ -81,7 +83,7 @@ class Plan:
     mesh: Mesh
     tokenizer: PreTrainedTokenizerBase
     train: EncodedPrompts
-    held_out: EncodedPrompts | None
+    held_out: tuple[tuple[HeldOutTask, EncodedPrompts], ...]
     worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None
     packing: PackingPlan
     sampling: SamplingParams
@@ -119,9 +121,9 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     platform = jax.devices()[0].platform
     check_platform(platform)
     check_kernel(config, platform, (model or config.model.architecture).head_dim)
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(config, model.vocab_size if model else None)
     model = model or fresh_model(config, tokenizer)
-    check_sizes(config, model, tokenizer)
+    check_lengths(config, model)
     check_engine_mesh(config, model)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = training_mesh(*sizes, num_params=num_params(model))
@@ -130,20 +132,16 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     )
     check_experts(config, model)
     check_reductions(config, mesh)
-    stop = tuple(sorted(end_token_ids(tokenizer, config.model.path or None)))
+    stop = end_token_ids(tokenizer, config.model.path or None, vocab_size=model.vocab_size)
     rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     own = any(reward.function != MATH for reward in rewards)
     train = _load_prompts(config, tokenizer, "task.train", split="train", keep_columns=own)
     columns = tuple(column_names(train.problems)) if own else ()
     try:
-        check_rewards(rewards, columns)
+        check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
     except RewardError as error:
         raise UserError(f"config.rewards.functions: {error}") from error
-    held_out = None
-    if config.evaluation.every_steps:
-        held_out = _load_prompts(
-            config, tokenizer, "evaluation.task", split="test", limit=config.evaluation.max_problems
-        )
+    held_out = _held_out(config, tokenizer)
     worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
     compute, packing = layout(config, mesh)
     sampling = SamplingParams(
@@ -153,9 +151,8 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
         stop_token_ids=stop,
     )
     completions = config.training.prompts_per_step * config.rollout.group_size
-    if held_out:
-        completions = max(completions, len(held_out.problems) * config.evaluation.samples)
-    asked = [*train.token_ids, *(held_out.token_ids if held_out else ())]
+    completions = max(completions, *(len(prompts.problems) * task.samples for task, prompts in held_out), 0)
+    asked = [*train.token_ids, *(ids for _, prompts in held_out for ids in prompts.token_ids)]
     memory = plan_memory(
         config, model, compute, mesh, packing, this_machine(mesh.devices.flat[0].platform),
         prompt_lengths=[len(ids) for ids in asked], completions=completions, vllm_on_cpu=vllm_on_cpu,
@@ -167,9 +164,28 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
     )  # fmt: skip
 
 
-def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    path = config.model.tokenizer or config.model.path
-    return load_tokenizer(path) if path else build_tokenizer()
+def model_and_tokenizer(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+    """The model that a config trains and its tokenizer, checked; nothing is allocated.
+
+    Raises:
+        UserError: in one line, for a directory or sizes that are refused.
+    """
+    saved = _saved_model(config)
+    tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
+    return saved or fresh_model(config, tokenizer), tokenizer
+
+
+def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
+    settings = {"model.tokenizer": config.model.tokenizer, "model.path": config.model.path}
+    for setting, path in settings.items():
+        if path:
+            try:
+                return load_tokenizer(path, vocab_size=vocab_size)
+            except UserError as error:
+                hint = "; model.tokenizer may name another" if setting == "model.path" else ""
+                raise UserError(f"config.{setting}: {error}{hint}") from error
+    return build_tokenizer()
 
 
 def _saved_model(config: Config) -> ModelConfig | None:
@@ -204,11 +220,12 @@ def _load_prompts(
     setting: str,
     *,
     split: str,
+    location: str = "",
     limit: int = 0,
     keep_columns: bool = False,
 ) -> EncodedPrompts:
-    """Problems of the location that a setting names, as token ids under the config's template, suffix and limit."""
-    location = functools.reduce(getattr, setting.split("."), config)
+    """Problems of a setting's location as token ids under the config's template, suffix and limit."""
+    location = location or functools.reduce(getattr, setting.split("."), config)
     try:
         problems = load_problems(
             location,
@@ -222,9 +239,22 @@ def _load_prompts(
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
             max_prompt_tokens=config.task.max_prompt_tokens,
+            chat_template_kwargs=config.task.chat_template_kwargs,
         )
     except UserError as error:
-        raise UserError(f"config.{setting}: {error}") from error
+        where = "task." if str(error).startswith("chat_template_kwargs:") else f"{setting}: "
+        raise UserError(f"config.{where}{error}") from error
+
+
+def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
+    settings = config.evaluation
+    if not settings.every_steps:
+        return ()
+    load = functools.partial(
+        _load_prompts, config, tokenizer, "evaluation.task", split="test", limit=settings.max_problems
+    )
+    tasks = held_out_tasks(settings.task, settings.samples)
+    return tuple((task, load(location=task.location)) for task in tasks)
 
 
 def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -306,8 +336,9 @@ def describe(plan: Plan) -> str:
         f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}",
         f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}"
         + _engine_size(plan),
-        f"problems     {len(plan.train.problems):,} to train on ({plan.train.dropped} dropped: prompt too long)"
-        + (f", {len(plan.held_out.problems):,} held out" if plan.held_out else ""),
+        f"problems     {len(plan.train.problems):,} to train on ({plan.train.dropped} dropped: prompt too long"
+        + (f"; {plan.train.with_control_tokens:,} hold control tokens)" if plan.train.with_control_tokens else ")")
+        + "".join(f", {len(prompts.problems):,} of {task.name} x {task.samples}" for task, prompts in plan.held_out),
         "rewards      " + ", ".join(f"{reward.weight:g} x {reward.function}" for reward in plan.rewards),
         f"step         {config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} "
         f"completions of at most {config.rollout.max_completion_tokens} tokens, {packing.mini_batches} update(s)",

@@ -99,10 +99,21 @@ def _save_reference(plan: Plan, params: Params) -> None:
     plan.hosts.wait_for_all()
 
 
-def reference_params(plan: Plan, parts: Parts) -> Params | None:
-    """The frozen policy of the KL term, as it was before the first step; None when the term is off."""
+def reference_params(plan: Plan, parts: Parts, step: int) -> Params | None:
+    """The frozen policy of the KL term, as it was before the first step; None when the term is off.
+
+    Args:
+        plan: the checked run.
+        parts: of `build_parts`.
+        step: finished steps, whose checkpoint knows the policy's digests.
+
+    Raises:
+        CheckpointError: if it is another policy than the one that the run began with.
+    """
     if not plan.config.algorithm.kl_coefficient:
         return None
-    return hf_weights.load_params(
+    reference = hf_weights.load_params(
         _reference(plan), plan.model, dtype=plan.config.model.param_dtype, shardings=parts.shardings.params
     )
+    parts.checkpoints.check_reference(reference, step)
+    return reference

@@ -17,17 +17,18 @@ from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty
 from dcmdp_jax.algorithm.corrections import Correction
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.signals import Signals, row_signals
+from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config_algorithm import AlgorithmSettings
-from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
+from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.models.products import PRECISE, products_in
 from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
 from dcmdp_jax.training.loss_scale import next_loss_scale
-from dcmdp_jax.training.row_logprobs import RowLogprobs, without_replay
+from dcmdp_jax.training.loss_terms import Terms, has_terms, make_terms, scaled_terms, term_metrics
+from dcmdp_jax.training.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
 from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
 
@@ -56,8 +57,7 @@ class _Constants(NamedTuple):
         first: [] bool, the update starts from the weights that made the batch.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         ref_params: the frozen reference policy, or None.
-        router: for the load-balancing loss, `moe.router_sums` of the whole mini-batch, and the total weight of its
-            tokens before corrections; None without that loss.
+        terms: of the loss beside the surrogate; None without any.
     """
 
     advantages: jax.Array
@@ -67,7 +67,7 @@ class _Constants(NamedTuple):
     first: jax.Array
     loss_scale: jax.Array | None
     ref_params: Params | None
-    router: tuple[Aux, jax.Array] | None
+    terms: Terms | None
 
 
 class _Sums(NamedTuple):
@@ -75,6 +75,7 @@ class _Sums(NamedTuple):
 
     Attributes:
         gradient, loss: to be divided by the total weight of the tokens in the loss, and by the loss scale.
+        surrogate, kl: of the loss, before coefficient and scale, where it has terms beside the surrogate; else 0.
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the loss.
         router: `moe.router_sums`.
         statistics: by metric name.
@@ -82,6 +83,8 @@ class _Sums(NamedTuple):
 
     gradient: Sum
     loss: Sum
+    surrogate: Sum
+    kl: Sum
     dropped_tokens: Sum
     router: Sum
     statistics: dict[str, Statistic]
@@ -195,24 +198,26 @@ def _train_step(
             losses.aggregation_weights, mini.completion_lengths, _loss_mask(parts, mini),
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
-        weights, planned_weight = normalize()
+        weights, _ = normalize()
         scale = None if learner.loss_scale is None else learner.loss_scale.scale
-        router = None
-        if settings.router_aux_loss:
-            router = _router_sums(parts, learner.params, mini), planned_weight
-        constants = _Constants(
-            advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params, router
-        )
+        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params, None)
         rows = tuple(zip(mini.rows, old_logprobs, strict=True))
+        if has_terms(settings):
+            terms = _terms(parts, (learner.params, constants), rows, mini.micro_batches, normalize)
+            constants = constants._replace(terms=terms)
         sums, signals = accumulate(
             functools.partial(_gradient, parts), (learner.params, constants), rows, mini.micro_batches, mesh=parts.mesh
         )
-        _, total_weight = normalize(dropped_tokens=sums.dropped_tokens.value())
+        if constants.terms is None:
+            _, total_weight = normalize(dropped_tokens=sums.dropped_tokens.value())
+        else:
+            total_weight = constants.terms.divisor
         total_weight = total_weight if scale is None else total_weight * scale
-        learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight)
-        loss = Mean(sums.loss.value(), total_weight).value()
-        statistics = sums.statistics | applied | {"policy/loss": Mean(loss, jnp.float32(1))}
-        return learner, (statistics, sums.router.value(), signals)
+        values = {"policy/loss": Mean(sums.loss.value(), total_weight).value()}
+        if constants.terms is not None:
+            values |= term_metrics(settings, constants.terms, sums.surrogate.value(), sums.kl.value())
+        learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight, values)
+        return learner, (sums.statistics | applied, sums.router.value(), signals)
 
     first = jnp.arange(len(batch.rewards)) == 0
     learner = _Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
@@ -260,18 +265,29 @@ def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array |
     return batch_logprobs(params, batch, parts.row_logprobs, parts.mesh)
 
 
-def _router_sums(parts: _Parts, params: Params, mini: Batch) -> Aux:
-    """`moe.router_sums` of a whole mini-batch, in a forward pass of its own.
+def _terms(
+    parts: _Parts, shared: tuple[Params, _Constants], rows: tuple[Any, ...], micro_batches: jax.Array,
+    normalize: Callable[..., tuple[jax.Array, jax.Array]],
+) -> Terms:  # fmt: skip
+    """Constants of the loss's other terms, from a forward pass of its own where they need one.
 
     The load-balancing loss is a product of two means over the mini-batch (Qiu et al. 2025, arXiv:2501.11873: over a
-    micro-batch it would balance single texts), of which one is a constant. With that known before, micro-batches and
-    devices add.
+    micro-batch it would balance single texts), of which one is a constant. With that and the weight of the kept tokens
+    known before, micro-batches and devices add.
     """
+    settings = parts.settings
+    balances, counts = bool(settings.router_aux_loss), settings.drops_tokens
 
-    def count(params: Params, rows: Rows) -> tuple[Sum, tuple[()]]:
-        return Sum(parts.row_logprobs(params, rows).router), ()
+    def count(shared: tuple[Params, _Constants], micro: tuple[Rows, jax.Array | None]) -> tuple[Any, tuple[()]]:
+        outputs, signals = _forward(parts, *shared, *micro)
+        return (Sum(outputs.router) if balances else None, Sum(signals.dropped_tokens) if counts else None), ()
 
-    return accumulate(count, params, mini.rows, mini.micro_batches, mesh=parts.mesh)[0].value()
+    router = dropped = None
+    if balances or counts:
+        (router, dropped), _ = accumulate(count, shared, rows, micro_batches, mesh=parts.mesh)
+    planned = normalize()[1]
+    kept = normalize(dropped_tokens=dropped.value())[1] if counts else planned
+    return make_terms(settings, planned, kept, router.value() if balances else None)
 
 
 def _gradient(
@@ -280,31 +296,40 @@ def _gradient(
     """The gradient, loss and statistics of a micro-batch, and p^Train and delta of its tokens."""
     params, constants = shared
     gradient = jax.value_and_grad(functools.partial(_objective, parts), has_aux=True)
-    (loss, (signals, router, statistics)), grads = gradient(params, constants, *micro)
-    sums = _Sums(Sum(grads), Sum(loss), Sum(signals.dropped_tokens), Sum(router), statistics)
+    (loss, (signals, router, (surrogate, kl), statistics)), grads = gradient(params, constants, *micro)
+    sums = _Sums(Sum(grads), Sum(loss), Sum(surrogate), Sum(kl), Sum(signals.dropped_tokens), Sum(router), statistics)
     return sums, (signals.old_logprobs, signals.discrepancy)
 
 
-def _objective(
+def _forward(
     parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
-) -> tuple[jax.Array, tuple[Signals, Aux, dict[str, Statistic]]]:
-    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
-
-    Times the loss scale, if there is one.
-    """
-    settings, mask = parts.settings, rows.completion_mask
-    train_logprobs, entropy, router = parts.row_logprobs(params, rows)
+) -> tuple[RowOutputs, Signals]:
+    """The forward pass of a micro-batch, and what is constant to its gradient."""
+    settings, outputs = parts.settings, parts.row_logprobs(params, rows)
+    train_logprobs = outputs.logprobs
     if old_logprobs is None:
         old_logprobs = train_logprobs
     elif not parts.always_recompute:
         old_logprobs = jnp.where(constants.first, train_logprobs, old_logprobs)
-    signals = row_signals(
-        old_logprobs, rows.rollout_logprobs, mask, rows.completion_index,
+    return outputs, row_signals(
+        old_logprobs, rows.rollout_logprobs, rows.completion_mask, rows.completion_index,
         constants.advantages, constants.weights, constants.multiplier,
         method=settings.method, measure=settings.measure, sided=settings.sided, level=settings.level,
+        ratio_limit=settings.ratio_limit,
         tolerance=constants.tolerance, correction=parts.correction, train_logprobs=train_logprobs,
         count_dropped=settings.correction_denominator == "all",
     )  # fmt: skip
+
+
+def _objective(
+    parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
+) -> tuple[jax.Array, tuple[Signals, Aux, tuple[jax.Array, jax.Array], dict[str, Statistic]]]:
+    """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
+
+    Times the loss scale, if there is one. The pair is the surrogate's and the divergence's part of the sum.
+    """
+    settings, mask = parts.settings, rows.completion_mask
+    (train_logprobs, entropy, router), signals = _forward(parts, params, constants, rows, old_logprobs)
     anchor = signals.old_logprobs if settings.ratio_denominator == "train" else rows.rollout_logprobs
     sequence = (rows.completion_index, len(constants.advantages)) if settings.ratio_level == "sequence" else None
     loss, clip = losses.policy_surrogate(
@@ -312,15 +337,13 @@ def _objective(
         clip_low=settings.clip_low, clip_high=settings.clip_high, trust_region=settings.trust_region,
         dual_clip=settings.dual_clip, sequence=sequence,
     )  # fmt: skip
-    total = loss.total
+    total, kl = loss.total, jnp.zeros(())
     if settings.kl_coefficient:
         reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, without_replay(rows)).logprobs)
-        kl = losses.reference_kl(train_logprobs, reference, estimator=settings.kl_estimator, completion_mask=mask)
-        total += settings.kl_coefficient * masked.weighted_sum(kl, signals.weights).total
-    if constants.router is not None:
-        whole, weight = constants.router
-        own = whole | {"router_probability": router["router_probability"]}
-        total += settings.router_aux_loss * weight * load_balancing_loss(own)
+        tokens = losses.reference_kl(train_logprobs, reference, estimator=settings.kl_estimator, completion_mask=mask)
+        kl = masked.weighted_sum(tokens, KL_WEIGHTS[settings.kl_correction](signals)).total
+    if constants.terms is not None:
+        total += scaled_terms(settings, constants.terms, kl, router)
     statistics = {
         **{f"policy/{name}": statistic for name, statistic in clip.items()},
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), mask),
@@ -329,13 +352,14 @@ def _objective(
     }
     if constants.loss_scale is not None:
         total = total * constants.loss_scale
-    return total, (signals, router, statistics)
+    apart = (loss.total, kl) if constants.terms is not None else (jnp.zeros(()), jnp.zeros(()))
+    return total, (signals, router, apart, statistics)
 
 
 def _apply(
-    parts: _Parts, learner: _Learner, gradient: Params, total_weight: jax.Array
+    parts: _Parts, learner: _Learner, gradient: Params, total_weight: jax.Array, values: Metrics
 ) -> tuple[_Learner, dict[str, Statistic]]:
-    """One optimizer update by gradient / total_weight; none if that is not finite."""
+    """One optimizer update by gradient / total_weight; none if that is not finite. `values` are of updates made."""
     scale = jnp.where(total_weight > 0, total_weight, 1.0)
     grad_norm = _norm(gradient) / scale
     finite = jnp.isfinite(grad_norm)
@@ -347,8 +371,8 @@ def _apply(
 
     unchanged = learner.params, learner.opt_state
     params, opt_state = lax.cond(finite, update, lambda *unchanged: unchanged, *unchanged)
-    statistics = {
-        "optimizer/grad_norm": masked.masked_sum(grad_norm, finite),
+    values = values | {"optimizer/grad_norm": grad_norm}
+    statistics = {name: masked.masked_sum(value, finite) for name, value in values.items()} | {
         "optimizer/skipped_updates": Sum((~finite).astype(jnp.int32)),
     }
     scale = None if learner.loss_scale is None else next_loss_scale(learner.loss_scale, finite)

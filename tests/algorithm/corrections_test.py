@@ -10,6 +10,7 @@ import pytest
 from dcmdp_jax.algorithm import corrections, losses, signals, stats
 from dcmdp_jax.algorithm.corrections import (
     CORRECTIONS,
+    DROPS_NOTHING,
     USES_ADVANTAGES,
     SampledTokens,
     chain,
@@ -65,7 +66,7 @@ def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=N
         return one, whole(advantage >= 0 or (rollout - now).mean() <= high)
     level, estimator = name.split("_")
     c = np.clip(d, -20, 20)
-    value = {"k1": -c, "k2": c * c / 2, "k3": np.exp(c) - 1 - c}[estimator]
+    value = {"k1": -d, "k2": c * c / 2, "k3": np.exp(c) - 1 - c}[estimator]
     if level == "token":
         return one, np.abs(value) <= high
     whole_value = {"mean": value.mean(), "sum": value.sum(), "max": np.abs(value).max()}[level]
@@ -103,6 +104,18 @@ def _reference(name, tokens, advantages, given):
     return np.where(keep, weights, 0.0), keep
 
 
+def test_sum_k1_is_sequence_rejection_with_a_symmetric_band():
+    """Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20 first."""
+    old, rollout = np.array([[-31.0, -1.0]], np.float32), np.array([[-1.0, -30.5]], np.float32)
+    zeros = np.zeros((1, 2), np.float32)
+    tokens = SampledTokens(old, old, rollout, zeros, zeros == 0, zeros.astype(np.int32), 1)
+    for high, kept in ((0.4, False), (0.6, True)):
+        by_sum = make_correction("sum_k1", {"high": high})(tokens).keep
+        band = {"low": float(np.exp(-high)), "high": float(np.exp(high))}
+        by_product = make_correction("sequence_rejection", band)(tokens).keep
+        assert by_sum.tolist() == by_product.tolist() == [[kept, kept]]
+
+
 def test_every_correction_is_tested():
     assert set(_GIVEN) == set(CORRECTIONS)
 
@@ -133,7 +146,7 @@ def test_correction_equals_its_formula(name):
         np.testing.assert_allclose(found.weights, weights, rtol=3e-5, atol=1e-12)
         assert np.isfinite(found.weights).all()
         if spread == 0.3:  # the input tells the two sides apart
-            changed = ~keep if name not in ("tis", "sequence_tis") else np.asarray(found.truncated)
+            changed = ~keep if name not in DROPS_NOTHING else np.asarray(found.truncated)
             assert 0.05 < changed[tokens.completion_mask].mean() < 0.95
         if spread == 0.0:
             assert keep.all() and not found.truncated.any()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ import pytest
 
 from benchmarks import accelerator
 from benchmarks.accelerator import PARTS, Part
-from benchmarks.accelerator_parts import attention, step
+from benchmarks.accelerator_parts import attention, discrepancy, step
 from benchmarks.accelerator_parts.sizes import SIZES, completions, run_settings
 from benchmarks.accelerator_parts.tables import summary, table
 from dcmdp_jax.config import from_config_dict
@@ -23,7 +26,9 @@ from dcmdp_jax.models.ops import REFERENCE
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.rollout.episode import single_turn
+from tests.waiting import HANGS_S
 
+ROOT = Path(__file__).resolve().parents[2]
 _TOY = SIZES["toy"]
 
 
@@ -194,6 +199,37 @@ def test_the_command_writes_one_json_and_names_what_it_left_out(tmp_path, monkey
     assert (record["parts"]["device"]["size"], record["parts"]["device"]["error"]) == ("toy", None)
     assert record["left_out"] == ["engine_int8"]
     assert "engine_int8: left out" in capsys.readouterr().out
+
+
+_NOT_ON_THE_MACHINE = (
+    "antlr4", "datasets", "httpx", "hypothesis", "jinja2", "latex2sympy2_extended", "math_verify", "matplotlib",
+    "ml_collections", "mpmath", "pyarrow", "pytest", "sympy", "tensorboardX", "torch", "wandb",
+)  # fmt: skip
+
+
+def test_it_needs_jax_flax_optax_orbax_and_transformers_alone(tmp_path):
+    """On a lent machine: the checkout on PYTHONPATH, and nothing installed for it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nfor name in {_NOT_ON_THE_MACHINE}:\n    sys.modules[name] = None\n"
+    )
+    parts = ["discrepancy", "step_smaller", "engine_fp8"]
+    command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", ",".join(parts), "--json", "found.json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "XLA_FLAGS": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert list(found) == parts and all(part["error"] is None for part in found.values())
+
+
+def test_bfloat16_differs_from_float32_by_its_rounding_and_more_than_float32_does():
+    found = _measured("discrepancy")
+    for pair in found["pairs"].values():
+        # bfloat16 keeps 8 bits: a relative error of 2^-9 in each of some sums of logits of a few nats.
+        assert 1e-4 < pair["mean_abs_logp"] < 0.05 and pair["max_abs_logp"] < 0.3
+    same = discrepancy._differences(np.log(np.array([0.5, 0.25])), np.log(np.array([0.4, 0.25])))
+    assert same == pytest.approx(
+        {"mean_abs_p": 0.05, "mean_abs_logp": math.log(1.25) / 2, "max_abs_logp": math.log(1.25)}
+    )
 
 
 def test_toy_size_is_for_a_cpu_alone(monkeypatch):

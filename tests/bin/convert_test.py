@@ -19,20 +19,20 @@ from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
+from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.state import new_state
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ModelConfig("qwen3", 11, 8, 12, 2, 4, 2, 4)
+CONFIG = ModelConfig("qwen3", 104, 8, 12, 2, 4, 2, 4)  # the built-in tokenizer's 104 tokens
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_text("{}")
-    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 3}')
+    save_tokenizer(build_tokenizer(), tokenizer, (2, 3))
     params = init_params(CONFIG, jax.random.key(0))
     save_params(params, CONFIG, tmp_path / "source", dtype="float32", tokenizer_dir=tokenizer)
     return tmp_path / "source"
@@ -47,12 +47,12 @@ def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_hf_check(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["convert", "hf-check", str(source)])
     out = capsys.readouterr().out
-    # 2 * (q, o 2*8*16 + k, v 2*8*8 + norms 2*8 + 2*4 + MLP 3*8*12) + 2*11*8 + 8 = 2 * 696 + 184
-    assert num_params(CONFIG) == 1576
-    assert "qwen3, 1,576 parameters, 2 layers, hidden 8, MLP 12, heads 4/2 of 4, vocabulary 11, untied" in out
+    # 2 * (q, o 2*8*16 + k, v 2*8*8 + norms 2*8 + 2*4 + MLP 3*8*12) + 2*104*8 + 8 = 2 * 696 + 1672
+    assert num_params(CONFIG) == 3064
+    assert "qwen3, 3,064 parameters, 2 layers, hidden 8, MLP 12, heads 4/2 of 4, vocabulary 104, untied" in out
     assert "tensors      25 F32; " in out  # 2 * 11 + embedding, norm and output
     assert "in 1 file(s)" in out
-    assert "tokenizer    present" in out
+    assert "tokenizer    104 tokens; a completion ends with 2, 3\n" in out
     assert out.endswith(f"{source}: fits its config.json, all values are finite\n")
 
 
@@ -73,6 +73,9 @@ def test_copy(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_copy_without_a_tokenizer(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (source / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="source: no tokenizer.json or vocab.json there"):
+        main(["convert", "hf-check", str(source)])
+    assert capsys.readouterr().out == ""
     main(["convert", "copy", str(source), str(tmp_path / "out")])
     assert "no tokenizer" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
@@ -104,6 +107,15 @@ def test_hf_check_reads_the_values(source: Path) -> None:
     with pytest.raises(
         ValueError, match=r"model.norm.weight has 8 value\(s\) of 8 that are not finite, the first, inf, at"
     ):
+        main(["convert", "hf-check", str(source)])
+
+
+def test_hf_check_reads_the_tokenizer(source: Path) -> None:
+    (source / "generation_config.json").write_text('{"eos_token_id": 104}')
+    with pytest.raises(ValueError, match="eos_token_id is 104, the model's tokens are 0 to 103"):
+        main(["convert", "hf-check", str(source)])
+    (source / "chat_template.jinja").write_text("Go on.")
+    with pytest.raises(ValueError, match="its chat template leaves out the text of the user"):
         main(["convert", "hf-check", str(source)])
 
 

@@ -1,5 +1,6 @@
 """The probe's command on recordings: table, JSON, PNGs, one page; bad input in one line."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import pytest
 from bin import probe
 from bin.cli import run_main
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.mismatch.recording import Columns
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.probe import engines
 from dcmdp_jax.tasks.prompts import save_tokenizer
@@ -75,6 +77,13 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
         (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
         (("--model", "none", "--a", "local"), "model none: no such directory"),
         (("--recording", "R"), "--train-column is missing"),
+        # Before anything is measured.
+        (("--model", "none", "--a", "local", "--out", "R"), "argument --out: got '"),
+        (("--recording", "R", "--token-column", ""), "--token-column is missing: name the column of the token ids"),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--token-column", "ids"),
+            "no column 'ids' (--token-column); ",
+        ),
         (
             ("--recording", "R", "--train-column", "old", "--rollout-column", "new"),
             "no column 'new' (--rollout-column); ",
@@ -140,3 +149,11 @@ def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, mo
     few = ("--max-completion-tokens", "8")
     code, _, error = _run(capsys, "--model", model / "model", *_ASK, *few, "--a", "local:fp8", "--out", tmp_path)
     assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error
+
+
+def test_every_column_that_can_be_missing_is_told_as_an_option_that_exists():
+    names = [field.name for field in dataclasses.fields(Columns)]
+    options = Columns(**dict.fromkeys(names, "x")).options()
+    for option in options:
+        assert vars(probe._parser().parse_args([option, "y"]))[option[2:].replace("-", "_")] == "y"
+    assert len(options) == len(names)

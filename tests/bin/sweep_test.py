@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import bin.sweep
 from bin.cli import run_main
 from bin.sweep import main
 from dcmdp_jax.config import to_dict
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.waiting import HANGS_S
 
@@ -27,6 +29,11 @@ _TINY = """    small = {
     arms = {"grpo": Arm("configs/demo.py:grpo,debug", small), "dc": Arm("configs/demo.py:debug", small)}
     return Study("Tiny", arms, "grpo", (3,))
 """
+
+
+def _task(path):
+    path.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    return str(path)
 
 
 @pytest.fixture(autouse=True)
@@ -94,16 +101,17 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
             (run.directory / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
             return 0
         out = run.directory / "evaluation.json"
-        assert words[1:] == [str(run.directory), "--tasks", "x.jsonl", "--method", "b", "--out", str(out)]
+        assert words[1:] == [str(run.directory), *evaluation, "--method", "b", "--out", str(out)]
         score = {0: 0.25, 1: 0.75}[run.seed]
         out.write_text(json.dumps({"method": "b", "tasks": {"x": {"average": score, "samples": 8}}}))
         return 0
 
     monkeypatch.setattr(bin.sweep._Commands, "call", call)
+    evaluation = ("--tasks", _task(tmp_path / "x.jsonl"), "--max_completion_tokens=16")
     study = tmp_path / "s.py"
     study.write_text(
         _HEAD + "    arms = {'a': Arm('configs/demo.py'), 'b': Arm('configs/demo.py', {'algorithm.tolerance': 0.5})}\n"
-        "    return Study('S', arms, 'a', (0, 1), ('--tasks', 'x.jsonl'))\n"
+        f"    return Study('S', arms, 'a', (0, 1), {evaluation})\n"
     )
     assert main(["sweep", f"--study={study}", f"--out={tmp_path}/out"]) == 1
     text = capsys.readouterr().out
@@ -125,7 +133,14 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
     + [("evidence", ":int4"), ("evidence", ":vllm")],
 )
 def test_every_study_file_has_runs_that_can_be_made(name, argument, tmp_path, capsys):
-    main(["sweep", f"--study=configs/studies/{name}.py{argument}", f"--out={tmp_path}", "--dry_run"])
+    study = f"configs/studies/{name}.py{argument}"
+    try:
+        main(["sweep", f"--study={study}", f"--out={tmp_path}", "--dry_run"])
+        evaluated = False
+    except UserError as error:  # once all runs are listed: the paper's models are not here
+        assert re.match("study: evaluation of .*, seed 0: config.model.path: no directory ", str(error))
+        evaluated = True
+    assert evaluated == bool(bin.sweep._load(study).evaluation)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= (3 if argument else 15) or name == "main_results"
     assert not any(tmp_path.iterdir())
@@ -176,6 +191,10 @@ def test_the_papers_grids(study, setting, values):
     assert _varied(f"configs/studies/{study}.py:paper", setting) == values
 
 
+def _evaluated(*evaluation):
+    return f"    return Study('S', {{'a': Arm('configs/demo.py')}}, 'a', (0, 1), {evaluation})\n"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -189,15 +208,40 @@ def test_the_papers_grids(study, setting, values):
         ),
         ("    return Study('S', {'a': Arm('configs/none.py')}, 'a', (0,))\n", "study: a, seed 0: --config: no file"),
         ("    return 3\n", "--study: {file}: get_study returned int, must be a Study"),
-        ("    return 1 / 0\n", "--study: {file}: ZeroDivisionError: division by zero"),
+        ("    return 1 / 0\n", "--study: {file}: ZeroDivisionError: division by zero (line 5)"),
+        # Not that there is no get_study.
+        ("    return {}['arms']\n", "--study: {file}: KeyError: 'arms' (line 5)"),
+        ("    import sys; sys.exit(3)\n", "--study: {file}: it called exit(3); let get_study return"),
+        ("    pass\n\n\nexit()\n", "--study: {file}: it called exit(None); let get_study return"),
+        ("    return Study('S', {3: Arm('c')}, 3, (0,))\n", "--study: {file}: the label 3 of an arm is no text"),
+        ("    return Study('S', {'a': 'c'}, 'a', (0,))\n", "--study: {file}: arm 'a' is 'c', must be an Arm (line 5)"),
+        (
+            "    return Study('S', {'a': Arm('c', [1])}, 'a', (0,))\n",
+            "--study: {file}: an arm's settings are [1], must",
+        ),
+        (_evaluated("--taks=x"), "study: evaluation of a, seed 0: --taks=x: no such argument; did you mean --tasks?"),
+        (_evaluated("--samples=0"), "study: evaluation of a, seed 0: argument --samples: got 0, must be at least 1"),
+        (_evaluated("--step=999"), "study: evaluation of a, seed 0: --step: got 999, the run has training.steps=40"),
+        (_evaluated("--precision=fp4"), "study: evaluation of a, seed 0: --precision: got 'fp4', allowed with"),
+        (_evaluated("--tasks=none.jsonl"), "study: evaluation of a, seed 0: data none.jsonl: no such file"),
+        (_evaluated("--tasks={bad}"), "study: evaluation of a, seed 0: {bad}:2: no answer in any of the fields"),
+        (_evaluated("--train_data=none.jsonl"), "study: evaluation of a, seed 0: data none.jsonl: no such file"),
+        # The demo's model has room for 64 + 24 tokens; the default of --max_completion_tokens is 32,768.
+        (_evaluated("--tasks={good}"), "study: evaluation of a, seed 0: --max_completion_tokens: got 32768, with the"),
+        (_evaluated("--tasks={good}", "--out=x"), "--study: {file}: evaluation has --out=x, which the study gives"),
     ],
 )
 def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(body, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bin.sweep._Commands, "call", lambda *_: pytest.fail("a run was started"))
-    file = tmp_path / "s.py"
+    file, bad, good = (tmp_path / name for name in ("s.py", "bad.jsonl", "good.jsonl"))
+    bad.write_text('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?"}\n')
+    places = {"{file}": file, "{bad}": bad, "{good}": _task(good)}
+    for name, path in places.items():
+        body, message = body.replace(name, str(path)), message.replace(name, str(path))
     file.write_text(_HEAD + body)
-    got = _fails(capsys, f"--study={file}", f"--out={tmp_path}/out")
-    assert got.startswith(message.format(file=file))
+    for arguments in ((), ("--dry_run",)):
+        assert _fails(capsys, f"--study={file}", f"--out={tmp_path}/out", *arguments).startswith(message)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

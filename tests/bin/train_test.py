@@ -51,13 +51,17 @@ def _model_directories(base):
     build_tokenizer().save_pretrained(base / "tokenizer")
     params = init_params(model, jax.random.key(0))
     directories = {}
-    for name in ("whole", "missing", "mute", "endless"):
+    for name in ("whole", "missing", "mute", "endless", "wordless", "deaf", "beyond"):
         directories[name] = base / name
         save_params(params, model, base / name, dtype="float32", tokenizer_dir=base / "tokenizer")
     # One layer more than there are tensors for.
     path = directories["missing"] / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
     (directories["mute"] / "chat_template.jinja").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directories["wordless"] / name).unlink()
+    (directories["deaf"] / "chat_template.jinja").write_text("<|im_start|>user\nGo on.<|im_end|>\n")
+    (directories["beyond"] / "generation_config.json").write_text(json.dumps({"eos_token_id": model.vocab_size}))
     path = directories["endless"] / "tokenizer_config.json"
     fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token"}
     path.write_text(json.dumps(fields))
@@ -72,6 +76,8 @@ def _commands(base):
     (base / "rows.jsonl").write_text("\n".join(rows))
     (base / "empty.jsonl").write_text("")
     run_dir = f"--config.run_dir={base}/run"
+    (base / "waits").mkdir()
+    os.mkfifo(base / "waits" / ".lock")
     debug = ["--config=configs/demo.py:debug", run_dir]
 
     def model(name):
@@ -109,6 +115,14 @@ def _commands(base):
             ["--config=configs/demo.py:debug", f"--config.run_dir={base}/file/run"],
             f"config.run_dir: {base}/file/run can't be written ({base}/file); choose another directory",
         ),
+        "fifo": (
+            ["--config=configs/demo.py:debug", f"--config.run_dir={base}/waits"],
+            f"config.run_dir: {base}/waits/.lock is no file (a FIFO, socket or device); remove it",
+        ),
+        "long_run_dir": (
+            ["--config=configs/demo.py:debug", f"--config.run_dir=/{'d' * 5000}"],
+            f"config.run_dir: '/{'d' * 79}'... (5,001 characters) has 5,001 bytes with 5,000 between two slashes",
+        ),
         "mesh": (
             [*debug, "--config.mesh.tensor=3", "--config.mesh.cpu_devices=2"],
             "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 2 devices; that do 1, 2",
@@ -121,8 +135,28 @@ def _commands(base):
             [*debug, f"--config.model.path={base}/nowhere"],
             f"config.model.path: no directory {base}/nowhere; `hf download OWNER/MODEL --local-dir {base}/nowhere`",
         ),
-        "no_chat_template": (model("mute"), f"tokenizer {models['mute']}: no chat template"),
-        "no_end_token": (model("endless"), f"tokenizer {models['endless']}: no end-of-sequence token"),
+        "no_tokenizer": (
+            model("wordless"),
+            f"config.model.path: tokenizer {models['wordless']}: no tokenizer.json or vocab.json there; copy the "
+            "model's tokenizer files in; model.tokenizer may name another",
+        ),
+        "no_tokenizer_directory": (
+            [*debug, "--config.model.tokenizer=/nowhere"],
+            "config.model.tokenizer: tokenizer /nowhere: no such directory",
+        ),
+        "deaf_chat_template": (
+            model("deaf"),
+            f"config.model.path: tokenizer {models['deaf']}: its chat template leaves out the text of",
+        ),
+        "end_token_beyond": (
+            model("beyond"),
+            f"{models['beyond']}/generation_config.json: eos_token_id is 104, the model's tokens are 0 to 103",
+        ),
+        "no_chat_template": (model("mute"), f"config.model.path: tokenizer {models['mute']}: no chat template"),
+        "no_end_token": (
+            model("endless"),
+            f"config.model.path: tokenizer {models['endless']}: no end-of-sequence token",
+        ),
         "too_long_for_the_model": (
             [*model("whole"), "--config.rollout.max_completion_tokens=200", "--config.training.row_lengths=()"],
             "config.rollout.max_completion_tokens: 200 and task.max_prompt_tokens=64 make 264, the model has "
@@ -153,7 +187,8 @@ def _commands(base):
 
 _NAMES = (
     "misspelled_flag", "misspelled_own_flag", "ill_typed_flag", "misspelled_file", "misspelled_choice", "group_of_one",
-    "nucleus", "mini_batch", "unwritable", "mesh", "missing_tensor", "no_model", "no_chat_template", "no_end_token",
+    "nucleus", "mini_batch", "unwritable", "fifo", "long_run_dir", "mesh", "missing_tensor", "no_model", "no_tokenizer",
+    "no_tokenizer_directory", "deaf_chat_template", "end_token_beyond", "no_chat_template", "no_end_token",
     "too_long_for_the_model", "malformed_row", "empty_data", "warm_up_data",
     "not_installed", "no_data",
 )  # fmt: skip
@@ -209,7 +244,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     # its completions' rows (1 + 16); the 63 others and 16 make 79, and one more column makes attention 5 x 16 wide.
     assert lines["step"] == "4 prompts x 4 = 16 completions of at most 16 tokens, 2 update(s)"
     assert lines["rows"] == "micro-batches of 8 x 17 tokens, prompts of 64 computed once for 4 rows"
-    assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 held out"
+    assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 of arithmetic x 2"
     assert lines["run"] == f"{base}/planned, 2 steps" and lines["devices"].startswith("1 x cpu")
     assert not (base / "planned").exists()
 

@@ -33,7 +33,7 @@ def test_the_same_text_and_half_of_the_runs():
 
 def test_what_overlaps_can_be_left_out():
     problems = [Problem(text, "1", "s", index) for index, text in enumerate("abc")]
-    prompts = EncodedPrompts(problems, [np.array([place]) for place in range(3)], dropped=4)
+    prompts = EncodedPrompts(problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0)
     rest = leave_out(prompts, [Overlap(1, 9, True, 1.0)], task="t")
     assert [problem.prompt for problem in rest.problems] == ["a", "c"] and rest.dropped == 4
     assert [ids.tolist() for ids in rest.token_ids] == [[0], [2]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+import re
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +361,29 @@ def test_truncated_file(tmp_path: Path, keep: int) -> None:
     assert _refused(source, CONFIG).startswith(f"{file}: truncated or not a safetensors file (")
 
 
+@contextlib.contextmanager
+def _file_size_limit(num_bytes: int) -> Iterator[None]:
+    """As `ulimit -f` has it: a write beyond fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("limit", "file"), [(1000, "model.safetensors"), (100, "config.json")])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, limit: int, file: str) -> None:
+    """config.json has about 600 bytes."""
+    params = init_params(CONFIG, jax.random.key(0))
+    with _file_size_limit(limit), pytest.raises(OSError, match="File too large") as caught:
+        save_params(params, CONFIG, tmp_path / "out", dtype="float32")
+    # What a command prints in one line.
+    assert caught.value.filename is not None or caught.value.errno is None
+    assert re.search(rf"{tmp_path}/\.out\.partial-\w+/{file}\b", str(caught.value))
+    assert not any(tmp_path.iterdir())
+
+
 def test_index_against_files(tmp_path: Path) -> None:
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
     index, second = source / "model.safetensors.index.json", source / "model-00002-of-00002.safetensors"
@@ -378,6 +404,11 @@ def test_index_against_files(tmp_path: Path) -> None:
     assert _refused(source, CONFIG) == (
         f"{index}: tensor {here[0]} is said to be in model-00002-of-00002.safetensors, which is missing"
     )
+    for shard in ("../m/model-00001-of-00002.safetensors", "/etc/model.safetensors", "x/../../m/a.safetensors"):
+        index.write_text(json.dumps({"weight_map": weight_map | {here[0]: shard}}))
+        assert _refused(source, CONFIG) == (
+            f"{index}: tensor {here[0]} is said to be in {shard!r}, outside the directory; name files inside it"
+        )
     for text, reason in (
         ("{", "not valid JSON"),
         ("{}", "has no weight_map"),

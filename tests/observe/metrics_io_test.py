@@ -138,6 +138,19 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [("1 2 3", None), ("1 3", "has records of 2 of the 3"), ("", "has records of 0 of the 3"), (None, "of 0 of the 3")],
+)
+def test_lost_records_are_said_at_a_resume(tmp_path, caplog, left, said):
+    if left is not None:
+        lines = [json.dumps({"step": int(step), "reward/mean": 0.5}) + "\n" for step in left.split()]
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    MetricsWriter(tmp_path, resume_step=3).close()
+    warnings = [record.getMessage() for record in caplog.records if "records of" in record.getMessage()]
+    assert len(warnings) == (said is not None) and all(said in line for line in warnings)
+
+
 def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"reward/mean": 0.25, "policy/ratio_max": math.inf})

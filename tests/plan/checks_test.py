@@ -74,7 +74,7 @@ _LENGTH = 640
 @functools.cache
 def _lowered(attention, data=1, fsdp=8):
     """Model, mesh and arrays of a step on rows of 640 tokens, lowered for TPUs. That needs no compiler for them."""
-    config = qwen3_8b.get_config("debug")
+    config = qwen3_8b.get_config("local,debug")
     config.model.attention, config.model.logprob_chunk = attention, 128
     architecture = config.model.architecture
     architecture.num_layers, architecture.hidden_size, architecture.head_dim = 2, 192, 128

@@ -16,7 +16,7 @@ from dcmdp_jax.plan.step_program import plan_step
 
 def _products(dtype, *, head="compute"):
     """Program -> (dtype of the first operand, whether it asks for full precision) of its products."""
-    config = qwen3_8b.get_config("debug")
+    config = qwen3_8b.get_config("local,debug")
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = dtype
     config.model.attention, config.model.head_dtype = "xla", head
     config = from_config_dict(config)

@@ -22,7 +22,7 @@ _DEVICES = Topology("v5e:2x4", CHIPS["v5e"], jax.devices()[:8])
 
 
 def _config(**changes):
-    config = qwen3_8b.get_config("debug")
+    config = qwen3_8b.get_config("local,debug")
     # XLA's CPU backend aborts on a reduction of bfloat16 between devices.
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = "float32"
     # Two mini-batches of 16 completions; one row of 80 tokens a device, so two micro-batches.

@@ -25,7 +25,7 @@ def _small_chips(gib):
 def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
     # 801,152 parameters: 3.1 MiB of the engine's weights in float32; parameters, moments and gradients over eight
     # devices are 1.5. Of 2 MiB.
-    config = qwen3_8b.get_config("debug")
+    config = qwen3_8b.get_config("local,debug")
     config.rollout.precision = config.rollout.compute_dtype = "float32"
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 4
     told = []
@@ -43,7 +43,7 @@ def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
 
 
 def test_what_is_wrong_with_every_candidate_is_told_once():
-    config = qwen3_8b.get_config("debug")
+    config = qwen3_8b.get_config("local,debug")
     config.rollout.router_replay = True
     with pytest.raises(UserError) as raised:
         search(from_config_dict(config), _small_chips(16), tell=lambda line: None)

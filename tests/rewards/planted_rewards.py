@@ -1,7 +1,13 @@
 """Reward functions, right and wrong ones, as a user might write them."""
 
+import itertools
 import os
+import signal
+import subprocess
+import threading
 import time
+
+import numpy as np
 
 
 def length(prompts, completions, completion_ids, **columns):
@@ -61,3 +67,83 @@ def needs_a_rubric(completions, rubric, **columns):
 
 
 not_callable = 3
+
+
+def a_dict(completions, **columns):
+    return dict.fromkeys(range(len(completions)), 1.0)
+
+
+def a_set(completions, **columns):
+    return {float(k) for k in range(len(completions))}
+
+
+def a_text(completions, **columns):
+    return "1" * len(completions)
+
+
+def an_array(completions, **columns):
+    return np.arange(len(completions), dtype=np.float32)
+
+
+def an_iterator(completions, **columns):
+    return map(float, range(len(completions)))
+
+
+def never_ends(completions, **columns):
+    return itertools.repeat(1.0)
+
+
+def forks(completions, completion_ids, **columns):
+    os.fork()
+    return [float(os.getpid() > 0) * len(ids) for ids in completion_ids]
+
+
+def forks_and_fails_there(completions, completion_ids, **columns):
+    if os.fork() == 0:
+        raise ValueError("in the second process")
+    os.wait()
+    return [len(ids) for ids in completion_ids]
+
+
+def writes_to_descriptors(completions, completion_ids, source, **columns):
+    """Write what `source` says, as hexadecimal text, to every socket that is open."""
+    for descriptor in _sockets():
+        os.write(descriptor, bytes.fromhex(source[0]))
+    return [len(ids) for ids in completion_ids]
+
+
+def writes_later(completions, completion_ids, **columns):
+    """Write to every open socket after the call, where it did not before."""
+    threading.Timer(0.2, lambda: [os.write(descriptor, b"late") for descriptor in _sockets()]).start()
+    return [len(ids) for ids in completion_ids]
+
+
+def allocates(completions, source, **columns):
+    return [len(bytearray(int(size))) for size in source]
+
+
+def starts_processes(completions, source, **columns):
+    """Start a program in a session of its own and a daemon; write their ids to the file `source`; sleep or return."""
+    program = subprocess.Popen(["sleep", "10000"], start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        daemon = os.fork()
+        if daemon == 0:
+            time.sleep(10_000)
+        with open(source[0], "w") as file:
+            file.write(f"{program.pid} {daemon}")
+        os._exit(0)
+    os.wait()
+    if source[0].endswith("hangs"):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(10_000)
+    return [1.0] * len(completions)
+
+
+def _sockets():
+    links = {int(each): os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_open(each)}
+    return [descriptor for descriptor, link in links.items() if link.startswith("socket:")]
+
+
+def _is_open(descriptor):
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dcmdp_jax.rewards import process_tree
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
 from tests.rewards import planted_rewards
+from tests.rewards.planted_worker import is_alive
+from tests.waiting import HANGS_S, wait_until
 
 _FILE = planted_rewards.__file__
+_ROOT = Path(__file__).resolve().parents[2]
 _LONG_S = 1000.0  # no limit that a busy machine reaches
 
 
@@ -46,11 +56,15 @@ def test_types_that_json_lacks_arrive_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("function", "timeout_s", "reason", "row"),
     [
-        ("raises", _LONG_S, r"raised KeyError: 'two\nlines' (planted_rewards.py, line 24)", None),
+        ("raises", _LONG_S, r"raised KeyError: 'two\nlines' (planted_rewards.py, line 30)", None),
         ("one_too_few", _LONG_S, "returned 1 rewards for 2 completions, needs one for each", None),
         ("not_a_number", _LONG_S, "returned nan, needs a finite number or None", 1),
         ("text", _LONG_S, "returned 'good', needs a finite number or None", 0),
         ("nothing", _LONG_S, "returned None, needs a list with one reward per completion", None),
+        ("a_dict", _LONG_S, "returned the dict {0: 1.0, 1: 1.0}, needs a list with one reward per completion", None),
+        ("a_set", _LONG_S, "returned the set {0.0, 1.0}, needs a list with one reward per completion", None),
+        ("a_text", _LONG_S, "returned the str '11', needs a list with one reward per completion", None),
+        ("never_ends", _LONG_S, "returned 3 rewards for 2 completions, needs one for each", None),
         ("never_returns", 0.5, "no result in 0.5 s", None),
         ("dies", _LONG_S, "the worker process died twice", None),
     ],
@@ -86,3 +100,131 @@ def test_a_function_that_can_not_be_loaded_is_named():
         pytest.raises(RewardError, match="^reward no.such:f: can't import no.such: ModuleNotFoundError"),
     ):
         pool.wait_until_loaded()
+
+
+@pytest.mark.parametrize(("function", "rewards"), [("an_array", [0.0, 1.0]), ("an_iterator", [0.0, 1.0])])
+def test_arrays_and_iterators_are_lists(function, rewards):
+    with RewardPool([_name(function)], ["source"], timeout_s=_LONG_S) as pool:
+        _begin(pool)
+        assert pool.collect() == {_name(function): rewards}
+
+
+@pytest.mark.parametrize("function", ["forks", "forks_and_fails_there"])
+def test_a_function_that_returns_in_two_processes_answers_once(function):
+    with RewardPool([_name(function)], ["source"], timeout_s=_LONG_S) as pool:
+        pool.wait_until_loaded()
+        for lengths in [(1, 2), (3, 4, 5), (6,), (7, 8)]:  # a second answer would be that of the next batch
+            _begin(pool, lengths)
+            assert pool.collect() == {_name(function): [float(length) for length in lengths]}
+
+
+_STRAY = "something wrote to the socket of the process that calls it, such as to an inherited file descriptor"
+
+
+@pytest.mark.parametrize(
+    ("stray", "reason"),
+    [
+        (b"hello, this is no message", _STRAY),
+        (struct.pack(">i", 1 << 20), _STRAY),  # multiprocessing's header of a megabyte that never comes
+        (struct.pack(">QQ", 1, 30) + b'{"value": {"rewards": [9, 9]}}', _STRAY),  # the answer to an earlier request
+        (struct.pack(">QQ", 3, 1 << 40), _STRAY),  # longer than any answer
+        (struct.pack(">QQ", 3, 4) + b"{{{{", _STRAY),
+        (struct.pack(">QQ", 3, 1) + b"1", _STRAY),
+        (struct.pack(">QQ", 3, 1 << 20), "no result in 0.5 s"),  # its number, but never all of it
+    ],
+    ids=["text", "foreign header", "earlier answer", "too long", "no JSON", "no answer", "cut off"],
+)
+def test_what_a_function_writes_to_its_socket_neither_hangs_nor_counts(stray, reason):
+    name = _name("writes_to_descriptors")
+    with RewardPool([name], ["source"], timeout_s=0.5) as pool:
+        pool.wait_until_loaded()
+        _begin(pool, source=stray.hex())  # the third request: load, load, call
+        assert pool.collect() == {name: Failure(f"reward {name}: {reason}")}
+        _begin(pool, (4, 5), source="")
+        assert pool.collect() == {name: [4.0, 5.0]}
+
+
+def test_what_a_function_writes_between_two_calls_does_not_count():
+    name = _name("writes_later")
+    with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
+        _begin(pool, (1, 2))
+        assert pool.collect() == {name: [1.0, 2.0]}
+        (worker,) = pool._pools[name]._workers
+        before = _children(worker)
+        wait_until(lambda: _children(worker) not in ([], before), "another child")
+        _begin(pool, (3, 4))
+        assert pool.collect() == {name: [3.0, 4.0]}
+
+
+def _children(worker):
+    return process_tree.descendants(worker._process.pid)
+
+
+def _sockets(pid):
+    links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link for link in links if link.startswith("socket:")}
+
+
+def test_the_process_of_a_function_holds_no_socket_of_the_trainer():
+    with RewardPool([_name("length")], ["source"], timeout_s=_LONG_S) as pool:
+        pool.wait_until_loaded()
+        (worker,) = pool._pools[_name("length")]._workers
+        (child,) = _children(worker)
+        assert len(_sockets(worker._process.pid)) == 2  # to the trainer and to its child
+        assert len(_sockets(child)) == 1
+        assert not _sockets(child) & _sockets(worker._process.pid)
+
+
+def test_memory_is_limited_by_a_setting():
+    name = _name("allocates")
+    with RewardPool([name], ["source"], timeout_s=_LONG_S, memory_gib=0.5) as pool:
+        _begin(pool, source=str(2**29))
+        (failure,) = pool.collect().values()
+        assert failure.problem.startswith(f"reward {name}: raised MemoryError")
+        assert failure.problem.endswith("; rewards.memory_limit is 0.5 GiB, 0 is no limit")
+        _begin(pool, source=str(2**20))
+        assert pool.collect() == {name: [2.0**20, 2.0**20]}
+    with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
+        _begin(pool, source=str(2**29))
+        assert pool.collect() == {name: [2.0**29, 2.0**29]}
+
+
+def _started(path):
+    wait_until(path.is_file, "the processes of the function")
+    wait_until(lambda: len(path.read_text().split()) == 2, "their ids")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def test_what_a_function_starts_lives_until_the_pool_is_closed(tmp_path):
+    name, path = _name("starts_processes"), tmp_path / "returns"
+    with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
+        _begin(pool, source=str(path))
+        assert pool.collect() == {name: [1.0, 1.0]}
+        started = _started(path)
+        assert all(map(is_alive, started))
+    wait_until(lambda: not any(map(is_alive, started)), "the end of the processes")
+
+
+def test_what_a_function_starts_ends_with_a_call_that_is_killed(tmp_path):
+    name, path = _name("starts_processes"), tmp_path / "hangs"
+    with RewardPool([name], ["source"], timeout_s=0.5) as pool:
+        _begin(pool, source=str(path))
+        assert pool.collect() == {name: Failure(f"reward {name}: no result in 0.5 s")}
+        assert not any(map(is_alive, _started(path)))
+
+
+def test_what_a_function_starts_ends_with_a_killed_trainer(tmp_path):
+    path = tmp_path / "hangs"
+    program = f"""
+import numpy as np, time
+from dcmdp_jax.rewards.reward_pool import RewardPool
+pool = RewardPool([{_name("starts_processes")!r}], ["source"], timeout_s=1000.0)
+pool.begin(["p"], ["c"], [np.arange(1)], {{"source": [{str(path)!r}]}})
+time.sleep({10 * HANGS_S})
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=_ROOT) as trainer:
+        started = _started(path)
+        below = process_tree.descendants(trainer.pid)
+        assert set(started) < set(below)
+        os.kill(trainer.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, below)), "the end of all that the trainer started")

@@ -42,6 +42,16 @@ def test_the_only_replica_takes_what_is_there(devices):
     assert devices() == [""]
 
 
+def test_without_a_number_there_are_as_many_replicas_as_the_gpus_hold(devices):
+    assert devices(present=4, replicas=0) == ["0", "1", "2", "3"]
+    assert devices(present=9, replicas=0, tensor_parallel_size=4) == ["0,1,2,3", "4,5,6,7"]
+    assert devices("6,7", present=8, replicas=0) == ["6", "7"]
+    assert devices(present=8, replicas=0, visible_devices="1,2") == ["1", "2"]
+    assert devices(platform="cpu", replicas=0) == [""] and devices(replicas=0) == [""]
+    with pytest.raises(ValueError, match="got 1 of .*=4 devices each, and there are 2"):
+        devices(present=2, replicas=0, tensor_parallel_size=4)
+
+
 def test_a_cpu_has_nothing_to_divide(devices):
     assert devices(platform="cpu", replicas=3, tensor_parallel_size=2) == ["", "", ""]
 

@@ -189,7 +189,8 @@ def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
     parent.kill()
     parent.wait()
     wait_until(lambda: not sidecars(parent.pid), "the end of the sidecar")
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["config.json", "sidecar.log"]
+    # Of torch's compiler no directory either.
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "sidecar.log", "tmp"]
     parent.stdout.close()
 
 

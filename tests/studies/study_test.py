@@ -27,23 +27,54 @@ def test_runs_come_seed_by_seed_with_directories_of_their_own():
     )  # fmt: skip
 
 
+_ARM = Arm("c.py")
+
+
 @pytest.mark.parametrize(
-    ("study", "message"),
+    ("changed", "message"),
     [
-        (_study({"a": Arm("c.py"), "A": Arm("d.py")}), "arms 'a' and 'A' would share a directory"),
-        (_study({"a/b": Arm("c.py")}), "arm 'a/b' names a directory"),
-        (_study({"..": Arm("c.py")}), r"arm '\.\.' names a directory"),
-        (_study({"a": Arm("c.py", {"training.seed": 3})}), "arm 'a' sets training.seed, which the study sets"),
-        (_study({"a": Arm("c.py", {"run_dir": "x"})}), "arm 'a' sets run_dir"),
-        (_study({"a": Arm("c.py")}, seeds=(0, 1, 0)), "seed 0 is there twice"),
-        (_study({"a": Arm("c.py")}, seeds=()), "1 arms and 0 seeds, must have at least one of each"),
-        (_study({"a": Arm("c.py")}, baseline="b"), "the baseline 'b' is none of its arms a"),
+        ({"arms": {"a": _ARM, "A": Arm("d.py")}}, "arms 'a' and 'A' would share a directory"),
+        ({"arms": {"a": _ARM, "a/b": _ARM}}, "arm 'a/b' names a directory"),
+        ({"arms": {"a": _ARM, "..": _ARM}}, r"arm '\.\.' names a directory"),
+        ({"arms": {"a": _ARM, 0.1: _ARM}}, "the label 0.1 of an arm is no text; it names a directory"),
+        ({"arms": {"a": "c.py"}}, "arm 'a' is 'c.py', must be an Arm"),
+        ({"arms": [_ARM]}, r"the arms are \[Arm\(.*, must be a mapping from label to Arm"),
+        ({"arms": {"a": Arm("c.py", {"training.seed": 3})}}, "arm 'a' sets training.seed, which the study sets"),
+        ({"arms": {"a": Arm("c.py", {"run_dir": "x"})}}, "arm 'a' sets run_dir"),
+        ({"seeds": (0, 1, 0)}, "seed 0 is there twice"),
+        ({"seeds": ()}, "1 arms and 0 seeds, must have at least one of each"),
+        ({"seeds": 3}, "seeds is 3, must be a tuple of whole numbers"),
+        ({"seeds": "012"}, "seeds is '012', must be a tuple of whole numbers"),
+        ({"seeds": (0, "1")}, r"seeds is \(0, '1'\), must be a tuple of whole numbers"),
+        ({"seeds": (True,)}, r"seeds is \(True,\), must be a tuple of whole numbers"),
+        ({"seeds": (-1,)}, r"seed -1: must be in \[0, 2147483647\]"),
+        ({"baseline": "b"}, "the baseline 'b' is none of its arms a"),
+        ({"baseline": ["a"]}, r"the baseline \['a'\] is none of its arms a"),
+        ({"title": 3}, "the title is 3, must be text"),
+        ({"evaluation": "--tasks=x.jsonl"}, "evaluation is '--tasks=x.jsonl', must be a tuple of texts"),
+        ({"evaluation": ("--samples", 4)}, r"evaluation is \('--samples', 4\), must be a tuple of texts"),
+        ({"evaluation": ("--out=x.json",)}, "evaluation has --out=x.json, which the study gives for each run"),
     ],
 )
-def test_a_study_that_cannot_be_run_is_one_line(study, message):
-    with pytest.raises(UserError, match=message) as caught:
-        runs_of(study, Path("out"))
+def test_a_study_that_cannot_be_run_is_one_line(changed, message):
+    study = {"title": "T", "arms": {"a": _ARM}, "baseline": "a", "seeds": (0, 1)}
+    with pytest.raises(UserError, match=f"^{message}") as caught:
+        Study(**study | changed)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (3, {}, "an arm's config is 3, must be text"),
+        ("c.py", 3, "an arm's settings are 3, must be a mapping"),
+        ("c.py", ["x.y"], r"an arm's settings are \['x.y'\], must be a mapping"),
+        ("c.py", {1: 2}, "an arm's settings are {1: 2}, must be a mapping from a setting's name"),
+    ],
+)
+def test_an_arm_that_cannot_be_run_is_one_line(config, settings, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        Arm(config, settings)
 
 
 def test_two_arms_of_one_config_collide():

@@ -222,10 +222,11 @@ def test_minerva_answers_are_those_of_the_copy_that_states_them() -> None:
 @_needs_data
 def test_dapo_is_read_whole() -> None:
     path = _DATA / "train/dapo_math_17k.jsonl"
-    truths = [json.loads(line)["reward_model"]["ground_truth"] for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    distinct = {(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]): None for row in rows}
     problems = load_problems(str(path))
-    assert [problem.answer for problem in problems] == truths
-    assert len(truths) == 17_917
+    assert [(problem.prompt, problem.answer) for problem in problems] == list(distinct)
+    assert (len(rows), len(distinct)) == (17_917, 17_301)
     assert problems == load_problems(str(path.with_suffix(".parquet")))
 
 

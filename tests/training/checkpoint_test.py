@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import shutil
 
 import jax
@@ -430,3 +431,49 @@ def test_the_record_beside_the_arrays_is_plain_json(opened, tmp_path):
     _saved(opened, 3).close()
     record = json.loads((tmp_path / "checkpoints" / "3" / "meta" / "metadata").read_text())
     assert record["step"] == 3 and record["model"] == json.loads(json.dumps(dataclasses.asdict(_MODEL)))
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(opened, tmp_path):
+    _saved(opened, 3)
+    own = (tmp_path / "run_id").read_text()
+    shutil.move(tmp_path / "checkpoints" / "3", tmp_path / "3")
+    (tmp_path / "run_id").unlink()
+    _saved(opened, 2)
+    other = (tmp_path / "run_id").read_text()
+    assert other != own
+    shutil.move(tmp_path / "3", tmp_path / "checkpoints" / "3")
+    with pytest.raises(CheckpointError, match=f"checkpoints/3: it is of run {own.strip()}, .* of run {other.strip()}"):
+        opened().restore(_abstract(_state()), _MODEL)
+    # Without the file the newest checkpoint says which run this is; then the other one is the stranger.
+    (tmp_path / "run_id").unlink()
+    os.utime(tmp_path / "checkpoints" / "3" / "meta" / "metadata")
+    _same_bits(opened().restore(_abstract(_state()), _MODEL), _state(3))
+    assert (tmp_path / "run_id").read_text() == own
+
+
+def test_a_checkpoint_of_an_earlier_version_names_no_run_and_is_read(opened, tmp_path):
+    checkpoints = _saved(opened, 3)
+    path = tmp_path / "checkpoints" / "3" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    del meta["run"]
+    meta["crc32"] = checkpoint._record_checksum(meta)
+    path.write_text(json.dumps(meta))
+    checkpoints.close()
+    (tmp_path / "run_id").unlink()
+    _same_bits(opened().restore(_abstract(_state()), _MODEL), _state(3))
+
+
+def test_a_changed_reference_policy_is_refused(opened):
+    """One value of 16 x 24 differs by its last bit."""
+    reference = _state(7).params
+    checkpoints = opened()
+    checkpoints.check_reference(reference, 0)
+    checkpoints.save(3, _state(3), model=_MODEL)
+    checkpoints.wait()
+    opened().check_reference(reference, 3)
+    embedding = np.array(reference["embedding"])
+    embedding[1, 2] = np.nextafter(embedding[1, 2], np.float32(9))
+    with pytest.raises(CheckpointError, match=r"reference: \['embedding'\] is not what the run began with"):
+        opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 3)
+    # A checkpoint of an earlier version, or a run that begins, knows none.
+    opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 0)

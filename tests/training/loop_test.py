@@ -324,11 +324,11 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
         "--config.checkpoint.every_steps=4",
         "--config.observe.samples_every_steps=1",
     ]
-    process = _start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py")
+    process = _start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local")
     _wait_for_checkpoint(run_dir, 4, process)
     process.kill()
     process.communicate()
-    output = _finish(_start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py"))
+    output = _finish(_start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local"))
     assert "resuming" in output
     assert sorted(_records(run_dir)) == list(range(1, 11))
 

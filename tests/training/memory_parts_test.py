@@ -46,7 +46,7 @@ def _part(plan, name):
 
 def test_qwen3_8b_on_eight_gpus_by_hand():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (1, 8, 1))
+    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     params = 8_190_735_360
     # Norms are replicated: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
     share = (params - 308_224) // 8 + 308_224
@@ -77,7 +77,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
 
 def test_an_engine_over_tensor_has_room_for_more_rows():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    config = qwen3_8b.get_config()
+    config = qwen3_8b.get_config("local")
     config.rollout.local.tensor = 8
     plan = _plan(config, QWEN3_8B, machine, (1, 8, 1))
     # Norms are replicated, as above.
@@ -93,7 +93,7 @@ def test_an_engine_over_tensor_has_room_for_more_rows():
 
 def test_a_replicated_state_is_copied_to_the_host_once():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (2, 4, 1))
+    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (2, 4, 1))
     # Orbax has each replica copy a part. As above with four shards: norms on each.
     share = (8_190_735_360 - 308_224) // 4 + 308_224
     assert _part(plan, "parameters").each == 4 * share
@@ -125,7 +125,7 @@ def test_router_replay_is_counted_where_it_is_held():
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
     machine = Machine("gpu", 8, 28 * _GIB, 1000 * _GIB)
-    plan = _plan(qwen3_8b.get_config(), QWEN3_8B, machine, (1, 8, 1))
+    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     # One row for each device: 26.7 GiB of state and engine, and 3.8.
     assert plan.rows == 8 and 30 < plan.total("sample", "first") / _GIB < 31
     # A push: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
@@ -209,7 +209,7 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
 
 
 def test_vllms_two_copies_are_counted_in_the_host():
-    config = qwen3_8b.get_config()
+    config = qwen3_8b.get_config("local")
     config.rollout.engine = "vllm"
     config.rollout.vllm.kv_cache_gib = 2.0
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)

@@ -90,7 +90,21 @@ def test_balancing_loss_has_its_weight() -> None:
     _, [metrics], _ = step_test._run(
         mini_batches=1, tokens=32, settings=settings, compute=_compute(), rollout=(rollout, np.ones_like(rewards))
     )
-    ids, spans = step_test._padded(rollout)
+    value, gradient = _balance(step_test._params(), tuple(range(len(rewards))))
+    assert float(metrics["moe/balance_loss"]) == pytest.approx(float(value), rel=1e-5) and value > 2
+    assert float(metrics["policy/loss"]) == pytest.approx(0.3 * float(value), rel=1e-5)
+    assert float(metrics["optimizer/grad_norm"]) == pytest.approx(0.3 * float(optax.tree.norm(gradient)), rel=1e-4)
+    _, [without], _ = step_test._run(
+        mini_batches=1, settings=dataclasses.replace(settings, router_aux_loss=0.0), compute=_compute(),
+        rollout=(rollout, np.ones_like(rewards)),
+    )  # fmt: skip
+    assert float(without["optimizer/grad_norm"]) == 0 and "moe/routing_agreement" not in without
+
+
+def _balance(params: Any, members: tuple[int, ...]) -> tuple[float, Any]:
+    """E sum f P over the completions of a mini-batch, and its gradient."""
+    ids, spans = step_test._padded(step_test._rollout()[0])
+    ids, spans = ids[list(members)], [spans[i] for i in members]
     counted = np.zeros(ids.shape, bool)
     for row, (start, stop) in enumerate(spans):
         counted[row, start - 1 : stop - 1] = True
@@ -102,15 +116,29 @@ def test_balancing_loss_has_its_weight() -> None:
         share = jax.lax.stop_gradient(sums["router_load"].sum(0)) / (2 * counted.sum())
         return 4 * jnp.sum(share * sums["router_probability"].sum(0)) / (2 * counted.sum())
 
-    value, gradient = jax.jit(jax.value_and_grad(loss))(step_test._params())
-    assert float(metrics["moe/balance_loss"]) == pytest.approx(float(value), rel=1e-5) and value > 2
-    assert float(metrics["policy/loss"]) == pytest.approx(0.3 * float(value), rel=1e-5)
-    assert float(metrics["optimizer/grad_norm"]) == pytest.approx(0.3 * float(optax.tree.norm(gradient)), rel=1e-4)
-    _, [without], _ = step_test._run(
-        mini_batches=1, settings=dataclasses.replace(settings, router_aux_loss=0.0), compute=_compute(),
-        rollout=(rollout, np.ones_like(rewards)),
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    return float(value), jax.tree.map(np.asarray, gradient)
+
+
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+@pytest.mark.parametrize("limit", [step_test.MAX_APART, 1e-6], ids=["some", "all_dropped"])
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
+def test_balancing_loss_weighs_the_same_whatever_corrections_drop(
+    denominator: str, limit: float, aggregation: str
+) -> None:
+    settings = dataclasses.replace(
+        BALANCED, corrections=f"tis(high=2),token_k1(high={limit})", correction_denominator=denominator,
+        aggregation=aggregation,
     )  # fmt: skip
-    assert float(without["optimizer/grad_norm"]) == 0 and "moe/routing_agreement" not in without
+    rollout, rewards = step_test._rollout()
+    expected, terms, norm, _, _ = step_test._algorithm_one(
+        settings, 2, step_test._params(), rollout, rewards, 0.4, corrected=limit, router=_balance
+    )
+    state, [metrics], _ = step_test._run(settings=settings, compute=_compute(), rollout=(rollout, rewards), tokens=32)
+    step_test._close(state.params, expected)
+    step_test._same_loss(metrics, terms)
+    assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
+    assert (terms.surrogate == 0) == (limit < 1) and terms.router > 2
 
 
 def test_tokens_without_experts_to_replay_use_the_routers_own() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,34 @@ def test_a_file_where_a_directory_belongs_is_named(run_dir, name):
     (run_dir / name).write_text("")
     with pytest.raises(OSError, match=re.escape(f"config.run_dir: {run_dir / name} is no")):
         check_run_directory(_config(run_dir))
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "error.log", "metrics.jsonl"])
+def test_a_fifo_among_the_files_is_named_and_not_waited_for(run_dir, name):
+    (run_dir / name).unlink(missing_ok=True)
+    os.mkfifo(run_dir / name)
+    with pytest.raises(ValueError, match=re.escape(f"config.run_dir: {run_dir / name} is no file (a FIFO, socket or")):
+        check_run_directory(_config(run_dir))
+    if name == "config.json":
+        with pytest.raises(ValueError, match=r"config.json: can't be read \(a FIFO\)"):
+            read_config(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "/" + "d" * 5000,
+            "'/ddd.* has 5,001 bytes with 5,000 between two slashes; choose one of at most 3,500",
+        ),
+        ("/d" * 2500, "'/d/d.* has 5,000 bytes with 1 between"),
+        ("/tmp/" + "\u00e9" * 128, "has 261 bytes with 256 between"),
+    ],
+)
+def test_a_directory_whose_name_is_too_long_is_refused(path, message):
+    with pytest.raises(ValueError, match=f"^config.run_dir: .*{message}") as caught:
+        check_run_directory(_config(path))
+    assert len(str(caught.value)) < 300
 
 
 def test_the_record_is_the_config(tmp_path):

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,8 @@ def _params(seed=1):
 def newer_code(monkeypatch):
     """Programs that XLA's newer code generator of fusions makes, as in all runs but the tests (see tests/conftest.py).
     With the older one a value can differ in the last bit between two programs that compute it."""
+    if "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
+        return
     options = {**step_module.compiler_options("cpu"), "xla_cpu_use_fusion_emitters": True}
     monkeypatch.setattr(step_module, "compiler_options", lambda platform: options)
     monkeypatch.setitem(globals(), "_programs", functools.cache(_programs.__wrapped__))
@@ -150,10 +154,34 @@ def _pull_back(params, ids, slopes):
     return jax.vjp(lambda p: _naive_logprobs(p, ids), params)[1](slopes)[0]
 
 
-def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None, corrected=False):
+class Terms(NamedTuple):
+    """Means over the mini-batches of the loss's terms, and the weights of the last two."""
+
+    surrogate: float
+    kl: float
+    router: float
+    kl_coefficient: float
+    router_aux_loss: float
+
+
+def _same_loss(metrics, terms):
+    loss = terms.surrogate + terms.kl_coefficient * terms.kl + terms.router_aux_loss * terms.router
+    assert metrics["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    apart = {"policy/kl": terms.kl} if terms.kl_coefficient else {}
+    apart |= {"policy/router_loss": terms.router} if terms.router_aux_loss else {}
+    apart |= {"policy/surrogate": terms.surrogate} if apart else {}
+    assert {"policy/kl", "policy/router_loss", "policy/surrogate"} & set(metrics) == set(apart)
+    for name, value in apart.items():
+        assert metrics[name] == pytest.approx(value, abs=3e-6, rel=2e-5), name
+
+
+def _algorithm_one(
+    settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None, corrected=False, router=None
+):
     """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out.
 
-    With `corrected` tokens weigh as `CORRECTIONS` says, and the loss is divided by what is left."""
+    With `corrected` tokens weigh as `CORRECTIONS` says (`corrected` may be another largest distance in nats), and the
+    loss is divided by what is left. `router(params, members)` gives the load-balancing loss and its gradient."""
     n = len(rewards)
     ids, spans = _padded(rollout)
     table = np.asarray(_naive_logprobs(params, ids), np.float64)
@@ -163,7 +191,8 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     for train, engine in zip(old, rollout.rollout_logprobs, strict=True):
         p, q = np.exp(train), np.exp(engine.astype(np.float64))
         d = {"diff": p - q, "ratio": p / q - 1, "log": np.log(p / q)}[settings.measure]
-        delta.append(np.abs(d) if settings.sided == "two" else np.maximum(d, 0))
+        d = np.abs(d) if settings.sided == "two" else np.maximum(d, 0)
+        delta.append(np.minimum(d, settings.ratio_limit) if settings.measure == "ratio" else d)
     mean_delta = np.concatenate(delta).mean()
     used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
 
@@ -185,8 +214,9 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
         advantages.append(base - penalty)
 
     def loss_and_slopes(now, members):
-        """The mini-batch's loss and its derivative in each log-prob."""
+        """The mini-batch's surrogate, its divergence, and the loss's derivative in each log-prob."""
         total, weight, slopes = 0.0, 0.0, np.zeros(now.shape)
+        kl_total, kl_weight, kl_slopes = 0.0, 0.0, np.zeros(now.shape)
         for i in members:
             if settings.mask_truncated and rollout.finish_reasons[i] == "length":
                 continue
@@ -208,23 +238,28 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
                 capped = (advantage < 0) & (ratio > settings.dual_clip)
                 token_losses = np.where(capped, -settings.dual_clip * advantage, token_losses)
                 slope = np.where(capped, 0.0, slope)
-            if settings.kl_coefficient:
-                x = reference[i, a:b] - now[i, a:b]
-                token_losses += settings.kl_coefficient * (np.exp(x) - 1 - x)
-                slope += settings.kl_coefficient * (1 - np.exp(x))
             keep, factor = np.ones(b - a, bool), 1.0
             if corrected:
                 apart = old[i] - rollout.rollout_logprobs[i].astype(np.float64)
-                keep, factor = np.abs(apart) < MAX_APART, np.minimum(np.exp(apart), 2.0)
-            scale, unit = {
-                "seq_mean_token_mean": (1 / (b - a), keep.mean()),
-                "token_mean": (1, keep.sum()),
-                "fixed_length": (1 / LIMIT, 1),
+                limit = MAX_APART if corrected is True else corrected
+                keep, factor = np.abs(apart) < limit, np.minimum(np.exp(apart), 2.0)
+            planned, all_tokens, kept_tokens = {
+                "seq_mean_token_mean": (1 / (b - a), 1, keep.mean()),
+                "token_mean": (1, b - a, keep.sum()),
+                "fixed_length": (1 / LIMIT, 1, 1),
             }[settings.aggregation]
-            scale = scale * keep * factor
+            unit = kept_tokens if settings.correction_denominator == "kept" else all_tokens
+            scale = planned * keep * factor
             total, weight = total + (scale * token_losses).sum(), weight + unit
             slopes[i, a:b] = scale * slope
-        return total / (weight or 1), slopes / (weight or 1)
+            if settings.kl_coefficient:
+                x = reference[i, a:b] - now[i, a:b]
+                scale = {"none": planned, "drop": planned * keep, "weigh": scale}[settings.kl_correction]
+                kl_total += (scale * (np.exp(x) - 1 - x)).sum()
+                kl_slopes[i, a:b] = scale * (1 - np.exp(x))
+                kl_weight += all_tokens if settings.kl_correction == "none" else unit
+        slopes = slopes / (weight or 1) + settings.kl_coefficient * kl_slopes / (kl_weight or 1)
+        return total / (weight or 1), kl_total / (kl_weight or 1), slopes
 
     leaves, tree = jax.tree.flatten(params)
     moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
@@ -232,9 +267,13 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
     for m in range(mini_batches):
         members = tuple(range(m * n // mini_batches, (m + 1) * n // mini_batches))
         current = jax.tree.unflatten(tree, leaves)
-        value, slopes = loss_and_slopes(np.asarray(_naive_logprobs(current, ids), np.float64), members)
+        value, kl, slopes = loss_and_slopes(np.asarray(_naive_logprobs(current, ids), np.float64), members)
         grads = _pull_back(current, ids, jnp.asarray(slopes, jnp.float32))
-        losses.append(value)
+        balance = 0.0
+        if router:
+            balance, balance_grads = router(current, members)
+            grads = jax.tree.map(lambda g, b: g + settings.router_aux_loss * b, grads, balance_grads)
+        losses.append((value, kl, balance))
         norms.append(np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads))))
         for k, g in enumerate(np.asarray(g, np.float64) for g in jax.tree.leaves(grads)):
             mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
@@ -244,7 +283,8 @@ def _algorithm_one(settings, mini_batches, params, rollout, rewards, multiplier,
             leaves[k] = jnp.asarray(leaves[k] - rate * direction, jnp.float32)
     raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
     bounded = np.clip(raised, settings.multiplier_min, settings.multiplier_max)
-    return jax.tree.unflatten(tree, leaves), np.mean(losses), np.mean(norms), mean_delta, bounded
+    terms = Terms(*np.mean(losses, axis=0), settings.kl_coefficient, settings.router_aux_loss)
+    return jax.tree.unflatten(tree, leaves), terms, np.mean(norms), mean_delta, bounded
 
 
 CORRECTIONS = f"tis(high=2),token_k1(high={MAX_APART})"
@@ -283,12 +323,12 @@ def test_step_is_algorithm_one(mini_batches, changes):
     settings = dataclasses.replace(ALGORITHM, **changes)
     rollout, rewards = _rollout()
     reference = _params(seed=5) if settings.kl_coefficient else None
-    expected, loss, norm, mean_delta, multiplier = _algorithm_one(
+    expected, terms, norm, mean_delta, multiplier = _algorithm_one(
         settings, mini_batches, _params(), rollout, rewards, settings.multiplier, reference
     )
     state, history, _ = _run(settings=settings, mini_batches=mini_batches, row_lengths=(8, 16), ref_params=reference)
     _close(state.params, expected)
-    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    _same_loss(history[0], terms)
     assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
     assert history[0]["optimizer/learning_rate"] == pytest.approx(0.3 * (1 - (mini_batches - 1) / UPDATES))
@@ -316,13 +356,13 @@ def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batche
     ])  # fmt: skip
     assert 0.2 < np.mean(np.abs(apart) >= MAX_APART) < 0.8
     assert np.abs(np.abs(apart) - MAX_APART).min() > 1e-4  # no token is dropped by rounding
-    expected, loss, norm, mean_delta, _ = _algorithm_one(
+    expected, terms, norm, mean_delta, _ = _algorithm_one(
         settings, mini_batches, _params(), rollout, rewards, settings.multiplier, corrected=True
     )
     mesh = make_mesh(*mesh, devices=jax.devices()[: math.prod(mesh)]) if mesh else None
     state, history, _ = _run(settings=settings, mini_batches=mini_batches, mesh=mesh)
     _close(state.params, expected)
-    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    _same_loss(history[0], terms)
     assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
     # The constraint counts every token.
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
@@ -345,10 +385,10 @@ def test_step_with_shared_prompts_is_algorithm_one(mini_batches, tokens):
     rollout, rewards = _rollout()
     rollout.prompt_ids[-GROUP:] = [rollout.prompt_ids[-1][:1]] * GROUP
     assert {len(prompt) for prompt in rollout.prompt_ids} == {1, 2, 5}
-    expected, loss, _, mean_delta, _ = _algorithm_one(ALGORITHM, mini_batches, _params(), rollout, rewards, 0.4)
+    expected, terms, _, mean_delta, _ = _algorithm_one(ALGORITHM, mini_batches, _params(), rollout, rewards, 0.4)
     state, history, _ = _run(mini_batches=mini_batches, tokens=tokens, rollout=(rollout, rewards), shared=True)
     _close(state.params, expected)
-    assert history[0]["policy/loss"] == pytest.approx(loss, abs=3e-6, rel=2e-6)
+    _same_loss(history[0], terms)
     assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
 
 
@@ -533,13 +573,39 @@ def test_measured_tolerance_is_not_below_the_noise_floor():
     assert history[2]["dual/tolerance"] == history[3]["dual/tolerance"] == np.float32(measured + 0.1)
 
 
+@pytest.mark.parametrize("kl_correction", ["none", "drop", "weigh"])
+@pytest.mark.parametrize(
+    ("denominator", "aggregation", "limit"),
+    [("kept", "seq_mean_token_mean", MAX_APART), ("all", "token_mean", MAX_APART), ("kept", "token_mean", 1e-6)],
+)
+def test_what_corrections_do_to_the_divergence_is_a_setting(kl_correction, denominator, aggregation, limit):
+    """Some tokens dropped, or all: by default the divergence keeps its tokens, its weights and its denominator."""
+    settings = dataclasses.replace(
+        ALGORITHM, corrections=f"tis(high=2),token_k1(high={limit})", correction_denominator=denominator,
+        kl_coefficient=0.3, kl_correction=kl_correction, aggregation=aggregation,
+    )  # fmt: skip
+    rollout, rewards = _rollout()
+    reference = _params(seed=5)
+    expected, terms, norm, _, _ = _algorithm_one(
+        settings, 2, _params(), rollout, rewards, settings.multiplier, reference, corrected=limit
+    )
+    state, history, _ = _run(settings=settings, ref_params=reference)
+    _close(state.params, expected)
+    _same_loss(history[0], terms)
+    assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5, abs=1e-7)
+    assert (terms.kl == 0) == (limit < 1 and kl_correction != "none")
+
+
 def test_update_that_is_not_finite_is_skipped_and_counted():
     rollout, rewards = _rollout()
+    _, sound, _ = _run(rollout=(rollout, rewards))
     # Completion 0 is in the first of two mini-batches: its NaN makes that gradient NaN, the second is sound.
     rollout.rollout_logprobs[0][0] = np.nan
     state, history, _ = _run(rollout=(rollout, rewards))
     assert history[0]["optimizer/skipped_updates"] == 1
     assert state.skipped_in_row == 0
+    # The loss is that of the update which was made, as the gradient norm is.
+    assert np.isfinite(history[0]["policy/loss"]) and history[0]["policy/loss"] != sound[0]["policy/loss"]
     # The one update that was made is the optimizer's first, at the schedule's first rate.
     assert history[0]["optimizer/learning_rate"] == pytest.approx(0.3)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))

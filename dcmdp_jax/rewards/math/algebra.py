@@ -191,12 +191,14 @@ def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
     (left_kind, left_sign), (right_kind, right_sign) = kinds[type(left)], kinds[type(right)]
     if left_kind is not right_kind:
         return False
-    a, b = plain_symbols(left_sign * (left.lhs - left.rhs)), plain_symbols(right_sign * (right.lhs - right.rhs))
+    exact = is_exact(left.lhs - left.rhs, right.lhs - right.rhs)
+    a, b = (
+        plain_symbols(sign * (with_exact_decimals(value.lhs) - with_exact_decimals(value.rhs)))
+        for value, sign in ((left, left_sign), (right, right_sign))
+    )
     if a.free_symbols != b.free_symbols:
         return False
     point = sample_points(sorted(a.free_symbols, key=str), 1, seed + b"ratio")[0]
-    exact = is_exact(a, b)
-    a, b = with_exact_decimals(a), with_exact_decimals(b)
     at_point = [value.subs(point).doit() for value in (a, b)]
     if not all(value.is_number and value.is_finite and value.evalf(DIGITS) != 0 for value in at_point):
         return None

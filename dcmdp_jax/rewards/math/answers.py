@@ -14,6 +14,7 @@ import re
 from fractions import Fraction
 
 from dcmdp_jax.rewards.math.notation import (
+    has_box,
     last_boxed,
     normalize_answer,
     split_elements,
@@ -58,6 +59,8 @@ def extract_answer(completion: str) -> str | None:
         completion) or is longer than `MAX_ANSWER_CHARACTERS`.
     """
     answer = last_boxed(completion)
+    if answer is None and has_box(completion):
+        return None
     if answer is None:
         lines = collections.deque(_ANSWER_LINE.finditer(completion), maxlen=1)
         if not lines or "\\boxed" in lines[0][1]:

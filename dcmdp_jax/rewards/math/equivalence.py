@@ -14,8 +14,9 @@ from fractions import Fraction
 
 from dcmdp_jax.rewards.math import algebra
 from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer, split_tolerance
+from dcmdp_jax.rewards.math.intervals import as_intervals
 from dcmdp_jax.rewards.math.labels import equation_parts, is_name, named_elements, split_label
-from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, without_spaces
+from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, split_tuple, without_spaces
 from dcmdp_jax.rewards.math.numbers import parse_number
 from dcmdp_jax.rewards.math.units import factors, measures
 
@@ -29,6 +30,7 @@ _OPERATION = re.compile(
     r"\\(?:operatorname ?\{ ?)?(i*+nt|lim|sum|prod|gcd|lcm|det|max|min|bmod)(?![a-zA-Z])|\\begin ?\{(vmatrix)\}"
     r"|\\frac ?\{ ?(d|\\partial) ?(?:\^ ?[0-9] ?)?+\} ?\{ ?(?:d|\\partial) ?[a-zA-Z]"
 )
+_EMPTY_SETS = (r"\emptyset", r"\varnothing")
 _APPROXIMATES = 0.05
 
 
@@ -69,7 +71,7 @@ def equivalent(prediction: str, gold: str) -> bool:
         if not any(a == b for a, b in factors(left_measure, right_measure)):
             return False
         return algebra.within(split_label(left_measure.text)[1], right_measure.text, float(tolerance))
-    return _same(left, right)
+    return _same(*as_intervals(prediction, left, right))
 
 
 def _leaves_work(left: str, right: str) -> bool:
@@ -84,6 +86,9 @@ def _leaves_work(left: str, right: str) -> bool:
 def _same(left: str, right: str) -> bool:
     if without_spaces(left) == without_spaces(right):
         return True
+    nested = _nested_sets(left, right)
+    if nested is not None:
+        return nested
     left_items, right_items = named_elements(_elements(left)), named_elements(_elements(right))
     if len(left_items) > 1 or len(right_items) > 1:
         if len(left_items) == 1 and _INTEGER_LIST.fullmatch(left):
@@ -178,14 +183,15 @@ def _without_repeats(items: list[str]) -> list[str]:
 
 def _tuple_elements(item: str) -> list[str]:
     body = _bracketed(item)
-    return [item] if body is None or item[0] != "(" or item[-1] != ")" else split_elements(body, ",")
+    return [item] if body is None or item[0] != "(" or item[-1] != ")" else split_tuple(body)
 
 
 def _match_all(left: list[str], right: list[str]) -> bool:
     """Whether a one-to-one matching of equal elements exists, in any order."""
     remaining = list(left)
     for item in right:
-        match = next((index for index, other in enumerate(remaining) if _same(other, item)), None)
+        alike = (index for index, other in enumerate(remaining) if _holds_a_set(other) == _holds_a_set(item))
+        match = next((index for index in alike if _same(remaining[index], item)), None)
         if match is None:
             return False
         remaining.pop(match)
@@ -198,13 +204,19 @@ def _ordered(left: str, right: str) -> bool | None:
     if left_body is None or right_body is None:
         return None
     left_items, right_items = (
-        split_elements(body, ",", digit_groups=not _INTEGER_LIST.fullmatch(body)) for body in (left_body, right_body)
+        split_tuple(body, digit_groups=not _INTEGER_LIST.fullmatch(body)) for body in (left_body, right_body)
     )
     if max(len(left_items), len(right_items)) < 2:
         return None
     if (left[0], left[-1], len(left_items)) != (right[0], right[-1], len(right_items)):
         return False
-    return all(_same(a, b) for a, b in zip(left_items, right_items, strict=True))
+    return all(_same_element(a, b) for a, b in zip(left_items, right_items, strict=True))
+
+
+def _same_element(left: str, right: str) -> bool:
+    """Compare elements of two tuples; `1,2` in `(1,2;3,4)` is in order."""
+    in_order = _ordered(f"({left})", f"({right})")
+    return _same(left, right) if in_order is None else in_order
 
 
 def _matrices(left: str, right: str) -> bool | None:
@@ -261,6 +273,32 @@ def _unions(left: str, right: str) -> bool | None:
     return _match_all(left_parts, right_parts) or None
 
 
+def _nested_sets(left: str, right: str) -> bool | None:
+    r"""Compare answers one of which is a set of one set, such as `\{\emptyset\}`; None if neither is."""
+    insides = _inside_set(left), _inside_set(right)
+    nested = [inside is not None and _holds_a_set(inside) for inside in insides]
+    if not any(nested):
+        return None
+    return all(nested) and _same(*(inside or "" for inside in insides))
+
+
+def _holds_a_set(text: str) -> bool:
+    r"""Whether an element is a set itself. Braces without a backslash group in LaTeX: `{{5}}` is 5."""
+    inside = _inside_set(text)
+    if inside is None or text.strip().startswith("\\"):
+        return inside is not None or text.strip() in _EMPTY_SETS
+    return len(split_tuple(inside)) > 1 or _holds_a_set(inside)
+
+
+def _inside_set(text: str) -> str | None:
+    r"""Content of the braces around the whole, `\{...\}` or `{...}`; None without any."""
+    text = text.strip()
+    for start, end in ((r"\{", r"\}"), ("{", "}")):
+        if text.startswith(start) and text.endswith(end) and _balanced(text[len(start) : -len(end)]):
+            return text[len(start) : -len(end)].strip()
+    return None
+
+
 def _is_set(text: str) -> bool:
     return _bracketed(text) is not None or r"\{" in text or _UNION.search(text) is not None
 
@@ -279,11 +317,8 @@ def _bracketed(text: str) -> str | None:
 
 def _elements(text: str) -> list[str]:
     r"""The elements of a list or set, `a \pm b` counted as two; a single answer gives a list of one."""
-    text = text.strip()
-    for start, end in ((r"\{", r"\}"), ("{", "}")):
-        inside = text[len(start) : -len(end)]
-        if text.startswith(start) and text.endswith(end) and _balanced(inside):
-            text = inside.strip()
+    inside = _inside_set(text)
+    text = text.strip() if inside is None else inside
     items = [item for part in split_elements(text, ";") for item in split_elements(part, ",")]
     expanded: list[str] = []
     for item in items:

@@ -32,9 +32,9 @@ def same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None = 
     equal on the other side. Where a root or logarithm is taken of what is not positive, roots may differ: answers of
     physics take every quantity for positive.
     """
-    left, right = plain_symbols(left), plain_symbols(right)
     exact = is_exact(left, right) if exact is None else exact
-    left, right = with_exact_decimals(left), with_exact_decimals(right)
+    # Decimals first: to rebuild a sum is to add them up with 15 digits.
+    left, right = plain_symbols(with_exact_decimals(left)), plain_symbols(with_exact_decimals(right))
     symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
     decades = _decades(left, right)
     if decades > _MAX_DECADES:
@@ -78,12 +78,19 @@ def _has_powers(*values: Any) -> bool:
 
 def _is_terminating(value: Any) -> bool:
     """Whether decimals can write every constant of an expression without rounding, and none of them is one."""
-    from sympy import Float, Rational
+    from sympy import Float
 
-    constants = _parts(value)
-    return not value.has(Float) and all(
-        isinstance(part, Rational) and 10 ** part.q.bit_length() % part.q == 0 for part in constants
-    )
+    return not value.has(Float) and all(_terminates(part) for part in _parts(value))
+
+
+def _terminates(constant: Any) -> bool:
+    """Whether a constant has finitely many decimals. The parser leaves `10^{15}` and `15!` as they are written."""
+    from sympy import Rational
+
+    if constant.is_integer or _decades(constant, constant) > _MAX_DECADES:
+        return bool(constant.is_integer)
+    value = constant.doit()
+    return isinstance(value, Rational) and 10 ** value.q.bit_length() % value.q == 0
 
 
 def with_exact_decimals(value: Any) -> Any:

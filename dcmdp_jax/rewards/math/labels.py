@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from dcmdp_jax.rewards.math.notation import split_elements, unwrap_text, without_spaces
+from dcmdp_jax.rewards.math.notation import split_tuple, unwrap_text, without_spaces
 from dcmdp_jax.rewards.math.units import vocabulary
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)|\\in(?![a-zA-Z])")
@@ -34,6 +34,12 @@ _LENGTH = re.compile(r"\|(?:[A-Z]{2}|\\(?:vec|overline|overrightarrow) ?\{[a-zA-
 _SIZE = re.compile(r"\|[^|=]++\|")
 _DERIVATIVE = re.compile(r"\\frac ?\{ ?d[^{}]*+\} ?\{ ?d[^{}]*+\}")
 _LETTER = re.compile(r"[a-zA-Z]")
+_SEGMENT = (
+    r"(?:[A-Z]{2}|\|[A-Z]{2}\||\\(?:overline|vec|overrightarrow) ?\{[A-Z]{2}\}|\[[A-Z]{3,6}\])"
+    r"(?: ?\^ ?(?:\{[0-9]\}|[0-9]))?+"
+)
+_SEGMENTS = rf"{_SEGMENT}(?: ?(?:[+\-*/]|\\cdot|\\times) ?{_SEGMENT})*+"
+_LENGTHS = re.compile(rf"{_SEGMENTS}|\\frac ?\{{{_SEGMENTS}\}} ?\{{{_SEGMENTS}\}}")
 
 
 def equation_parts(text: str) -> list[str]:
@@ -46,7 +52,8 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
 
     Args:
         text: the left-hand side.
-        trusted: whether this is a reference answer; then `|z|` is a name too.
+        trusted: whether this is a reference answer; then `|z|` is a name too, and so is a sum, product or quotient of
+            lengths such as `AB^2 + CD`.
     """
     text = text.strip()
     if any(pattern.fullmatch(text) for pattern in (_NAME, _APPLIED, _LENGTH, _DERIVATIVE)):
@@ -54,7 +61,7 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
     words = unwrap_text(text).lower().split()
     if words and len(words[0]) > 2 and _QUANTITIES.issuperset(words):
         return True
-    if trusted and _SIZE.fullmatch(text):
+    if trusted and (_SIZE.fullmatch(text) or _LENGTHS.fullmatch(text)):
         return True
     if ":" in text:
         return all(is_name(part) for part in text.split(":"))
@@ -64,11 +71,16 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
     return names_of_tuple(text) is not None
 
 
+def is_variable(text: str) -> bool:
+    """Whether the text is one name or a function of one, such as `x_1` or `f(x)`."""
+    return bool(_NAME.fullmatch(text) or _APPLIED.fullmatch(text))
+
+
 def names_of_tuple(text: str) -> list[str] | None:
     """The names in `(p, q)`; None if it is no tuple of names."""
     if not (text.startswith("(") and text.endswith(")")):
         return None
-    names = split_elements(text[1:-1], ",")
+    names = split_tuple(text[1:-1])
     return names if len(names) > 1 and all(_NAME.fullmatch(name) for name in names) else None
 
 
@@ -86,7 +98,7 @@ def named_elements(items: list[str]) -> list[str]:
     for item in items:
         parts = equation_parts(item)
         names = names_of_tuple(parts[0]) if len(parts) == 2 else None
-        values = split_elements(parts[1][1:-1], ",") if names and parts[1][:1] == "(" and parts[1][-1:] == ")" else []
+        values = split_tuple(parts[1][1:-1]) if names and parts[1][:1] == "(" and parts[1][-1:] == ")" else []
         if names and len(values) == len(names) and len(items) == 1:
             expanded += [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         else:

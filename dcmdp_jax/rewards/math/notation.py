@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from dcmdp_jax.rewards.math.unicode_math import to_latex
 from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, unit_words, vocabulary
 
 _BOXED = re.compile(r"\\boxed\s*+\{")
@@ -41,6 +42,15 @@ _CONJUNCTION = re.compile(
     r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
 )
 _INDEX = re.compile(rf"_ ?(?:\{{ ?{TEXT_COMMANDS} ?([^{{}}]*+)\}} ?\}}|{TEXT_COMMANDS} ?([^{{}}]*+)\}})")
+# A colour or a frame around a value; `{\\color{red} 5}` only sets the colour.
+_ORNAMENT = re.compile(
+    r"\\(?:(?:textcolor|colorbox|fcolorbox ?\{[^{}]*+\})(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}|fbox|framebox) ?(?=\{)"
+    r"|\\color(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}"
+)
+# The exponent in front of the index: `v^2_0` is the square of `v_0`.
+_POWER_BEFORE_INDEX = re.compile(
+    r"((?<=[a-zA-Z])|(?<=[a-zA-Z]\})) ?(\^ ?(?:[0-9a-zA-Z]|\{[^{}]*+\})) ?(_ ?(?:[0-9a-zA-Z]|\{[^{}]*+\}))"
+)
 _BRACED_INDEX = re.compile(r"_ ?\{ ?([a-zA-Z0-9]) ?\}")
 _PRIMES = re.compile(r"\^ ?(?:\{ ?((?:\\prime ?)++)\}|(\\prime(?![a-zA-Z])))")
 _DIGIT_GROUPS = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))++")
@@ -76,7 +86,7 @@ _REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` whose braces balance, without surrounding space; None when there is none.
+    r"""Content of the last `\boxed{...}` without surrounding space; None when there is none or it is not closed.
 
     A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take part in the balance.
     """
@@ -100,7 +110,13 @@ def last_boxed(text: str) -> str | None:
                 if begin > start:
                     start, end = begin, token.start("close") + depth - inside
             depth = after
-    return text[start:end].strip() if start >= 0 else None
+    unclosed = boxes[-1][1] if boxes else -1
+    return text[start:end].strip() if start > unclosed else None
+
+
+def has_box(text: str) -> bool:
+    r"""Whether a `\boxed{` opens in the text, closed or not."""
+    return _BOXED.search(text) is not None
 
 
 def without_special_tokens(text: str) -> str:
@@ -119,13 +135,13 @@ def normalize_answer(answer: str) -> str:
     boxed = last_boxed(text)
     if boxed is not None:
         text = boxed
-    text = _outside_delimiters(text)
+    text = _outside_delimiters(_without_ornament(to_latex(text)))
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     text = _SPACE.sub(" ", text)
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
     text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
-    text = _BRACED_INDEX.sub(r"_\1", text)
+    text = _POWER_BEFORE_INDEX.sub(r"\1\3\2", _BRACED_INDEX.sub(r"_\1", text))
     text = _unwrapped_value(text.strip())
     plain = unwrap_text(text)
     if not _WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
@@ -150,7 +166,10 @@ def without_spaces(text: str) -> str:
 
 def unwrap_text(text: str) -> str:
     r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
-    text = _WRAPPER.sub(r"\1", text)
+    return _without_outer_braces(_WRAPPER.sub(r"\1", text))
+
+
+def _without_outer_braces(text: str) -> str:
     closes = _closing_braces(text)
     start, end = 0, len(text)
     while start < end:
@@ -187,6 +206,12 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
     return [part for part in parts if part]
 
 
+def split_tuple(body: str, *, digit_groups: bool = True) -> list[str]:
+    """The elements of a tuple without its brackets, split at semicolons where it has some, else at commas."""
+    parts = split_elements(body, ";")
+    return parts if len(parts) > 1 else split_elements(body, ",", digit_groups=digit_groups)
+
+
 def _closing_braces(text: str) -> dict[int, int]:
     """Position of each opening brace -> position of its closing brace, in one pass; escaped braces are skipped."""
     closes: dict[int, int] = {}
@@ -210,6 +235,12 @@ def _unwrapped_value(text: str) -> str:
         return text
     inside = text[wrapper.end() : -1].strip()
     return inside if any(character.isdigit() or character in ",;" for character in inside) else text
+
+
+def _without_ornament(text: str) -> str:
+    """The text without colours and frames; the braces around the whole go with them."""
+    plain = _ORNAMENT.sub("", text)
+    return text if plain == text else _without_outer_braces(plain)
 
 
 def _outside_delimiters(text: str) -> str:

@@ -27,6 +27,7 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     (_LENGTH, "cm centimeter centimetre", "1/100"),
     (_LENGTH, "dm decimeter decimetre", "1/10"),
     (_LENGTH, "km kilometer kilometre", "1000"),
+    (_LENGTH, "µm um micrometer micrometre micron", "1/1000000"),
     (_LENGTH, "nm nanometer nanometre", "1/1000000000"),
     (_LENGTH, "in inch", "0.0254"),
     (_LENGTH, "ft foot feet", "0.3048"),
@@ -39,6 +40,8 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     (_MASS, "oz ounce", "28.349523125"),
     (_TIME, "s sec second", "1"),
     (_TIME, "ms millisecond", "1/1000"),
+    (_TIME, "µs us microsecond", "1/1000000"),
+    (_TIME, "ns nanosecond", "1/1000000000"),
     (_TIME, "min minute", "60"),
     (_TIME, "h hr hour", "3600"),
     (_TIME, "day", "86400"),
@@ -68,7 +71,6 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     ("erg", "erg", "1"),
     ("eV", "eV", "1"),
     ("power", "W watt", "1"),
-    ("power", "kW kilowatt", "1000"),
     ("charge", "C coulomb", "1"),
     ("voltage", "V volt", "1"),
     ("current", "A ampere", "1"),
@@ -80,6 +82,12 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     ("before noon", "am a.m a.m.", "1"),
     ("after noon", "pm p.m p.m.", "1"),
 )
+_PREFIXES = (
+    ("n", "nano", "1/1000000000"), ("uµ", "micro", "1/1000000"), ("m", "milli", "1/1000"), ("k", "kilo", "1000"),
+    ("M", "mega", "1000000"), ("G", "giga", "1000000000"),
+)  # fmt: skip
+_PREFIXED = vocabulary("energy power charge voltage current frequency pressure amount force eV")
+"""Dimensions whose units take every prefix; in the others the usual ones are listed."""
 _COUNTED = vocabulary(
     "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat chair child children "
     "choice class coin color combination cookie cow cube customer dog door egg employee face fish flower friend game "
@@ -100,23 +108,38 @@ _CHANGES_A_VALUE = vocabulary(
     "quarter raised root score sixth some square squared sqrt tenth than third times to triple twice under up when "
     "where with without wrong"
 )
-_BY_NAME: dict[str, tuple[str, Fraction]] = {
-    name: (dimension, Fraction(size)) for dimension, names, size in _MEASURES for name in names.split()
-}
-_AMBIGUOUS = frozenset(name for name in _BY_NAME if len(name) == 1)
-"""Without a text command around it, a lone letter is a variable."""
+
+
+def _sizes() -> dict[str, tuple[str, Fraction]]:
+    """Dimension and size of every unit by name, with its prefixes."""
+    sizes = {}
+    for dimension, names, size in _MEASURES:
+        units = [("", "", "1"), *(_PREFIXES if dimension in _PREFIXED else ())]
+        symbol, *words = names.split()
+        for letters, prefix, factor in units:
+            spelled = [letter + symbol for letter in letters or [""]] + [prefix + word for word in words]
+            sizes |= dict.fromkeys(spelled, (dimension, Fraction(factor) * Fraction(size)))
+    return sizes
+
+
+_BY_NAME = _sizes()
+_CLEAR = vocabulary("kJ MJ GJ kN kV kW MW GW Hz Pa eV")
+_AMBIGUOUS = frozenset(
+    name for name, (dimension, _) in _BY_NAME.items() if len(name) <= (2 if dimension in _PREFIXED else 1)
+).difference(_CLEAR)
+"""Without a text command around it, a lone letter or a pair such as `mA` is variables."""
 
 TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline) ?\{"
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
 _PIECE = re.compile(
     rf"(?P<text>{TEXT_COMMANDS}[^{{}}]*+\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
-    rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Z]++(?:\.[a-zA-Z])?+\.?+)|(?P<join>/|\\cdot(?![a-zA-Z])|·)"
+    rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+)|(?P<join>/|\\cdot(?![a-zA-Z])|·)"
     rf"|(?P<percent>%)|(?P<space> )|(?P<other>\\[a-zA-Z]++|.)",
     re.DOTALL,
 )
 _TEXT_CONTENT = re.compile(r"\{([^{}]*+)\}$")
-_UNIT_TOKEN = re.compile(r"[a-zA-Z]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
+_UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
 _CURRENCY = re.compile(r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)) ?")
 _CURRENCIES = ("money", "euro", "sterling", "yen")
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
@@ -150,13 +173,18 @@ class Quantity:
 def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     """Split both answers into value and unit.
 
-    A lone letter (`5 m`) is a unit where the other answer states a unit, else a variable.
+    A lone letter (`5 m`) is a unit where the other answer states a unit, or where both are of one kind but differ in
+    size (`2 mA`, `0.002 A`); else it is a variable.
     """
     left, right = _measure(prediction, any_noun=False), _measure(gold, any_noun=True)
     if left.dimension and not right.dimension:
         right = _measure(gold, any_noun=True, letters=True)
     elif right.dimension and not left.dimension:
         left = _measure(prediction, any_noun=False, letters=True)
+    elif not left.dimension:
+        units = _measure(prediction, any_noun=False, letters=True), _measure(gold, any_noun=True, letters=True)
+        if units[0].dimension == units[1].dimension and units[0].size != units[1].size:
+            return units
     return left, right
 
 
@@ -258,7 +286,7 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
 
 
 def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
-    text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text)
+    text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text.replace(r"\cdot", "·"))
     scale, size, percent = Fraction(1), Fraction(1), False
     powers: dict[str, int] = {}
     sign, next_power, last = 1, 1, None

@@ -9,6 +9,11 @@ from pathlib import Path
 from dcmdp_jax.config import VllmSettings
 from dcmdp_jax.errors import UserError
 
+NO_CHIPS = (
+    "config.rollout.vllm.visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' chips there, "
+    "such as 2,3, and the trainer's in TPU_VISIBLE_CHIPS"
+)
+
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 # tpu-inference's first port of the TPU runtime; each process on a host has one of its own.
 _TPU_PORT = 8476
@@ -31,12 +36,14 @@ def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
         UserError: if the replicas take more than there are, or it can't be said which there are, or if chips are the
             trainer's too.
     """
-    count, each = settings.replicas, settings.tensor_parallel_size
+    each = settings.tensor_parallel_size
     if platform == "tpu":
         visible = _chips_of_sidecars(settings)
     else:
         named = settings.visible_devices or os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = _listed(named) or present_gpus()
+    held = 1 if platform == "cpu" else len(visible) // each
+    count = settings.replicas or max(1, held)
     if platform == "cpu" or (count == 1 and not visible):
         return [""] * count
     if not visible:
@@ -63,10 +70,7 @@ def _chips_of_sidecars(settings: VllmSettings) -> list[str]:
     """The chips that are named, none of them the trainer's: a chip belongs to one process."""
     chips = _listed(settings.visible_devices)
     if not chips:
-        raise UserError(
-            "config.rollout.vllm.visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' "
-            "chips there, such as 2,3, and the trainer's in TPU_VISIBLE_CHIPS"
-        )
+        raise UserError(NO_CHIPS)
     ours = _listed(os.environ.get("TPU_VISIBLE_CHIPS", ""))
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
     if not on_cpu and (not ours or set(ours) & set(chips)):

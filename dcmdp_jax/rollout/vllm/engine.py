@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,8 @@ class VllmEngine:
             max_total_tokens=max_total_tokens,
         )  # fmt: skip
         self._replicas: list[Replica] = []
+        devices_of_each = devices.devices_of_replicas(settings, platform)
+        settings = dataclasses.replace(settings, replicas=len(devices_of_each))
         try:
             directory = directory.resolve()
             launch.write_model_config(
@@ -108,7 +111,7 @@ class VllmEngine:
                 available=self._weights.left_bytes, routed_experts=routed_experts,
             )  # fmt: skip
             tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
-            for number, names in enumerate(devices.devices_of_replicas(settings, platform)):
+            for number, names in enumerate(devices_of_each):
                 one = Launch(
                     name="vLLM" + f" replica {number}" * (settings.replicas > 1),
                     python=launch.interpreter(settings.python),

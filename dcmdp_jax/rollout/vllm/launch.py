@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.config import Config, VllmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
 from dcmdp_jax.rollout.vllm import devices
@@ -81,6 +81,31 @@ def check_installation(settings: VllmSettings, precision: str) -> str:
     elif platform == "cuda":
         devices.share_devices(settings)
     return platform
+
+
+def check_planned(config: Config, model: ModelConfig, platform: str) -> None:
+    """Refuse what vLLM could not do on a platform that is not here, before anything is installed or compiled for it.
+
+    Args:
+        config: of the run, `rollout.engine` is vllm.
+        model: its model.
+        platform: "tpu" or "gpu".
+
+    Raises:
+        UserError: as `check_installation`, `check_model` and `engine_arguments`.
+    """
+    rollout = config.rollout
+    check_temperature(rollout.temperature, "config.rollout.temperature")
+    if platform == "tpu":
+        _check_tpu(rollout.vllm, rollout.precision)
+    check_model(model, platform)
+    if platform == "tpu" and not rollout.vllm.visible_devices:
+        raise UserError(devices.NO_CHIPS)
+    engine_arguments(
+        model, rollout.vllm, Path(), precision=rollout.precision, compute_dtype=rollout.compute_dtype,
+        kv_cache_dtype=rollout.kv_cache_dtype, max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows,
+        cpu=False, available=0, routed_experts=rollout.router_replay,
+    )  # fmt: skip
 
 
 def share_memory(settings: VllmSettings, sidecars: int) -> None:
@@ -282,7 +307,7 @@ def engine_arguments(
             "config.rollout.precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
             "float32 or fp8_per_block"
         )
-    max_rows = -(-max_rows // settings.replicas)
+    max_rows = -(-max_rows // max(1, settings.replicas))
     length = max_total_tokens + 1  # scoring a whole row samples one token more
     arguments: dict[str, Any] = {
         "model": str(directory),

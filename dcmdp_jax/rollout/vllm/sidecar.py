@@ -266,11 +266,15 @@ def _clear_names() -> None:
     """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
 
     The rendezvous file, and with tensor parallelism shared memory and semaphores: whatever ends this process, they end
-    with the last one that has them mapped.
+    with the last one that has them mapped. And empty directories, which torch's compiler makes when it is imported, and
+    again when it needs them.
     """
     for path in Path(os.environ["TMPDIR"]).iterdir():
         if path.is_file():
             path.unlink(missing_ok=True)
+        else:
+            with contextlib.suppress(OSError):  # not empty, or a socket
+                path.rmdir()
     group = os.getpgrp()
     for entry in Path("/proc").iterdir():
         # Only this group's: another sidecar may be starting.

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from dcmdp_jax.rewards.math import answers, notation, numbers, units
+from dcmdp_jax.rewards.math import answers, notation, numbers, unicode_math, units
 from dcmdp_jax.rewards.math.answers import MAX_ANSWER_CHARACTERS, answer_defect, compare_literals, extract_answer
 
 _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "verifier"
@@ -29,12 +29,15 @@ _FRAGMENTS = (
     r"\right)", r"\left.", r"\big", r"\quad", r"\displaystyle", r"\overline{3}", r"\pm", r"\approx ", "×", "−", "≤",
     "€", "５", "é", "\x00", "\\n", "word ", "a-b ", r"\tolerance{1}", r"\tolerance{", r"\begin{pmatrix}",
     r"\end{pmatrix}", "&", "!", "_", "^", "°", "°C ", "p.m. ", ";", ":", "np.", "#",
+    "½", "x²", "²", "x₀", "√", "√(", "√{", "√(x", "³√", "∞", "·", "θ", "µ", "v^2_0", "x^{2}_{", "kJ ",
+    r"\textcolor{red}{", r"\textcolor[", r"\color{red}", r"\fbox{", r"\fbox", "^{", "_{",
 )  # fmt: skip
 _LINEAR: tuple[Callable[[str], object], ...] = (
     extract_answer,
     lambda text: extract_answer(rf"\boxed{{{text}}}"),
     lambda text: extract_answer(f"Answer: {text}"),
     notation.normalize_answer,
+    unicode_math.to_latex,
     lambda text: notation.normalize_answer(f"5{text}=3"),
     notation.without_spaces,
     notation.unwrap_text,

@@ -24,7 +24,7 @@ from dcmdp_jax.rewards.math.numbers import parse_number
     [
         (r"so \boxed{1} is wrong and \boxed{\frac{1}{2}} right", r"\frac{1}{2}"),
         (r"\boxed{\{x_{1}, x_{2}\}}", r"\{x_{1}, x_{2}\}"),
-        (r"\boxed{5} and then \boxed{6", "5"),  # the second was cut off
+        (r"\boxed{5} and then \boxed{6", None),  # the second was cut off
         (r"\boxed{we get \boxed{7}}", "7"),
         (r"} stray \boxed {3} }", "3"),
         ("Answer: 41 was a guess.\nAnswer: 42", "42"),

@@ -43,6 +43,10 @@ _OF_INTEGERS = (
     r"{n}+|x-10^{{99}}|-10^{{99}}+x", r"{n}+\sqrt{{x^2}}-x", r"{n}+\lfloor x/10^{{80}}\rfloor",
     r"{n}\cdot\frac{{|x|}}{{x}}", r"{n}+\max(x,-10^9)-x", "\uff11{n}", r"\vec{{{n}}}", r"\frac{{{n}}}{{0}}", "0{n}1",
     "{n}e3", "{n} 000", "{n},000",
+    # in Unicode, in colours and frames, in braces
+    "{n}½", "{n}²", "√{n}", "{n}₇", "{n}·{m}", "{n}∞", "½{n}", "{n}√2", "{n}θ", r"\fbox{{{n}}}0",
+    r"\textcolor{{{n}}}{{{m}}}", r"\color{{red}}{{{n}}}0", r"\{{\{{{n}\}}\}}", r"\{{{n}, \emptyset\}}",
+    "{n}mA", "{n}nC",
 )  # fmt: skip
 _OF_FUNCTIONS = (
     "|{f}|", "-({f})", "{f}+1", "({f})^2", "2({f})", "{f}+0.0000001", "({f})(1+10^{{-40}})",

@@ -1,0 +1,72 @@
+"""An engine that gives up, and memory that runs out: the finished steps are saved, and the error says so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import HANGS_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# bin.train, where the step that the first argument names fails in its place: while it samples, is pushed or is packed.
+_PROGRAM = """
+import sys
+from bin import cli, train
+from dcmdp_jax.rollout.engine import EngineError
+from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.training import loop
+
+place, step = sys.argv.pop(1).split()
+generate, push, pack, calls = LocalEngine.generate, LocalEngine.push_weights, loop.pack, []
+
+def broken_generate(self, *arguments, seed, step, **options):
+    if place == "generate" and step == int(globals()["step"]):
+        raise EngineError("planted: the sidecar died three times")
+    return generate(self, *arguments, seed=seed, step=step, **options)
+
+def broken_push(self, params, policy_version):
+    if place == "push" and policy_version == int(step):
+        raise EngineError("planted: no answer to the push")
+    return push(self, params, policy_version)
+
+def broken_pack(*arguments, **options):
+    calls.append(None)
+    if place == "pack" and len(calls) == int(step) + 1:
+        raise MemoryError("planted: no memory for the rows")
+    return pack(*arguments, **options)
+
+LocalEngine.generate, LocalEngine.push_weights, loop.pack = broken_generate, broken_push, broken_pack
+cli.run_main(train.main, expected=(EngineError, MemoryError))
+"""
+
+
+def _run(environment, run_dir, *start):
+    command = [
+        sys.executable, *start, "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",
+        "--config.training.steps=4", "--config.checkpoint.every_steps=100", "--config.evaluation.every_steps=0",
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+
+
+@pytest.mark.parametrize("place", ["generate", "push", "pack"])
+def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp_path, place):
+    run_dir = tmp_path / "run"
+    failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3")
+    assert failed.returncode == 2, failed.stderr[-3000:]
+    [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: planted: ") and "; saved after step 3: the same command resumes there" in error
+    assert (run_dir / "checkpoints" / "3").is_dir()
+    resumed = _run(run_environment, run_dir, "-m", "bin.train")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert f"resuming {run_dir} after step 3" in resumed.stdout
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "reward/mean" in record] == [1, 2, 3, 4]
+
+
+def test_before_the_first_step_the_initial_policy_is_kept(run_environment, tmp_path):
+    failed = _run(run_environment, tmp_path / "run", "-c", _PROGRAM, "generate 0")
+    assert failed.returncode == 2
+    assert "saved after step 0: the same command resumes there" in failed.stderr
