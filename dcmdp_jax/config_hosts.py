@@ -25,7 +25,8 @@ class HostSettings:
     processes: int = setting(1, "Processes of the run.", minimum=1, limit=(65536, "one for each host"), free=True)
     process: int = setting(0, "Number of this process, from 0. The only setting that differs.", minimum=0, free=True)
     timeout_s: float = setting(
-        30.0, "A process that gives no sign of life for this long is taken for dead, and all others end.",
+        30.0, "A process that has not come for this long at the start, or later gives no sign of life, is taken for "
+        "dead, and all others end.",
         unit="seconds", source="ours", minimum=2, limit=(86400, "a day"), free=True,
     )  # fmt: skip
 

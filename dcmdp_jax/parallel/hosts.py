@@ -8,10 +8,11 @@ mesh. So nothing after sampling depends on how many processes there are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.parallel.host_monitor import FAILED, STOPPING, HostMonitor
+from dcmdp_jax.parallel.meeting import meet
 
 AUTO = "auto"
 _LONGEST_WAIT_S = 86400
@@ -181,13 +183,32 @@ class SeveralHosts(Hosts):
         return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
 
 
-def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
-    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one GPU."""
+def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
+    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one. None: JAX's choice."""
     tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    if tasks is None or tasks != nodes or not gpus.isdecimal() or "JAX_LOCAL_DEVICE_IDS" in environment:
-        return {}
-    return {"local_device_ids": range(int(gpus))}
+    gpus, told = environment.get("SLURM_GPUS_ON_NODE", ""), environment.get("JAX_LOCAL_DEVICE_IDS")
+    if told:
+        return [int(number) for number in told.split(",")]
+    return range(int(gpus)) if tasks is not None and tasks == nodes and gpus.isdecimal() else None
+
+
+def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
+    """Coordinator, processes, process, local devices: what JAX reads from SLURM, a TPU pod or Open MPI.
+
+    Raises:
+        UserError: in one line, if there is nothing of the kind.
+    """
+    # jax (0.10 to 0.12) has no public name for what `initialize` calls.
+    from jax._src.clusters import ClusterEnv
+
+    given = (None, None, None, _slurm_devices(os.environ), None, timeout_s)
+    found = ClusterEnv.auto_detect_unset_distributed_params(*given)
+    if None in found[:3]:
+        raise UserError(
+            "config.hosts.coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open MPI here; give host:port of "
+            "process 0, config.hosts.processes and config.hosts.process"
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -198,7 +219,7 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
         coordinator: "" for a run of one process, of which nothing of this is used; "address:port" of process 0; or
             "auto": all is what JAX finds out from SLURM, a TPU pod or Open MPI.
         processes, process: how many there are, and the number of this one; not used with "auto".
-        timeout_s: a process that gives no sign of life for this long is dead, and all others end.
+        timeout_s: a process that does not come for this long, or gives no sign of life, is dead, and all others end.
 
     Raises:
         UserError: in one line, if the processes don't find each other.
@@ -206,14 +227,21 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     if not coordinator:
         yield ONE_PROCESS
         return
-    given = _slurm_devices(os.environ) if coordinator == AUTO else {
-        "coordinator_address": coordinator, "num_processes": processes, "process_id": process,
-        "cluster_detection_method": "deactivate",
-    }  # fmt: skip
+    local_devices = None
+    if coordinator == AUTO:
+        coordinator, processes, process, local_devices = _find_out(int(timeout_s))
+    listen_at = meet(
+        coordinator, processes, process, timeout_s,
+        listen_at=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""), say=functools.partial(print, flush=True),
+    )  # fmt: skip
     # JAX would catch SIGTERM itself, and only tell who asks it at every step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(heartbeat_timeout_seconds=max(100, int(2 * timeout_s)), **given)
+        jax.distributed.initialize(
+            coordinator, processes, process, local_devices, "deactivate",
+            initialization_timeout=max(60, int(timeout_s)), coordinator_bind_address=listen_at,
+            heartbeat_timeout_seconds=max(100, int(2 * timeout_s)),
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise UserError(f"config.hosts.coordinator: got {coordinator!r}: {one_line(error)}") from error
     hosts = SeveralHosts(timeout_s)

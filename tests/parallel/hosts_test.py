@@ -149,12 +149,11 @@ def test_shares_are_disjoint_complete_and_about_equal(count, processes):
 
 def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
     node = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
-    assert list(hosts_module._slurm_devices(node)["local_device_ids"]) == list(range(8))
+    assert list(hosts_module._slurm_devices(node)) == list(range(8))
     # A task for each GPU; no GPUs; no SLURM; told otherwise.
-    for other in (
-        node | {"SLURM_NTASKS": "32"}, node | {"SLURM_GPUS_ON_NODE": ""}, {}, node | {"JAX_LOCAL_DEVICE_IDS": "0"}
-    ):  # fmt: skip
-        assert hosts_module._slurm_devices(other) == {}
+    for other in (node | {"SLURM_NTASKS": "32"}, node | {"SLURM_GPUS_ON_NODE": ""}, {}):
+        assert hosts_module._slurm_devices(other) is None
+    assert hosts_module._slurm_devices(node | {"JAX_LOCAL_DEVICE_IDS": "0,3"}) == [0, 3]
 
 
 @pytest.mark.parametrize(

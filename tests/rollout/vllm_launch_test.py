@@ -751,7 +751,7 @@ def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
     ("name", "value", "bounds"),
     [
         ("tensor_parallel_size", 0, "at least 1"),
-        ("replicas", 0, "at least 1"),
+        ("replicas", -1, "at least 0"),
         ("sleep", -1, "in [0, 2]"),
         ("sleep", 3, "in [0, 2]"),
         ("memory_share", 0.0, "in [0.01, 1]"),

@@ -179,7 +179,7 @@ def test_what_does_not_change_what_is_learned_may_change(run_dir):
         _config(
             run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
             task__verifier_budget=9.0,
-            training__steps=99, evaluation__samples=3, rollout__max_rows=2, rollout__on_non_finite="drop",
+            training__steps=99, evaluation__samples=(3,), rollout__max_rows=2, rollout__on_non_finite="drop",
             training__micro_batch_tokens=160,
         )
     )  # fmt: skip

@@ -1,0 +1,258 @@
+"""Processes that meet, and those that don't: each case in threads, over real sockets of this machine."""
+
+import concurrent.futures
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.parallel import meeting
+from dcmdp_jax.parallel.hosts import _find_out, join_hosts
+from dcmdp_jax.parallel.meeting import meet
+from tests.waiting import HANGS_S
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = socket.gethostname()
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+def _together(*calls):
+    """What each call returned or raised, and the lines it said."""
+
+    def one(arguments):
+        said = []
+        try:
+            return meet(*arguments, say=said.append), said
+        except UserError as error:
+            return error, said
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(one, calls))
+
+
+def test_all_go_on_when_the_last_has_come(address):
+    started = time.monotonic()
+    found = _together(*((address, 4, number, 30.0) for number in (3, 1, 0, 2)))
+    assert found == [(address, [])] * 4 and time.monotonic() - started < 10
+    # The port is free for JAX at once.
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", int(address.split(":")[1])))
+
+
+def test_one_process_waits_for_nobody(address):
+    assert meet(address, 1, 0, 30.0) == address
+
+
+def test_those_that_came_are_told_who_did_not(address, monkeypatch):
+    monkeypatch.setattr(meeting, "_SAY_EVERY_S", 0.5)
+    found = _together((address, 4, 0, 1.2), (address, 4, 2, 30.0))
+    for error, said in found:
+        assert str(error) == (
+            f"config.hosts.coordinator: processes 1, 3 of 4 did not come to {address} in 1.2 s; start the same command "
+            "there with its own config.hosts.process, check that this address is reached from there, or raise "
+            "config.hosts.timeout_s"
+        )
+        assert said == [f"waiting for processes 1, 3 of 4 at {address}"] * 2
+
+
+def test_process_0_is_missing(address, monkeypatch):
+    monkeypatch.setattr(meeting, "_SAY_EVERY_S", 0.6)
+    [(error, said)] = _together((address, 2, 1, 1.0))
+    assert str(error) == (
+        f"config.hosts.coordinator: process 1 did not find process 0 at {address} in 1 s (Connection refused); give "
+        "host:port of process 0, start it, or raise config.hosts.timeout_s"
+    )
+    assert said == [f"process 1: waiting for process 0 at {address} (Connection refused)"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        # RFC 5737 keeps 192.0.2.0/24 for examples: no interface has it.
+        ("192.0.2.1:1234", "where process 0 can not listen (Cannot assign requested address)"),
+        ("no-such-host.invalid:1234", "whose name is not known on process 0's host"),
+    ],
+)
+def test_an_address_that_process_0_does_not_have_is_told_at_once(wrong, reason):
+    started = time.monotonic()
+    with pytest.raises(UserError, match=re.escape(f"config.hosts.coordinator: got {wrong!r}, {reason}")):
+        meet(wrong, 2, 0, 60.0)
+    assert time.monotonic() - started < 30
+
+
+def test_a_port_that_is_taken(address):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(address.split(":")[1])))
+        taken.listen()
+        with pytest.raises(UserError, match=r"can not listen \(Address already in use\)"):
+            meet(address, 2, 0, 60.0)
+
+
+def test_processes_that_were_started_differently(address):
+    found = _together((address, 2, 0, 30.0), (address, 3, 1, 30.0))
+    line = f"config.hosts.processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts alike"
+    assert [str(error) for error, _ in found] == [line, line]
+
+
+def test_one_number_for_two_processes(address):
+    found = _together((address, 3, 0, 30.0), (address, 3, 1, 30.0), (address, 3, 1, 30.0))
+    line = f"config.hosts.process: 1 on both {NAME} and {NAME}; each process has a number of its own"
+    assert [str(error) for error, _ in found] == [line] * 3
+
+
+def test_who_left_before_all_were_here_is_missing_again(address, monkeypatch):
+    monkeypatch.setattr(meeting, "_SAY_EVERY_S", 0.4)
+    place = ("127.0.0.1", int(address.split(":")[1]))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(_together, (address, 3, 0, 1.5))
+        for attempt in range(100):
+            try:
+                died = socket.create_connection(place)
+                break
+            except OSError:
+                assert attempt < 99
+                time.sleep(0.02)
+        died.sendall(b'{"process": 1, "processes": 3, "host": "a"}\n')
+        # Strangers: one that says nothing, one that speaks something else, one that never ends its line.
+        silent = socket.create_connection(place)
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000, b"\xff\n", b"[]\n", b"1\n"):
+            with socket.create_connection(place) as stranger:
+                stranger.sendall(words)
+        time.sleep(0.6)
+        died.close()
+        [(error, said)] = waiting.result()
+        silent.close()
+    assert said[0] == f"waiting for process 2 of 3 at {address}"
+    assert said[-1] == f"waiting for processes 1, 2 of 3 at {address}"
+    assert "processes 1, 2 of 3 did not come" in str(error)
+
+
+def test_what_answers_is_another_program(address):
+    """It refuses the first connection, and says nothing to those after it."""
+    with socket.socket() as other, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other.bind(("127.0.0.1", int(address.split(":")[1])))
+        other.listen()
+        waiting = pool.submit(_together, (address, 2, 1, 1.0))
+        connection, _ = other.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.close()
+        [(error, _)] = waiting.result()
+    assert "1 s (process 0 left before all were here, or another program has this address)" in str(error)
+
+
+def test_a_name_that_is_loopback_on_its_own_host_listens_on_all_interfaces(address, monkeypatch):
+    """As /etc/hosts of Debian has it: 127.0.1.1 for the machine's own name."""
+    port = int(address.split(":")[1])
+    known = {"node0": [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]}
+    real = socket.getaddrinfo
+
+    def lookup(host, *given, flags=0, **more):
+        if host == "node0" and flags:
+            raise socket.gaierror(-2, "Name or service not known")
+        return known[host] if host in known else real(host, *given, flags=flags, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    said = []
+    assert meet(f"node0:{port}", 1, 0, 30.0, say=said.append) == f"[::]:{port}"
+    assert said == [
+        "config.hosts.coordinator: node0 is 127.0.1.1 on its own host, so process 0 listens on all its interfaces; "
+        "give an address to listen on that one alone"
+    ]
+
+
+def _train(address, *flags):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [
+        sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", "--config.hosts.processes=2",
+        f"--config.hosts.coordinator={address}", *flags,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment | {"JAX_PLATFORMS": "cpu"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_run_whose_other_host_is_missing_ends_with_one_line(address, tmp_path, process):
+    started = _train(
+        address, "--dry_run", f"--config.run_dir={tmp_path}", "--config.hosts.timeout_s=2",
+        f"--config.hosts.process={process}",
+    )  # fmt: skip
+    out, err = started.communicate(timeout=HANGS_S)
+    missing = "process 1 of 2 did not come to" if process == 0 else "process 1 did not find process 0 at"
+    [line] = [line for line in err.splitlines() if line]
+    assert line.startswith(f"error: config.hosts.coordinator: {missing} {address} in 2 s"), out + err
+    assert started.returncode == 2
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_jax_listens_at_the_named_address_alone(address, tmp_path):
+    """Two processes meet and JAX's service is the only listener left, on 127.0.0.1."""
+    program = """
+import sys, time
+import jax
+from dcmdp_jax.parallel.hosts import join_hosts
+jax.config.update("jax_num_cpu_devices", 1)
+address, number = sys.argv[1], int(sys.argv[2])
+with join_hosts(address, 2, number, 20.0) as hosts:
+    if number == 0:
+        wanted = f"{int(address.split(':')[1]):04X}"
+        for name in ("tcp", "tcp6"):
+            for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+                local, state = line.split()[1], line.split()[3]
+                if state == "0A" and local.endswith(":" + wanted):
+                    print("listens", name, local.split(":")[0])
+    hosts.wait_for_all()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(number)], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    (out, err), (_, other_err) = (process.communicate(timeout=HANGS_S) for process in started)
+    assert [process.returncode for process in started] == [0, 0], err + other_err
+    listening = {line for line in out.splitlines() if line.startswith("listens")}
+    # Linux writes 127.0.0.1 in the machine's byte order; IPv6 may hold it as a mapped address.
+    assert listening and listening <= {"listens tcp 0100007F", "listens tcp6 0000000000000000FFFF00000100007F"}, out
+
+
+def test_auto_meets_where_slurm_says_and_refuses_where_nothing_says(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_COORD"))]:
+        monkeypatch.delenv(name)
+    with (
+        pytest.raises(
+            UserError, match="^config.hosts.coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open"
+        ),
+        join_hosts("auto", 1, 0, 2.0),
+    ):
+        pass
+    slurm = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4",
+    }  # fmt: skip
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    coordinator, processes, process, local_devices = _find_out(2)
+    assert (coordinator.split(":")[0], processes, process, list(local_devices)) == ("localhost", 2, 0, [0, 1, 2, 3])
+    with (
+        pytest.raises(UserError, match=f"process 1 of 2 did not come to {coordinator} in 1 s"),
+        join_hosts("auto", 1, 0, 1.0),
+    ):
+        pass
