@@ -25,10 +25,10 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import Episode, collect
+from dcmdp_jax.rollout.episode import collect
 from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.rollout.noise_floor import sample_alone
 from dcmdp_jax.rollout.vllm.engine import VllmEngine
-from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
 
@@ -90,32 +90,6 @@ def mean_difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
     return float(np.mean(np.abs(np.exp(np.concatenate(first)) - np.exp(np.concatenate(second)))))
 
 
-def noise_floor(engine: VllmEngine, episodes: list[Episode]) -> float:
-    """The first requests once more, with their own seeds, each alone: same tokens, another batch composition."""
-    together, alone = [], []
-    for row, episode in enumerate(episodes[:ALONE]):
-        prompt = episode.prompt_ids
-        arrays = {
-            "prompt_ids": prompt,
-            "prompt_lengths": np.array([prompt.size], np.int32),
-            "prompt_of_row": np.zeros(1, np.int32),
-            "seeds": request_seeds(0, 0, np.array([row])),
-        }
-        sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": TOKENS, "stop_token_ids": []}
-        sidecar = engine._replicas[0].supervisor.sidecar
-        header = {"sampling": sampling, "sleep_level": 0}
-        (answer,) = [
-            message.arrays
-            for message in sidecar.stream("generate", header, arrays, answer="generated")
-            if message is not None and message.arrays
-        ]
-        # Where rounding tips a token over, what follows is another completion.
-        same = np.cumprod(answer["token_ids"] == episode.completion_ids).astype(bool)
-        together.append(episode.rollout_logprobs[episode.sampled_mask][same])
-        alone.append(answer["logprobs"][same])
-    return mean_difference(together, alone)
-
-
 @functools.cache
 def _reference(family: str) -> tuple[ModelConfig, Params, LocalEngine]:
     """Model, weights, and the training stack's numbers in float32."""
@@ -140,12 +114,14 @@ def measure(family: str, regime: Regime) -> Mismatch:
         try:
             pushed = engine.push_weights(params, 0)
             episodes = collect(engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0))
-            floor = noise_floor(engine, episodes)
+            first = dict(enumerate(episodes[:ALONE]))
+            together, alone = sample_alone(engine, first, SamplingParams(1, TOKENS), seed=0, step=0)
         finally:
             engine.close()
     train = exact.score([e.prompt_ids for e in episodes], [e.completion_ids for e in episodes], temperature=1.0)
     sampled = [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes]
     entropy = -float(np.mean(np.concatenate(sampled)))
+    floor = mean_difference([together], [alone])
     return Mismatch(mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy)
 
 

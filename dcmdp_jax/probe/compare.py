@@ -12,15 +12,17 @@ from dcmdp_jax.mismatch.analysis import Measured
 from dcmdp_jax.mismatch.breakdown import TokenText
 from dcmdp_jax.mismatch.pairs import make_pairs
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.probe.engines import Sampled, Scorer, sample
+from dcmdp_jax.probe.engines import Sampled, Scorer
 from dcmdp_jax.probe.rescoring import Rescoring, Scored
 from dcmdp_jax.probe.training_stack import TrainingStack
 from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
+from dcmdp_jax.rollout.episode import single_turn
+from dcmdp_jax.rollout.noise_floor import sample_alone
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
-_FLOOR_COMPLETIONS, _FLOOR_PROMPTS = 16, 2
+_SCORED_AGAIN, _SAMPLED_AGAIN = 16, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +110,7 @@ def compare(
 def sampling_floor(
     engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, sampled: Sampled, *, seed: int
 ) -> float | None:
-    """Mean |q - q'| of completions sampled once more in smaller batches, the larger of two.
-
-    Once the completions of the first two prompts without the others, once the very first alone. Sampling is a function
-    of (seed, step, row), so the same tokens come again but for what rounding tips over; they are compared up to there.
+    """Mean |q - q'| of the first completions, sampled among the others and each alone (`sample_alone`).
 
     Args:
         engine: the engine that sampled.
@@ -119,27 +118,20 @@ def sampling_floor(
         sampled: what it gave.
 
     Returns:
-        The floor; None where not one first token is the same, or there is one prompt only.
+        The floor; None where not one first token is the same, or there is one completion only.
     """
-    if len(prompts) <= _FLOOR_PROMPTS:
+    count = len(sampled.completion_ids)
+    if count < 2:
         return None
-    few = sample(engine, prompts[:_FLOOR_PROMPTS], sampling, seed=seed)
-    one = sample(engine, prompts[:1], dataclasses.replace(sampling, group_size=1), seed=seed)
-    means = [mean for again in (few, one) if (mean := _mean_difference(sampled, again)) is not None]
-    return max(means, default=None)
-
-
-def _mean_difference(first: Sampled, again: Sampled) -> float | None:
-    """Mean |q - q'| over the tokens up to where the completions part; None if there is none."""
-    differences = []
-    for ids, new_ids, logprobs, new_logprobs in zip(
-        first.completion_ids, again.completion_ids, first.logprobs, again.logprobs, strict=False
-    ):
-        length = min(len(ids), len(new_ids))
-        same = np.cumprod(ids[:length] == new_ids[:length]).astype(bool)
-        differences.append(np.abs(np.exp(logprobs[:length][same]) - np.exp(new_logprobs[:length][same])))
-    every = np.concatenate(differences).astype(np.float64)
-    return float(every.mean()) if len(every) else None
+    few = {
+        row: single_turn(
+            prompts[sampled.prompt_index[row]], sampled.completion_ids[row], sampled.logprobs[row], policy_version=0,
+            group=0, member=0, finish_reason="length",
+        )
+        for row in range(min(count, _SAMPLED_AGAIN))
+    }  # fmt: skip
+    together, alone = (np.exp(x.astype(np.float64)) for x in sample_alone(engine, few, sampling, seed=seed, step=0))
+    return float(np.mean(np.abs(together - alone))) if together.size else None
 
 
 def noise_floor(
@@ -166,7 +158,7 @@ def noise_floor(
             together = engine.score(prompts, completions, temperature=temperature)
         alone = [
             engine.score([prompt], [completion], temperature=temperature)[0]
-            for prompt, completion in zip(prompts[:_FLOOR_COMPLETIONS], completions, strict=False)
+            for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)
         ]
     except EngineError as error:
         logger.warning("no noise floor: %s", error)

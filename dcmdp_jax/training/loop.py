@@ -25,6 +25,7 @@ from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
 from dcmdp_jax.rollout.engine import EngineError
+from dcmdp_jax.rollout.noise_floor import sample_alone
 from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.tasks.prompts import EncodedPrompts, save_tokenizer
 from dcmdp_jax.training.across_hosts import gather_evaluation
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
-_NOISE_FLOOR_COMPLETIONS = 32
+# Of the noise floor: completions scored in one pass, and completions and tokens of each sampled alone.
+_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
 _ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
@@ -140,7 +142,7 @@ class Trainer:
             alone = functools.partial(self._alone, state, step)
             rollout = self.rollouts.sample(step, self._prompts_taken, timer, alone, self._check_stop)
             measures = measures_tolerance(config.algorithm, jax.device_get(state.dual))
-            floor = self._noise_floor(rollout) if step == 0 or measures else {}
+            floor = self._noise_floor(rollout, step) if step == 0 or measures else {}
             # Before the step, whose peak they would add to; the next push brings new ones in any case.
             self.engine.release_weights()
             with timer.phase("pack"):
@@ -216,33 +218,43 @@ class Trainer:
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
-    def _noise_floor(self, rollout: StepRollout) -> dict[str, float]:
+    def _noise_floor(self, rollout: StepRollout, step: int) -> dict[str, float]:
         """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
 
-        The largest of all processes' engines.
+        Scored in one pass, and the first few sampled once more, each alone: the larger mean, and the largest of all
+        processes' engines.
         """
-        own = self._own_noise_floor(rollout)
+        own = self._own_noise_floor(rollout, step)
         [floor] = self.hosts.largest(-1.0 if own is None else own)
         return {"mismatch/noise_floor": floor} if floor >= 0 else {}
 
-    def _own_noise_floor(self, rollout: StepRollout) -> float | None:
-        usable = [rollout.episodes[i] for i in np.flatnonzero(~rollout.dropped)[:_NOISE_FLOOR_COMPLETIONS]]
+    def _own_noise_floor(self, rollout: StepRollout, step: int) -> float | None:
+        usable = {int(row): rollout.episodes[row] for row in np.flatnonzero(~rollout.dropped)[:_SCORED_AGAIN]}
+        episodes, sampling = list(usable.values()), self.plan.sampling
+        few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
+        shorter = dataclasses.replace(
+            sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
+        )
         try:
             scored = self.engine.score(
-                [episode.prompt_ids for episode in usable],
-                [episode.completion_ids for episode in usable],
-                temperature=self.plan.sampling.temperature,
+                [episode.prompt_ids for episode in episodes],
+                [episode.completion_ids for episode in episodes],
+                temperature=sampling.temperature,
             )
+            together, alone = sample_alone(self.engine, few, shorter, seed=self.config.training.seed, step=step)
         except EngineError as error:
             # A diagnostic does not end a run that is set to go on without what is broken.
             if self.config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)
             return None
-        masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable]
+        masks = [episode.sampled_mask[episode.prompt_length :] for episode in episodes]
         again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
-        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable])
-        return float(np.mean(self._token_discrepancy(again, sampled)))
+        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in episodes])
+        differences = [self._token_discrepancy(again, sampled)]
+        if together.size:
+            differences.append(self._token_discrepancy(alone, together))
+        return max(float(np.mean(each)) for each in differences)
 
     def _pack(
         self, rollout: StepRollout, floor: Mapping[str, float], state: TrainState, step: int

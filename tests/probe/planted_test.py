@@ -75,7 +75,10 @@ def test_the_sampling_floor_is_that_of_another_batch():
     floor = sampling_floor(engine, PROMPTS, SAMPLING, found, seed=0)
     # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing to compare.
     assert floor is not None and floor < 0.02
-    assert sampling_floor(engine, PROMPTS[:2], SAMPLING, found, seed=0) is None
+    alone = dataclasses.replace(
+        found, prompt_index=found.prompt_index[:1], completion_ids=found.completion_ids[:1], logprobs=found.logprobs[:1]
+    )
+    assert sampling_floor(engine, PROMPTS, SAMPLING, alone, seed=0) is None
     moved = dataclasses.replace(found, logprobs=[values - 1 for values in found.logprobs])
     assert sampling_floor(engine, PROMPTS, SAMPLING, moved, seed=0) > 10 * floor
 
