@@ -43,7 +43,7 @@ from benchmarks.accelerator_parts.sizes import SIZES, Size, Tell, size_name
 from benchmarks.accelerator_parts.tables import summary, table
 from benchmarks.arguments import at_least_one, names_of
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.rollout.vllm.devices import memory_fraction
+from dcmdp_jax.engines.vllm.devices import memory_fraction
 
 
 class Part(NamedTuple):

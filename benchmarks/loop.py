@@ -21,7 +21,7 @@ from benchmarks.peers.inputs import make_inputs
 from benchmarks.peers.ours import run_config, stepped
 from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.training.loop import train

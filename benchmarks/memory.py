@@ -24,7 +24,7 @@ from benchmarks.arguments import at_least_one
 from bin.cli import Parser, run_main
 from configs import qwen3_8b
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config import Config, from_config_dict
+from dcmdp_jax.config.settings import Config, from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
 from dcmdp_jax.plan.published import PUBLISHED

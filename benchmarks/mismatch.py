@@ -19,16 +19,16 @@ import jax
 import numpy as np
 
 from configs.base import get_config
-from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.noise_floor import sample_alone
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import collect
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.noise_floor import sample_alone
-from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import SIZES, batch_of, model, rollout, stepper
+from dcmdp_jax.data.packing import make_plan
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.rollout.packing import make_plan
 
 _LAYOUTS = {
     "short buckets": ((64, 128, 256), 1),

@@ -23,17 +23,17 @@ from benchmarks.arguments import names_of
 from benchmarks.mismatch import Regime
 from benchmarks.timing import machine
 from configs.base import get_config
-from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.data.episode import Episode, collect
+from dcmdp_jax.data.packing import make_plan, pack
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.engines.validation import check_routed_experts
+from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.rollout.engine import Engine, SamplingParams
-from dcmdp_jax.rollout.episode import Episode, collect
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.packing import make_plan, pack
-from dcmdp_jax.rollout.validation import check_routed_experts
-from dcmdp_jax.rollout.vllm.engine import VllmEngine
 from dcmdp_jax.training.row_logprobs import make_row_logprobs, without_replay
 from dcmdp_jax.types import Params, Rows
 

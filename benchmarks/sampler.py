@@ -31,16 +31,16 @@ from jax.sharding import Mesh
 from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
+from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.local import decode, sampler
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.local.schedule import Scheduler
+from dcmdp_jax.engines.local.weights import PRECISIONS
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import collect
-from dcmdp_jax.rollout.local import decode, sampler
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.local.schedule import Scheduler
-from dcmdp_jax.rollout.local.weights import PRECISIONS
 
 TAIL_PROMPTS, TAIL_ROWS, MEDIAN, LONGEST = 64, 128, 32, 256
 _END = 0

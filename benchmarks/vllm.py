@@ -23,19 +23,19 @@ import numpy as np
 from benchmarks.timing import machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 from configs.base import get_config
-from dcmdp_jax.config import VllmSettings
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.sidecar.probe import Probe
+from dcmdp_jax.engines.sidecar.seeds import request_seeds
+from dcmdp_jax.engines.sidecar.shared_memory import available_bytes
+from dcmdp_jax.engines.vllm import launch
+from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import collect
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.sidecar.probe import Probe
-from dcmdp_jax.rollout.sidecar.shared_memory import available_bytes
-from dcmdp_jax.rollout.vllm import launch
-from dcmdp_jax.rollout.vllm.engine import VllmEngine
-from dcmdp_jax.rollout.vllm.seeds import request_seeds
 from dcmdp_jax.training.build import make_probe
 
 # Vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.data.episode import Episode, single_turn
+from dcmdp_jax.data.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.rollout.episode import Episode, single_turn
-from dcmdp_jax.rollout.packing import PackingPlan, make_shared_plan, pack
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings

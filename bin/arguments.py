@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from dcmdp_jax.data.problems import source_name, split_locations
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.tasks.problems import source_name, split_locations
 
 UNLIMITED = 2**31 - 1
 """No number of tokens, rows or problems is larger."""

@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 
 from bin.cli import Parser, run_main
+from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import has_tokenizer
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.tasks.prompts import end_token_ids, load_tokenizer
 
 _DTYPES = ("bfloat16", "float32")
 

@@ -33,7 +33,11 @@ from bin.cli import keep_tracebacks_in, run_main
 from bin.evaluate_flags import parse, settings_of
 from bin.evaluate_tasks import check_room, load_tasks, samples_of
 from configs.base import get_config
-from dcmdp_jax.config import VllmSettings, to_dict
+from dcmdp_jax.config.settings import VllmSettings, to_dict
+from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, load_tokenizer
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
+from dcmdp_jax.engines.registry import ENGINES, EngineArguments
+from dcmdp_jax.engines.vllm.launch import check_installation
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.log import EvaluationLog, open_output, write_json
@@ -46,6 +50,8 @@ from dcmdp_jax.evaluation.table import (
     read_scores,
     to_record,
 )
+from dcmdp_jax.memory.parts import plan_engine_memory
+from dcmdp_jax.memory.plan import this_machine
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
@@ -55,13 +61,7 @@ from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Verifier
-from dcmdp_jax.rollout.engine import Engine, EngineError, SamplingParams
-from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
-from dcmdp_jax.rollout.vllm.launch import check_installation
-from dcmdp_jax.tasks.prompts import EncodedPrompts, end_token_ids, load_tokenizer
 from dcmdp_jax.training.build import make_probe
-from dcmdp_jax.training.memory_parts import plan_engine_memory
-from dcmdp_jax.training.memory_plan import this_machine
 from dcmdp_jax.training.run_directory import read_config as read_run_config
 from dcmdp_jax.types import Params
 

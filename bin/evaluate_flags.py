@@ -9,11 +9,11 @@ from typing import Any
 from bin.arguments import real, split_tasks, temperature, whole
 from bin.cli import Parser
 from configs.base import get_config
-from dcmdp_jax.config import ENGINE_CHOICES
+from dcmdp_jax.config.settings import ENGINE_CHOICES
+from dcmdp_jax.engines.registry import ENGINES
+from dcmdp_jax.engines.vllm_limits import check_temperature
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.rollout.engines import ENGINES
-from dcmdp_jax.rollout.vllm.launch import check_temperature
 
 # More in flight than any engine decodes; vLLM allocates for each.
 _MOST_ROWS = 65536

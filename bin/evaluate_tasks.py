@@ -7,14 +7,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bin.arguments import UNLIMITED
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
 from dcmdp_jax.evaluation.size import check_size
 from dcmdp_jax.evaluation.table import paper_samples
+from dcmdp_jax.memory.plan import free_host_bytes
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.tasks.problems import load_problems
-from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts
-from dcmdp_jax.training.memory_plan import free_host_bytes
 
 
 def load_tasks(

@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 
 from bin.cli import Parser
 from bin.config_files import call_function
-from dcmdp_jax.config import Config, from_config_dict, parse_value
-from dcmdp_jax.config_fields import replace_value
+from dcmdp_jax.config.fields import replace_value
+from dcmdp_jax.config.settings import Config, from_config_dict, parse_value
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.training.run_directory import name_suffix
 

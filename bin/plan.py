@@ -18,7 +18,7 @@ from bin.arguments import output_file
 from bin.cli import Parser, run_main
 from bin.flags import parse_with
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config import MeshSettings
+from dcmdp_jax.config.settings import MeshSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.report import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, plan_run

@@ -20,20 +20,20 @@ from bin.arguments import output_directory, real, temperature, whole
 from bin.cli import Parser, run_main
 from bin.flags import parse as parse_config
 from configs.base import get_config
-from dcmdp_jax.config import Config, VllmSettings
+from dcmdp_jax.config.settings import Config, VllmSettings
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.vllm.launch import share_memory
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.mismatch import page
-from dcmdp_jax.mismatch.analysis import Measured, analyze
-from dcmdp_jax.mismatch.recording import Columns, read_recording
+from dcmdp_jax.lab.mismatch import page
+from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
+from dcmdp_jax.lab.mismatch.recording import Columns, read_recording
+from dcmdp_jax.lab.probe.models import load_model, run_directory
+from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
+from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
-from dcmdp_jax.probe.models import load_model, run_directory
-from dcmdp_jax.probe.session import Session, check_specs, probe_pairs
-from dcmdp_jax.probe.specs import ProbeSpec, parse_spec
-from dcmdp_jax.rollout.engine import EngineError, SamplingParams
-from dcmdp_jax.rollout.vllm.launch import share_memory
-from dcmdp_jax.tasks.problems import load_problems
-from dcmdp_jax.tasks.prompts import load_tokenizer
 from dcmdp_jax.training.run_directory import read_config
 
 _MAX_TOKENS = 5_000_000

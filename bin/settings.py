@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bin.cli import Parser, run_main
-from dcmdp_jax.config_text import settings_page
+from dcmdp_jax.config.text import settings_page
 
 
 def main(argv: list[str]) -> None:

@@ -31,14 +31,12 @@ from bin.config_files import call_function
 from bin.evaluate_flags import parse as parse_evaluation
 from bin.evaluate_flags import settings_of
 from bin.flags import parse as parse_run
-from dcmdp_jax.config import Config, to_dict
+from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
-from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.study_figures import draw_curves, draw_differences
-from dcmdp_jax.studies.kept_metrics import read_kept_metrics, write_kept_metrics
-from dcmdp_jax.studies.results import (
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import (
     MEASURES,
     Table,
     curves,
@@ -49,7 +47,9 @@ from dcmdp_jax.studies.results import (
     recorded,
     tables,
 )
-from dcmdp_jax.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
+from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
+from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.study_figures import draw_curves, draw_differences
 from dcmdp_jax.training.run_directory import check_run_directory
 
 _OVERRIDE = "--config."

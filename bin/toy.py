@@ -16,9 +16,8 @@ from pathlib import Path
 from bin.arguments import real
 from bin.cli import Parser, run_main
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.policy_figure import Panel, draw_policies
-from dcmdp_jax.theory.mismatch import MEASURES, SIDES
-from dcmdp_jax.theory.toy import (
+from dcmdp_jax.lab.theory.mismatch import MEASURES, SIDES
+from dcmdp_jax.lab.theory.toy import (
     ACTIONS,
     ADVANTAGES,
     BUDGETS,
@@ -29,6 +28,7 @@ from dcmdp_jax.theory.toy import (
     solve_toy,
     wrong_directions,
 )
+from dcmdp_jax.observe.policy_figure import Panel, draw_policies
 
 _DPI = 130
 _LARGEST_BUDGET = 1e6

@@ -6,10 +6,10 @@ import dataclasses
 
 from bin.cli import keep_tracebacks_in, run_main
 from bin.flags import parse
-from dcmdp_jax.config import Config
-from dcmdp_jax.config_text import print_config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.config.text import print_config
+from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.parallel.hosts import Hosts, join_hosts
-from dcmdp_jax.rollout.engine import EngineError
 from dcmdp_jax.training.fingerprint import settings_and_code
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import describe, make_plan_of_run

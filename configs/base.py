@@ -1,14 +1,14 @@
 """The defaults of every setting, as a ConfigDict that experiment files change.
 
-The settings are declared in `dcmdp_jax/config.py` and `config_*.py`; `docs/settings.md` lists them with unit, source
-and what is allowed.
+The settings are declared in `dcmdp_jax/config/`; `docs/settings.md` lists them with unit, source and what is
+allowed.
 """
 
 import dataclasses
 
 from ml_collections import ConfigDict
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
 
 OPTIONS = ("grpo", "debug")
 

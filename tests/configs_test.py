@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from configs import base
-from dcmdp_jax.config import from_config_dict, to_dict
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.tasks.problems import load_problems
-from dcmdp_jax.tasks.prompts import encode_prompts
+from dcmdp_jax.config.settings import from_config_dict, to_dict
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import encode_prompts
 
 _FILES = sorted(
     path.stem

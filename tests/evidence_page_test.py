@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.studies.results import tables
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.results import tables
 
 _ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,129 +8,55 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("dcmdp_jax", "bin", "configs")
 
-# Part of the program -> the parts it may import besides itself. The longest prefix of a module's name decides.
+# Room, a folder of the package -> the rooms that it may import. All may import the modules beside the folders, which
+# import no room.
 _MAY_IMPORT = {
-    "dcmdp_jax.errors": set(),
-    "dcmdp_jax.array_checksum": set(),
-    "dcmdp_jax.atomic_write": set(),
-    "dcmdp_jax.number_format": set(),
-    "dcmdp_jax.process_memory": set(),
-    "dcmdp_jax.inputs": set(),
-    "dcmdp_jax.types": set(),
-    "dcmdp_jax.config_fields": {"dcmdp_jax.inputs"},
-    "dcmdp_jax.config_saved": {"dcmdp_jax.inputs"},
-    "dcmdp_jax.config_algorithm": {"dcmdp_jax.algorithm", "dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
-    "dcmdp_jax.config_rewards": {"dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
-    "dcmdp_jax.config_hosts": {"dcmdp_jax.config_fields", "dcmdp_jax.inputs"},
-    "dcmdp_jax.config_rollout": {"dcmdp_jax.config_fields"},
-    "dcmdp_jax.global_arrays": set(),
-    "dcmdp_jax.config_checks": {"dcmdp_jax.config_fields", "dcmdp_jax.config_rollout", "dcmdp_jax.inputs"},
-    "dcmdp_jax.config": {
-        "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.config_hosts",
-        "dcmdp_jax.config_rewards", "dcmdp_jax.config_rollout", "dcmdp_jax.config_saved", "dcmdp_jax.inputs",
+    "algorithm": set(),
+    "parallel": set(),
+    "models": {"parallel"},
+    "config": {"algorithm"},
+    "rewards": set(),
+    "data": {"rewards"},
+    "engines": {"config", "data", "models", "parallel"},
+    "evaluation": {"data", "engines", "rewards"},
+    "observe": {"config"},
+    "memory": {"config", "data", "engines", "models", "parallel"},
+    "training": {
+        "algorithm", "config", "data", "engines", "evaluation", "memory", "models", "observe", "parallel", "rewards",
     },
-    "dcmdp_jax.config_text": {"dcmdp_jax.config", "dcmdp_jax.config_fields"},
-    "dcmdp_jax.algorithm": {"dcmdp_jax.types"},
-    "dcmdp_jax.models": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.global_arrays", "dcmdp_jax.inputs", "dcmdp_jax.types",
-    },
-    "dcmdp_jax.parallel": {"dcmdp_jax.types"},
-    "dcmdp_jax.rewards.messages": set(),
-    "dcmdp_jax.rewards.process_tree": set(),
-    "dcmdp_jax.rewards.worker_process": {"dcmdp_jax.rewards.messages", "dcmdp_jax.rewards.process_tree"},
-    "dcmdp_jax.rewards.worker_pool": {
-        "dcmdp_jax.rewards.messages", "dcmdp_jax.rewards.process_tree", "dcmdp_jax.rewards.worker_process",
-    },
-    "dcmdp_jax.rewards.math": {"dcmdp_jax.rewards.worker_pool", "dcmdp_jax.rewards.worker_process"},
-    "dcmdp_jax.tasks": {"dcmdp_jax.inputs", "dcmdp_jax.rewards.math"},
-    "dcmdp_jax.rewards": {
-        "dcmdp_jax.rewards.math", "dcmdp_jax.rewards.worker_pool", "dcmdp_jax.rewards.worker_process",
-        "dcmdp_jax.tasks",
-    },
-    "dcmdp_jax.theory": set(),
-    "dcmdp_jax.rollout": {"dcmdp_jax.types"},
-    "dcmdp_jax.rollout.local": {
-        "dcmdp_jax.array_checksum", "dcmdp_jax.global_arrays", "dcmdp_jax.models", "dcmdp_jax.parallel",
-        "dcmdp_jax.rollout", "dcmdp_jax.types",
-    },
-    "dcmdp_jax.rollout.vllm": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout",
-        "dcmdp_jax.rollout.sidecar", "dcmdp_jax.types",
-    },
-    "dcmdp_jax.observe.html_page": {"dcmdp_jax.number_format"},
-    "dcmdp_jax.observe": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.config_fields", "dcmdp_jax.inputs", "dcmdp_jax.mismatch",
-        "dcmdp_jax.number_format", "dcmdp_jax.observe.html_page",
-    },
-    "dcmdp_jax.evaluation": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.inputs", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout", "dcmdp_jax.tasks",
-    },
-    "dcmdp_jax.training": {
-        "dcmdp_jax.algorithm", "dcmdp_jax.array_checksum", "dcmdp_jax.atomic_write", "dcmdp_jax.config",
-        "dcmdp_jax.config_algorithm", "dcmdp_jax.config_checks", "dcmdp_jax.config_fields", "dcmdp_jax.evaluation",
-        "dcmdp_jax.global_arrays", "dcmdp_jax.inputs", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
-        "dcmdp_jax.process_memory", "dcmdp_jax.rewards", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
-        "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local", "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
-        "dcmdp_jax.tasks", "dcmdp_jax.types",
-    },
-    "dcmdp_jax.mismatch": {
-        "dcmdp_jax.algorithm", "dcmdp_jax.atomic_write", "dcmdp_jax.inputs", "dcmdp_jax.number_format",
-        "dcmdp_jax.observe.html_page",
-    },
-    "dcmdp_jax.rollout.sidecar": {"dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.types"},
-    "dcmdp_jax.studies": {
-        "dcmdp_jax.atomic_write", "dcmdp_jax.evaluation", "dcmdp_jax.inputs", "dcmdp_jax.observe",
-    },
-    "dcmdp_jax.rollout.engines": {
-        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.sidecar", "dcmdp_jax.rollout.vllm",
-    },
-    "configs": {"dcmdp_jax.config", "dcmdp_jax.studies"},
-    "bin": {
-        "configs", "dcmdp_jax.atomic_write", "dcmdp_jax.config", "dcmdp_jax.config_fields", "dcmdp_jax.config_text",
-        "dcmdp_jax.evaluation",
-        "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models", "dcmdp_jax.observe", "dcmdp_jax.parallel",
-        "dcmdp_jax.plan", "dcmdp_jax.probe", "dcmdp_jax.process_memory", "dcmdp_jax.rewards.math", "dcmdp_jax.rollout",
-        "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.vllm", "dcmdp_jax.studies", "dcmdp_jax.tasks",
-        "dcmdp_jax.theory", "dcmdp_jax.training", "dcmdp_jax.types",
-    },
-    "dcmdp_jax.plan": {
-        "dcmdp_jax.config", "dcmdp_jax.models", "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.rollout.vllm", "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
-    },
-    "dcmdp_jax.probe": {
-        "dcmdp_jax.config", "dcmdp_jax.config_rollout", "dcmdp_jax.inputs", "dcmdp_jax.mismatch", "dcmdp_jax.models",
-        "dcmdp_jax.parallel", "dcmdp_jax.rollout", "dcmdp_jax.rollout.engines", "dcmdp_jax.rollout.local",
-        "dcmdp_jax.tasks", "dcmdp_jax.training", "dcmdp_jax.types",
+    "plan": {"config", "data", "engines", "memory", "models", "parallel", "training"},
+    "lab": {
+        "algorithm", "config", "data", "engines", "evaluation", "models", "observe", "parallel", "rewards", "training",
     },
 }  # fmt: skip
+_BESIDE = "modules beside the rooms"
 
 # Library -> the parts that import it.
 _LIBRARIES = {
-    "ml_collections": ("dcmdp_jax.config", "configs", "bin"),
+    "ml_collections": ("dcmdp_jax.config.settings", "configs", "bin"),
     "absl": (),
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.training.checkpoint",),
-    "flax": ("dcmdp_jax.models", "dcmdp_jax.rollout.vllm.tpu_worker"),
+    "flax": ("dcmdp_jax.models", "dcmdp_jax.engines.vllm.tpu_worker"),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
     "jinja2": ("dcmdp_jax.observe.html_page",),
-    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.mismatch.figures"),
-    "scipy": ("dcmdp_jax.theory", "dcmdp_jax.evaluation.estimators"),
+    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab.mismatch.figures"),
+    "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),
     "wandb": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
-    "datasets": ("dcmdp_jax.tasks",),
+    "datasets": ("dcmdp_jax.data",),
     "torch": (
-        "dcmdp_jax.probe.hugging_face",
-        "dcmdp_jax.rollout.vllm.model_check",
-        "dcmdp_jax.rollout.vllm.received",
-        "dcmdp_jax.rollout.vllm.routing",
-        "dcmdp_jax.rollout.vllm.worker",
+        "dcmdp_jax.lab.probe.hugging_face",
+        "dcmdp_jax.engines.vllm.model_check",
+        "dcmdp_jax.engines.vllm.received",
+        "dcmdp_jax.engines.vllm.routing",
+        "dcmdp_jax.engines.vllm.worker",
     ),
-    "vllm": ("dcmdp_jax.rollout.vllm.routing", "dcmdp_jax.rollout.vllm.sidecar", "dcmdp_jax.rollout.vllm.worker"),
-    "msgpack": ("dcmdp_jax.rollout.sidecar.wire",),
-    "httpx": ("dcmdp_jax.rollout.vllm",),
+    "vllm": ("dcmdp_jax.engines.vllm.routing", "dcmdp_jax.engines.vllm.sidecar", "dcmdp_jax.engines.vllm.worker"),
+    "msgpack": ("dcmdp_jax.engines.sidecar.wire",),
+    "httpx": ("dcmdp_jax.engines.http.client",),
     "tensorflow": (),
 }
 
@@ -167,9 +93,12 @@ def _imports(tree, *, top_level=False):
             waiting += ast.iter_child_nodes(node)
 
 
-def _part(module):
-    parts = [part for part in _MAY_IMPORT if module == part or module.startswith(f"{part}.")]
-    return max(parts, key=len, default=None)
+def _room(module):
+    """The folder that a module of the package is in; None for what is not of the package."""
+    root, *rest = module.split(".")
+    if root != "dcmdp_jax":
+        return None
+    return rest[0] if rest and (_ROOT / root / rest[0]).is_dir() else _BESIDE
 
 
 def _reached(module):
@@ -197,35 +126,50 @@ def test_the_walk_finds_every_kind_of_import():
     assert set(_imports(tree, top_level=True)) == {"typing", "c"}
 
 
-def _edges(part):
-    """(importing module, imported module, its part) of every import from `part` into another part."""
+def _edges(room):
+    """(importing module, imported module) of every import from a room into another."""
     for module, tree in _SOURCES.items():
-        if _part(module) == part:
-            for name in _imports(tree):
-                if name.split(".")[0] in _PACKAGES and _part(name) not in (part, "dcmdp_jax.errors"):
-                    yield module, name, _part(name)
+        if _room(module) == room:
+            yield from ((module, name) for name in _imports(tree) if _room(name) not in (None, room, _BESIDE))
 
 
-def test_every_module_is_in_the_table():
-    assert [module for module in _SOURCES if _part(module) is None] == ["dcmdp_jax"]
+def test_the_table_has_the_rooms_on_disk():
+    folders = {path.name for path in (_ROOT / "dcmdp_jax").iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(_MAY_IMPORT)
 
 
-@pytest.mark.parametrize("part", _MAY_IMPORT)
-def test_a_part_imports_exactly_the_parts_of_its_row(part):
-    forbidden = [f"{module} imports {name}" for module, name, other in _edges(part) if other not in _MAY_IMPORT[part]]
+@pytest.mark.parametrize("room", [*_MAY_IMPORT, _BESIDE])
+def test_a_room_imports_exactly_the_rooms_of_its_row(room):
+    allowed = _MAY_IMPORT.get(room, set())
+    forbidden = [f"{module} imports {name}" for module, name in _edges(room) if _room(name) not in allowed]
     assert not forbidden
-    unused = _MAY_IMPORT[part] - {other for _, _, other in _edges(part)}
-    assert not unused, "no module uses these edges: remove them from the table"
+    unused = allowed - {_room(name) for _, name in _edges(room)}
+    assert not unused, "no module uses these arrows: remove them from the table"
 
 
-def test_the_table_has_no_circle():
-    def reachable(part, seen=()):
-        assert part not in seen, " -> ".join((*seen, part))
-        for other in _MAY_IMPORT[part]:
-            reachable(other, (*seen, part))
+def test_no_two_rooms_import_each_other_in_a_circle():
+    def reachable(room, seen=()):
+        assert room not in seen, " -> ".join((*seen, room))
+        for other in _MAY_IMPORT[room]:
+            reachable(other, (*seen, room))
 
-    for part in _MAY_IMPORT:
-        reachable(part)
+    for room in _MAY_IMPORT:
+        reachable(room)
+
+
+def test_the_package_does_not_import_its_commands():
+    outside = {"bin", "configs", "benchmarks", "tests", "examples"}
+    found = [module for module, tree in _SOURCES.items() if module.startswith("dcmdp_jax")
+             if outside & {name.split(".")[0] for name in _imports(tree)}]  # fmt: skip
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", ["local", "vllm", "http"])
+def test_an_engine_knows_no_other_engine(kind):
+    others = tuple(f"dcmdp_jax.engines.{other}." for other in ("local", "vllm", "http", "registry.") if other != kind)
+    for module, tree in _SOURCES.items():
+        if module.startswith(f"dcmdp_jax.engines.{kind}."):
+            assert [name for name in _imports(tree) if f"{name}.".startswith(others)] == [], module
 
 
 @pytest.mark.parametrize("library", sorted(_LIBRARIES))
@@ -246,29 +190,29 @@ def test_the_verifiers_workers_start_without_jax_and_transformers():
     assert not roots & {"jax", "flax", "optax", "transformers"}
 
 
-@pytest.mark.parametrize("module", [name for name in _SOURCES if name.startswith("dcmdp_jax.tasks")])
-def test_tasks_need_no_accelerator(module):
-    assert "jax" not in {name.split(".")[0] for name in _reached(module)}
+@pytest.mark.parametrize("module", ["problems", "prompts", "arithmetic", "arithmetic_tokenizer"])
+def test_problems_and_prompts_need_no_accelerator(module):
+    assert "jax" not in {name.split(".")[0] for name in _reached(f"dcmdp_jax.data.{module}")}
 
 
 @pytest.mark.parametrize(
     "module", ["vllm.sidecar", "vllm.worker", "sidecar.wire", "sidecar.shared_memory", "sidecar.manifest"]
 )
 def test_the_sidecar_runs_where_there_is_no_jax(module):
-    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.rollout.{module}")}
+    roots = {name.split(".")[0] for name in _reached(f"dcmdp_jax.engines.{module}")}
     assert not roots & {"jax", "flax", "optax", "orbax", "ml_collections"}
 
 
-@pytest.mark.parametrize("module", ["episode", "engine", "packing", "validation"])
+@pytest.mark.parametrize("module", ["data.episode", "data.packing", "engines.protocol", "engines.validation"])
 def test_what_moves_numpy_arrays_knows_no_model(module):
-    ours = {name for name in _reached(f"dcmdp_jax.rollout.{module}") if name.startswith("dcmdp_jax.")}
-    allowed = {"errors", "types", "rollout", "rollout.engine", "rollout.episode", f"rollout.{module}"}
+    ours = {name for name in _reached(f"dcmdp_jax.{module}") if name.startswith("dcmdp_jax.")}
+    allowed = {"errors", "types", "data", "engines", "engines.protocol", "data.episode", module}
     assert ours <= {f"dcmdp_jax.{name}" for name in allowed}
 
 
 def test_the_loss_functions_can_be_imported_alone():
     ours = {name for name in _reached("dcmdp_jax.algorithm.losses") if name.startswith("dcmdp_jax.")}
-    assert all(_part(name) in ("dcmdp_jax.algorithm", "dcmdp_jax.types") for name in ours)
+    assert all(_room(name) == "algorithm" or name == "dcmdp_jax.types" for name in ours)
     roots = {name.split(".")[0] for name in _reached("dcmdp_jax.algorithm.losses")}
     assert not roots & {"flax", "optax", "orbax", "transformers", "ml_collections"}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dcmdp_jax import process_memory
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ print(json.dumps({"full": full, "freed": freed, "after_release": resident()}))
 """
 _TOKENIZE = """
 import json, sys
-from dcmdp_jax.tasks.prompts import load_tokenizer
+from dcmdp_jax.data.prompts import load_tokenizer
 ids = load_tokenizer(sys.argv[1])("1+2=3")["input_ids"]
 print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in sys.modules)}))
 """

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dcmdp_jax.config import from_config_dict, to_dict
+from dcmdp_jax.config.settings import from_config_dict, to_dict
 from tests.run_invariants import contradictions
 
 _C, _ETA = 0.25, 2.0

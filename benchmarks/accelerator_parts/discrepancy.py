@@ -9,17 +9,17 @@ import jax
 import numpy as np
 
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
-from dcmdp_jax.config import Config, from_config_dict
+from dcmdp_jax.config.settings import Config, from_config_dict
+from dcmdp_jax.data.episode import Episode, collect
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import Episode, collect
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings

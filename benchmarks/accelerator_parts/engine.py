@@ -10,16 +10,16 @@ import numpy as np
 
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.compiled import compile_program
 from dcmdp_jax.plan.engine_programs import plan_engine
 from dcmdp_jax.plan.flops import forward_flops
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import collect
-from dcmdp_jax.rollout.local.engine import LocalEngine
 
 
 def measure(size: Size, tell: Tell, *, precision: str) -> None:

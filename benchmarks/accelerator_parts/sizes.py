@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks import moe
 from benchmarks.workload import rollout
+from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.rollout.episode import Episode
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes what a part has found so far: if it fails later, that is not lost."""

@@ -12,15 +12,15 @@ import numpy as np
 
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, completions, run_settings
-from dcmdp_jax.config import Config, from_config_dict
+from dcmdp_jax.config.settings import Config, from_config_dict
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.packing import pack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.plan.flops import step_flops
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import plan_step, step_trip_counts
-from dcmdp_jax.rollout.episode import Episode
-from dcmdp_jax.rollout.packing import pack
 from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, new_state
 

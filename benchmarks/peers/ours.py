@@ -16,7 +16,11 @@ from ml_collections import ConfigDict
 from benchmarks.peers.rounds import Ended, Job, Rounds, work
 from benchmarks.workload import micro_batch_tokens, step_inputs, step_layout, stepper
 from configs.base import get_config
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
+from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.params import num_params
@@ -24,10 +28,6 @@ from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.process_memory import release_freed_memory
-from dcmdp_jax.rollout.engine import Engine, SamplingParams
-from dcmdp_jax.rollout.episode import Episode, collect, in_prompt_order
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.tasks.prompts import load_tokenizer
 from dcmdp_jax.training import loop
 from dcmdp_jax.training.build import Parts, build_parts
 from dcmdp_jax.training.setup import Plan, make_plan_of_run

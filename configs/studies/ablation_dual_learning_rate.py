@@ -7,7 +7,7 @@ The default is 1.0; the demo's is 50, to the scale of its discrepancy.
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 _SETTING = "algorithm.dual_learning_rate"
 # Label, which is the paper's value: demo's value, the paper's.

@@ -7,7 +7,7 @@ The default is 0.0037; the demo's is 0.0012, and its values have the paper's pro
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 _SETTING = "algorithm.tolerance"
 # Label, which is the paper's value: demo's value, the paper's.

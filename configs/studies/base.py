@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dcmdp_jax.studies.study import Arm, Study
+from dcmdp_jax.lab.studies.study import Arm, Study
 
 DEMO = "configs/demo.py"
 QWEN3_8B = "configs/qwen3_8b.py"

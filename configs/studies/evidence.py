@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.studies.base import DEMO, SEEDS
 from configs.studies.remedies import VLLM, remedy_arms
-from dcmdp_jax.studies.study import Arm, Study
+from dcmdp_jax.lab.studies.study import Arm, Study
 
 _STRAIN = {
     "optimizer.learning_rate": 5e-4,

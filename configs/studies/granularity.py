@@ -7,7 +7,7 @@ The paper argues for tokens and shows no figure.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 
 def get_study(arg: str = "") -> Study:

@@ -11,7 +11,7 @@ the embedded engine's emulation. The two models need different machines, so each
 import dataclasses
 
 from configs.studies.base import DEMO, QWEN3_8B, QWEN3_30B_A3B, arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 
 def get_study(arg: str = "") -> Study:

@@ -7,7 +7,7 @@ Dual-GRPO and threshold-GRPO have a multiplier fixed at 1.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 METHODS = ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")
 

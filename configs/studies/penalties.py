@@ -7,7 +7,7 @@ GRPO is the baseline: the figure's gain is what a penalty adds.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 
 def get_study(arg: str = "") -> Study:

@@ -16,7 +16,7 @@ from typing import Any
 from configs.remedies import REMEDIES
 from configs.studies.base import DEMO, QWEN3_8B, SEEDS, arms, make_study
 from configs.studies.methods import METHODS
-from dcmdp_jax.studies.study import Arm, Study
+from dcmdp_jax.lab.studies.study import Arm, Study
 
 VLLM = "configs/demo_vllm.py:fp8_kv"
 _GRPO = {"algorithm.method": "grpo"}

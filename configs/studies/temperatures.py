@@ -7,7 +7,7 @@ Every arm is evaluated at one temperature: 1.0 at demo size, the paper's 0.7 on 
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 TEMPERATURES = (0.3, 0.7, 1.0)
 

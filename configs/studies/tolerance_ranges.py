@@ -8,7 +8,7 @@ discrepancy is about 0.001 and its 99th percentile about 0.02.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
-from dcmdp_jax.studies.study import Study
+from dcmdp_jax.lab.studies.study import Study
 
 RANGES = (0.001, 0.005, 0.02, 0.1)
 

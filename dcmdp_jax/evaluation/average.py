@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
+from dcmdp_jax.rewards.grading import Grading
 from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.rewards.math.verifier import Verifier
-from dcmdp_jax.rollout.engine import Engine, SamplingParams
-from dcmdp_jax.rollout.episode import Episode
-from dcmdp_jax.tasks.grading import Grading
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from dcmdp_jax.data.problems import source_name, split_locations
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.table import paper_samples
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.tasks.problems import source_name, split_locations
 
 
 class HeldOutTask(NamedTuple):

@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.tasks.prompts import EncodedPrompts
 
 _RUN = 8
 _SHARE = 0.5

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
 from dcmdp_jax.evaluation.log import EvaluationLog
 from dcmdp_jax.rewards.math.verifier import Verifier
-from dcmdp_jax.rollout.engine import Engine, SamplingParams
-from dcmdp_jax.tasks.problems import Problem
+from dcmdp_jax.rewards.protocol import Problem
 
 _ROUNDS = 4
 """Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""

@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.global_arrays import to_host
 from dcmdp_jax.inputs import has_tokenizer, read_json_object
 from dcmdp_jax.models.config import ModelConfig, to_hf
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
@@ -36,6 +35,7 @@ from dcmdp_jax.models.hf_manifest import (
     say_shape,
 )
 from dcmdp_jax.models.params import hf_tensors, param_shapes
+from dcmdp_jax.parallel.global_arrays import to_host
 from dcmdp_jax.types import Array, Params
 
 _TOKENIZER_FILES = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config_fields import flatten
+from dcmdp_jax.config.fields import flatten
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.observe import jsonl

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from dcmdp_jax.mismatch.alarms import alarms
+from dcmdp_jax.observe.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series
 
 _TRUNCATED_LIMIT = 0.5

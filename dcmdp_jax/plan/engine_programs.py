@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.engines.local import decode, score
+from dcmdp_jax.engines.local.cache import FLOAT8
+from dcmdp_jax.engines.local.layout import Program, check_mesh, weight_specs
+from dcmdp_jax.engines.local.schedule import ATTENTION_ELEMENTS, round_up
+from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import sampling_mesh
 from dcmdp_jax.plan.step_program import Lowerable, bytes_per_device, expert_blocks, sharded
-from dcmdp_jax.rollout.local import decode, score
-from dcmdp_jax.rollout.local.cache import FLOAT8
-from dcmdp_jax.rollout.local.layout import Program, check_mesh, weight_specs
-from dcmdp_jax.rollout.local.schedule import ATTENTION_ELEMENTS, round_up
-from dcmdp_jax.rollout.local.weights import engine_shapes
 
 
 class EnginePlan(NamedTuple):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_config
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.training.setup import fresh_model
 
 _QWEN3 = {

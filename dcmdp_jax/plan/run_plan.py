@@ -9,8 +9,14 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.engines.vllm.devices import check_shares, trainer_share
+from dcmdp_jax.engines.vllm.launch import check_planned
+from dcmdp_jax.engines.vllm_limits import check_temperature
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.memory.engine import PREEMPTED_CACHES
+from dcmdp_jax.memory.parts import plan_memory
+from dcmdp_jax.memory.plan import Machine, MemoryPlan
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh
 from dcmdp_jax.plan.compiled import Compiled, compile_program
@@ -20,11 +26,6 @@ from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import Topology
-from dcmdp_jax.rollout.vllm.devices import check_shares, trainer_share
-from dcmdp_jax.rollout.vllm.launch import check_planned, check_temperature
-from dcmdp_jax.training.memory_engine import PREEMPTED_CACHES
-from dcmdp_jax.training.memory_parts import plan_memory
-from dcmdp_jax.training.memory_plan import Machine, MemoryPlan
 from dcmdp_jax.training.model_checks import check_engine_mesh, check_experts, check_lengths, platform_kernel
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from dcmdp_jax.config import Config, MeshSettings
+from dcmdp_jax.config.settings import Config, MeshSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.roofline import roofline

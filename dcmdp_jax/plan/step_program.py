@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.batch_shapes import abstract_batch
+from dcmdp_jax.data.packing import PackingPlan
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
@@ -19,9 +21,7 @@ from dcmdp_jax.models.ops.blocks import BLOCKS
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.plan.hlo import TripCounts, in_scope
-from dcmdp_jax.rollout.packing import PackingPlan
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
-from dcmdp_jax.training.batch_shapes import abstract_batch
 from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.row_logprobs import kernel_axes
 from dcmdp_jax.training.setup import layout

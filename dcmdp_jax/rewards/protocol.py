@@ -42,6 +42,29 @@ _LARGEST = 1e9
 RewardFunction = Callable[..., Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    r"""One task: what the model is asked and what a right answer equals.
+
+    Attributes:
+        prompt: text of the last user message, before any prompt suffix.
+        answer: reference answer in the verifier's notation (see `math.answers`).
+        source: where it comes from: the row's `data_source`, else the file's name without suffix.
+        index: 0-based row number in its source.
+        context: (role, content) of the messages before the prompt, a system message say.
+        solution: a worked solution where the row has one, else empty; supervised warm-up learns from it.
+        columns: the row's fields for reward functions, without the prompt; empty unless they were asked for.
+    """
+
+    prompt: str
+    answer: str
+    source: str
+    index: int
+    context: tuple[tuple[str, str], ...] = ()
+    solution: str = ""
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+
 class RewardError(UserError):
     """A reward function that is missing, raises, hangs, or returns something else than rewards. One line."""
 

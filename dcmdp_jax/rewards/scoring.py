@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dcmdp_jax.rewards.grading import Grading
 from dcmdp_jax.rewards.math.verifier import Grades, Verifier, merge_grades
-from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError, short_names, weighted_total
+from dcmdp_jax.rewards.protocol import MATH, Problem, Reward, RewardError, short_names, weighted_total
 from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
-from dcmdp_jax.tasks.grading import Grading
-from dcmdp_jax.tasks.problems import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.evaluation.average import VERIFIER_COUNTS, EvaluationResult
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
+from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.rewards.scoring import BatchScores
-from dcmdp_jax.rollout.episode import Episode
-from dcmdp_jax.tasks.problems import Problem
 
 _COUNTS = ("errors", "timeouts", "over_budget", "unparsed")
 _PER_TOKEN = {"token_ids": np.int32, "sampled_mask": bool, "rollout_logprobs": np.float32, "policy_versions": np.int32}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, mismatch_statistics
-from dcmdp_jax.config_algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.types import Batch, Rows
 
 Metrics = dict[str, jax.Array]

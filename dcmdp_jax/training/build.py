@@ -13,6 +13,9 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.engines.protocol import Engine
+from dcmdp_jax.engines.registry import ENGINES, EngineArguments
+from dcmdp_jax.engines.sidecar.probe import Probe
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
@@ -21,9 +24,6 @@ from dcmdp_jax.parallel.mesh import row_shards, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings, replicated, shard_map_over_data
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
-from dcmdp_jax.rollout.engine import Engine
-from dcmdp_jax.rollout.engines import ENGINES, EngineArguments
-from dcmdp_jax.rollout.sidecar.probe import Probe
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.programs import make_step_programs
 from dcmdp_jax.training.row_logprobs import make_row_logprobs

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jax
 
-from dcmdp_jax.config import Config, to_dict
-from dcmdp_jax.config_fields import flatten
-from dcmdp_jax.tasks.prompts import EncodedPrompts
+from dcmdp_jax.config.fields import flatten
+from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.training.setup import Plan
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.rewards.math.verifier import Grades
-from dcmdp_jax.rollout.episode import Episode
 from dcmdp_jax.types import Batch
 
 

@@ -14,20 +14,20 @@ import jax
 import numpy as np
 
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.prompts import EncodedPrompts, save_tokenizer
+from dcmdp_jax.engines.noise_floor import sample_alone
+from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.evaluation.table import plain_average
-from dcmdp_jax.global_arrays import to_global
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record
 from dcmdp_jax.observe.progress import Progress
+from dcmdp_jax.parallel.global_arrays import to_global
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.rollout.noise_floor import sample_alone
-from dcmdp_jax.rollout.packing import pack
-from dcmdp_jax.tasks.prompts import EncodedPrompts, save_tokenizer
 from dcmdp_jax.training.across_hosts import gather_evaluation
 from dcmdp_jax.training.build import Parts, build_parts
 from dcmdp_jax.training.checkpoint import PolicyScore

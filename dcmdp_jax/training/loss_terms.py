@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.stats import Mean
-from dcmdp_jax.config_algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
 
 SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"

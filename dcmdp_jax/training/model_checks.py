@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.engines.local.layout import check_mesh
+from dcmdp_jax.engines.vllm.devices import has_cuda_plugin, present_gpus
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.rollout.local.layout import check_mesh
-from dcmdp_jax.rollout.vllm.devices import has_cuda_plugin, present_gpus
 
 
 def check_platform(platform: str) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dcmdp_jax.config import OptimizerSettings
+from dcmdp_jax.config.settings import OptimizerSettings
 from dcmdp_jax.types import Params
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import optax
 from jax.sharding import Mesh
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.training.loss_scale import initial_loss_scale

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config import Config, from_saved, setting_names, to_dict, to_saved
-from dcmdp_jax.config_checks import may_change
-from dcmdp_jax.config_fields import flatten
+from dcmdp_jax.config.checks import may_change
+from dcmdp_jax.config.fields import flatten
+from dcmdp_jax.config.settings import Config, from_saved, setting_names, to_dict, to_saved
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.observe.run_files import CONFIG_FILE

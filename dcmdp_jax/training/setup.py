@@ -13,9 +13,24 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.packing import (
+    PackingPlan,
+    default_row_lengths,
+    make_plan,
+    make_shared_plan,
+    shared_group_shape,
+)
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.vllm.launch import check_installation
+from dcmdp_jax.engines.vllm_limits import check_temperature
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
+from dcmdp_jax.memory.parts import plan_memory
+from dcmdp_jax.memory.plan import MemoryPlan, this_machine
 from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.decoder import Compute
@@ -29,20 +44,6 @@ from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, training_me
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.packing import (
-    PackingPlan,
-    default_row_lengths,
-    make_plan,
-    make_shared_plan,
-    shared_group_shape,
-)
-from dcmdp_jax.rollout.vllm.launch import check_installation, check_temperature
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.tasks.problems import load_problems
-from dcmdp_jax.tasks.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
-from dcmdp_jax.training.memory_parts import plan_memory
-from dcmdp_jax.training.memory_plan import MemoryPlan, this_machine
 from dcmdp_jax.training.model_checks import (
     check_engine_mesh,
     check_experts,

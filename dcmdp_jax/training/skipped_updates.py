@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.config import Config
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.metrics_io import METRICS_FILE
 

@@ -17,7 +17,7 @@ from dcmdp_jax.algorithm.dual import (
     violation,
 )
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
-from dcmdp_jax.config_algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings

@@ -19,7 +19,7 @@ from dcmdp_jax.algorithm.corrections import Correction
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
-from dcmdp_jax.config_algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.models.products import PRECISE, products_in
 from dcmdp_jax.parallel.cpu import compiler_options

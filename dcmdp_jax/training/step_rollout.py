@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dcmdp_jax.data.episode import Episode, in_prompt_order
+from dcmdp_jax.engines.protocol import Engine
+from dcmdp_jax.engines.validation import check_routed_experts, unusable_completions
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores
-from dcmdp_jax.rollout.engine import Engine
-from dcmdp_jax.rollout.episode import Episode, in_prompt_order
-from dcmdp_jax.rollout.validation import check_routed_experts, unusable_completions
 from dcmdp_jax.training.across_hosts import gather_rollout
 from dcmdp_jax.training.host_metrics import PhaseTimer
 from dcmdp_jax.training.setup import Plan

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.stats import Sum
-from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel.cpu import MAX_IN_FLIGHT_PROGRAMS, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards

@@ -20,12 +20,12 @@ from benchmarks.accelerator import PARTS, Part
 from benchmarks.accelerator_parts import attention, discrepancy, step
 from benchmarks.accelerator_parts.sizes import SIZES, completions, run_settings
 from benchmarks.accelerator_parts.tables import summary, table
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import REFERENCE
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.rollout.episode import single_turn
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]

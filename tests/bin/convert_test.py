@@ -16,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 
 from bin.convert import main
 from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.tasks.prompts import save_tokenizer
 from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.state import new_state
 from tests.waiting import HANGS_S

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from bin import evaluate
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from tests.rollout.vllm_tools import random_params, small_model
+from tests.engines.vllm_tools import random_params, small_model
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,13 @@ from bin.cli import run_main
 from bin.evaluate import main
 from configs.base import get_config
 from dcmdp_jax.algorithm.dual import dual_init
-from dcmdp_jax.config import from_config_dict, to_dict
+from dcmdp_jax.config.settings import from_config_dict, to_dict
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.memory import plan as memory_plan
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.training import memory_plan
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
 from tests.waiting import HANGS_S

@@ -10,13 +10,13 @@ import pytest
 
 from bin import probe
 from bin.cli import run_main
+from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.mismatch.recording import Columns
+from dcmdp_jax.lab.mismatch.recording import Columns
+from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.models.hf_weights import save_params
-from dcmdp_jax.probe import engines
-from dcmdp_jax.tasks.prompts import save_tokenizer
-from tests.mismatch.sampled_columns import columns
-from tests.probe.tiny_model import CONFIG, TOKENIZER, params
+from tests.lab.mismatch.sampled_columns import columns
+from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
 
 
 def _write(path, pairs):

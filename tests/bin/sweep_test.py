@@ -13,14 +13,14 @@ import pytest
 import bin.sweep
 from bin.cli import run_main
 from bin.sweep import main
-from dcmdp_jax.config import to_dict
+from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STUDIES = sorted(path.stem for path in (_ROOT / "configs" / "studies").glob("[!_]*.py") if path.stem != "base")
-_HEAD = "from dcmdp_jax.studies.study import Arm, Study\n\n\ndef get_study(arg=''):\n"
+_HEAD = "from dcmdp_jax.lab.studies.study import Arm, Study\n\n\ndef get_study(arg=''):\n"
 _TINY = """    small = {
         "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
         "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,

@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.evaluation.average import evaluate, join
 from dcmdp_jax.rewards.math.verifier import Verifier
-from dcmdp_jax.rollout.engine import SamplingParams
-from dcmdp_jax.rollout.episode import single_turn
-from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
 
 
 @dataclasses.dataclass

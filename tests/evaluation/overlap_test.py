@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
-from dcmdp_jax.tasks.problems import Problem, load_problems
-from dcmdp_jax.tasks.prompts import EncodedPrompts
+from dcmdp_jax.rewards.protocol import Problem
 
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _LONG = "one two three four five six seven eight nine ten eleven twelve"

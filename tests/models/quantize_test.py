@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dcmdp_jax.config_rollout import QUANTIZED
+from dcmdp_jax.config.rollout import QUANTIZED
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import (

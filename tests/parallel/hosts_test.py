@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from dcmdp_jax import config_hosts
-from dcmdp_jax.config_hosts import HostSettings, check_hosts
+from dcmdp_jax.config import hosts as config_hosts
+from dcmdp_jax.config.hosts import HostSettings, check_hosts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import hosts as hosts_module
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from dcmdp_jax.global_arrays import to_global, to_host, to_local
+from dcmdp_jax.parallel.global_arrays import to_global, to_host, to_local
 from dcmdp_jax.parallel.hosts import join_hosts
 
 number, port = int(sys.argv[1]), sys.argv[2]

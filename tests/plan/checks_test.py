@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from configs import qwen3_8b
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.checks import all_logits, attention_matrices, model_shapes, tree_gathers

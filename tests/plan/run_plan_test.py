@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from configs import qwen3_8b
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import num_params, param_shapes
 from dcmdp_jax.plan.checks import all_logits, check_plan, model_shapes

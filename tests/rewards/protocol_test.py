@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax import config_rewards
+from dcmdp_jax.config import rewards as config_rewards
 from dcmdp_jax.rewards.protocol import (
     BUILT_IN,
     MATH,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dcmdp_jax.data.problems import problem_from_row
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward, RewardError
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, column_names
-from dcmdp_jax.tasks.problems import problem_from_row
 from tests.rewards import planted_rewards
 
 _LONG_S = 1000.0

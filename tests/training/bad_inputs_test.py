@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from configs import demo
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import end_token_ids
 from dcmdp_jax.models.config import ModelConfig, read_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.tasks.problems import load_problems
-from dcmdp_jax.tasks.prompts import end_token_ids
 from dcmdp_jax.training import build, model_checks, setup
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.training.loss_scale import INITIAL_SCALE, initial_loss_scale
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
 import sys
 from bin import cli, train
-from dcmdp_jax.rollout.engine import EngineError
-from dcmdp_jax.rollout.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.training import loop
 
 place, step = sys.argv.pop(1).split()

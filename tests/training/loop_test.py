@@ -21,8 +21,8 @@ SHARED = ROOT.parent / "shared"
 _PROGRAM = """
 import os, signal, sys
 from bin import cli, train
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.tasks.grading import Grading
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.rewards.grading import Grading
 
 *where, number = sys.argv.pop(1).split()
 calls = []
@@ -294,9 +294,9 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     import jax.numpy as jnp
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+    from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
     from dcmdp_jax.models import decoder
     from dcmdp_jax.models.decoder import Compute
-    from dcmdp_jax.tasks.arithmetic_tokenizer import build_tokenizer
     from dcmdp_jax.training.checkpoint import load_params_only
 
     torch.manual_seed(0)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models import decoder, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, quantized_leaves
-from dcmdp_jax.rollout.local.engine import LocalEngine
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
 

@@ -15,7 +15,7 @@ import pytest
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
-from tests.rollout.sampling import Rollout
+from tests.engines.sampling import Rollout
 from tests.training import step_test
 
 EXPERTS = dataclasses.replace(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.config import VERSION
-from dcmdp_jax.config_fields import flatten
+from dcmdp_jax.config.fields import flatten
+from dcmdp_jax.config.settings import VERSION
 from dcmdp_jax.training.run_directory import read_config
 from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
-_RECORDED = _ROOT / "tests" / "data" / "run_of_2026_11"
+_RECORDED = _ROOT / "tests" / "recorded" / "run_of_2026_11"
 
 
 def _run(environment, *command):

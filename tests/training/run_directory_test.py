@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config import VERSION, from_config_dict, to_dict
+from dcmdp_jax.config.settings import VERSION, from_config_dict, to_dict
 from dcmdp_jax.training.run_directory import check_run_directory, claimed, read_config, record_config
 
 _ROOT = Path(__file__).resolve().parents[2]

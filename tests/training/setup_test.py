@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from configs import demo, demo_moe
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training import setup

@@ -26,8 +26,8 @@ _RUN = (
 _SIGNALLED = """
 import os, sys
 from bin import cli, train
-from dcmdp_jax.rollout.local.engine import LocalEngine
-from dcmdp_jax.tasks.grading import Grading
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.rewards.grading import Grading
 
 number, step = map(int, sys.argv.pop(1).split())
 generate, begin, now = LocalEngine.generate, Grading.begin, []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.training.skipped_updates import SkippedUpdates, TrainingStopped
 from tests.waiting import HANGS_S
 

@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
-from dcmdp_jax.rollout.episode import single_turn
 from dcmdp_jax.training import step_rollout
 from dcmdp_jax.training.host_metrics import PhaseTimer
 from dcmdp_jax.training.step_rollout import StepRollouts, prompt_order

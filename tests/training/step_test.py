@@ -13,19 +13,19 @@ import optax
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config import from_config_dict
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.data.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
-from dcmdp_jax.rollout.packing import make_plan, make_shared_plan, pack
 from dcmdp_jax.training import step as step_module
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import make_rescore, make_train_step
-from tests.rollout.sampling import Rollout
+from tests.engines.sampling import Rollout
 
 MODEL = ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
 BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}})

@@ -50,7 +50,7 @@ def _sidecars_of(trainer):
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            if b"rollout/vllm/sidecar.py" in command and int(parent) == trainer and state != "Z":
+            if b"engines/vllm/sidecar.py" in command and int(parent) == trainer and state != "Z":
                 found.append(int(entry.name))
     return found
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
@@ -155,7 +155,7 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
 
 _MANY = """
 import jax, jax.numpy as jnp, numpy as np
-from dcmdp_jax.config import WarmupSettings
+from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.warmup import warm_up

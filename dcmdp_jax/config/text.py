@@ -1,0 +1,80 @@
+"""Settings as text for people: the page docs/settings.md, and a config with what it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+from dcmdp_jax.config.fields import Declared, declared, get_value
+from dcmdp_jax.config.settings import Config
+
+_INTRODUCTION = """\
+# Settings
+
+Written by `python -m bin.settings > docs/settings.md` from the declarations in `dcmdp_jax/config/settings.py`,
+`dcmdp_jax/config/algorithm.py`, `dcmdp_jax/config/hosts.py`, `dcmdp_jax/config/rewards.py` and
+`dcmdp_jax/config/rollout.py`; change those.
+
+`--config.section.name=value` overrides a setting of a config file; `--print_config` prints all of them and marks what
+differs from the defaults below. "paper" is the DC-GRPO paper with its section in brackets, "ours" a reading or a choice
+of this project. A resumed run may change the settings marked *; it alters what is recorded, where the run is computed
+and in what portions, or what happens to broken input, not what is learned. Further rules hold between settings; a
+broken one is named at the start.
+"""
+
+
+def settings_page() -> str:
+    """All settings in Markdown, a table for each section."""
+    return _INTRODUCTION + "".join(_sections(Config, "", Config.__doc__ or ""))
+
+
+def print_config(config: Config) -> str:
+    """One line for each setting, `*` before those that differ from the default, which is then shown."""
+    lines = []
+    for one in declared(Config).values():
+        value = get_value(config, one.name)
+        differs = value != one.default
+        lines.append(f"{'* ' if differs else '  '}{one.name} = {value!r}{f'    # default: {one.default!r}' * differs}")
+    return "\n".join(lines)
+
+
+def _sections(kind: type, prefix: str, doc: str) -> typing.Iterator[str]:
+    settings = [one for one in declared(kind).values() if "." not in one.name]
+    if settings:
+        yield f"\n## {prefix.rstrip('.') or 'The run'}\n\n{doc}\n\n"
+        yield "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"
+        for one in settings:
+            mark = " *" if one.about.free else ""
+            cells = [f"`{one.name}`{mark}", _code(one), _allowed(one), one.about.doc, one.about.source]
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(section := hints[field.name]):
+            yield from _sections(section, f"{prefix}{field.name}.", section.__doc__ or "")
+
+
+def _code(one: Declared) -> str:
+    return f"`{one.default!r}`" if one.type is str else f"`{one.default}`"
+
+
+def _allowed(one: Declared) -> str:
+    """Choices or range, and the unit."""
+    about = one.about
+    if about.engine_choices:
+        return "; ".join(f"{engine}: {', '.join(choices)}" for engine, choices in about.engine_choices.items())
+    if about.choices:
+        return ", ".join(about.choices)
+    if one.type is bool:
+        return "true, false"
+    if one.type is str:
+        return ""
+    high = about.maximum if about.maximum is not None else about.limit[0] if about.limit else None
+    low = about.minimum
+    bounds = f"{_number(low)} .. {_number(high)}" if None not in (low, high) else ""
+    if not bounds:
+        bounds = f"at least {_number(low)}" if low is not None else f"at most {_number(high)}" if high else ""
+    return " ".join(part for part in (bounds, about.unit) if part)
+
+
+def _number(value: float | None) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if value is not None else ""

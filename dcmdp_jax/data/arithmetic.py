@@ -1,0 +1,212 @@
+r"""A built-in task that a model of a million parameters can learn on a CPU: chains of small arithmetic.
+
+    prompt     4*6-7+9=?
+    solution   4*6=24;24-7=17;17+9=26;\boxed{26}
+
+Every step is one operation on the running value, so the answer needs few facts but a chain of them, and one wrong step
+spoils it. Problems are a function of the seed. Train and held-out problems are disjoint for all seeds: the text of a
+problem decides which split it belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from typing import Any, Literal
+
+from dcmdp_jax.data.problems import problem_from_row
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.rewards.protocol import Problem
+
+_HELD_OUT_SHARE = 8
+"""One problem in this many, by the checksum of its text, is held out."""
+
+_Step = tuple[int, str, int, int]
+_FRUITLESS_DRAWS = 20_000
+_ERROR_SIZES = (-10, -2, -1, 1, 2, 10)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    operations: int
+    largest_operand: int
+    operators: str
+    largest_value: int
+    precedence: bool
+
+
+LEVELS: dict[int, _Level] = {
+    1: _Level(operations=2, largest_operand=9, operators="+-", largest_value=27, precedence=False),
+    2: _Level(operations=3, largest_operand=9, operators="+-", largest_value=36, precedence=False),
+    3: _Level(operations=3, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
+    4: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=True),
+    5: _Level(operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True),
+}
+"""Difficulties. Without precedence a product can only stand first, so the steps run left to right."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticSpec:
+    """A set of problems to generate.
+
+    Attributes:
+        difficulty: key of `LEVELS`: 1 and 2 are two and three sums or differences of digits, 3 may have a product in
+            front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999. Level 1 has few problems.
+        count: number of distinct problems.
+        seed: random seed; a larger count extends the problems of a smaller one.
+        split: "train" or "heldout".
+        error_rate: share of the worked solutions in [0, 1] that hold one wrong intermediate result, carried on
+            consistently to a wrong box. Reference answers stay right. A policy warmed up on such solutions knows the
+            steps and errs about that often, which reinforcement learning can correct.
+
+    Raises:
+        UserError: if a value is out of range.
+    """
+
+    difficulty: int = 2
+    count: int = 4096
+    seed: int = 0
+    split: Literal["train", "heldout"] = "train"
+    error_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.difficulty not in LEVELS:
+            raise UserError(f"arithmetic difficulty = {self.difficulty}: must be one of {', '.join(map(str, LEVELS))}")
+        if self.count < 1:
+            raise UserError(f"arithmetic count = {self.count}: must be at least 1")
+        if self.split not in ("train", "heldout"):
+            raise UserError(f"arithmetic split = {self.split!r}: must be train or heldout")
+        if not 0.0 <= self.error_rate <= 1.0:
+            raise UserError(f"arithmetic error_rate = {self.error_rate}: must be from 0 to 1")
+
+
+def parse_spec(text: str) -> ArithmeticSpec:
+    """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
+
+    Raises:
+        UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
+    """
+    name, _, settings = text.partition(":")
+    if name != "arithmetic":
+        raise UserError(f"task {text!r}: must begin with 'arithmetic:'")
+    types = {"difficulty": int, "count": int, "seed": int, "split": str, "error_rate": float}
+    values: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        if key not in types or not equals:
+            raise UserError(f"task {text!r}: {setting!r} is not key=value with a key of {', '.join(types)}")
+        if key in values:
+            raise UserError(f"task {text!r}: {key} is given twice")
+        try:
+            # int() and float() would take the digits of other scripts too.
+            values[key] = types[key](value if value.isascii() else "")
+        except ValueError:
+            raise UserError(f"task {text!r}: {key} = {value!r} is not {types[key].__name__}") from None
+    return ArithmeticSpec(**values)
+
+
+def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
+    """Generate the problems as rows in the schema of DAPO-Math-17K, with a worked `solution`.
+
+    Raises:
+        UserError: if the difficulty has fewer distinct problems than `count` in this split.
+    """
+    level = LEVELS[spec.difficulty]
+    draw = random.Random(f"arithmetic {spec.difficulty} {spec.split} {spec.seed}")
+    noise = random.Random(f"errors {spec.difficulty} {spec.split} {spec.seed}")
+    rows: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    fruitless = 0
+    while len(rows) < spec.count and fruitless < _FRUITLESS_DRAWS:
+        fruitless += 1
+        numbers, operators = _expression(draw, level)
+        text = _text(numbers, operators)
+        if text in seen or _is_held_out(text) != (spec.split == "heldout"):
+            continue
+        steps = _steps(numbers, operators)
+        if not _in_range(steps, level):
+            continue
+        seen.add(text)
+        fruitless = 0
+        truth = steps[-1][3]
+        if noise.random() < spec.error_rate:
+            steps = _spoiled(numbers, operators, level, noise)
+        rows.append(
+            {
+                "data_source": "arithmetic",
+                "prompt": [{"role": "user", "content": f"{text}=?"}],
+                "ability": "math",
+                "reward_model": {"ground_truth": str(truth), "style": "rule"},
+                "extra_info": {"index": len(rows), "split": spec.split},
+                "solution": _solution(steps),
+            }
+        )
+    if len(rows) < spec.count:
+        raise UserError(
+            f"arithmetic difficulty {spec.difficulty} has no {spec.count} distinct {spec.split} problems (found "
+            f"{len(rows)}): lower count or raise difficulty"
+        )
+    return rows
+
+
+def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
+    """`arithmetic_rows` as problems, read like the rows of any dataset.
+
+    Args:
+        spec: which problems.
+        keep_columns: whether they have `columns`.
+
+    Raises:
+        UserError: as `arithmetic_rows`.
+    """
+    return [
+        problem_from_row(row, source="arithmetic", index=index, keep_columns=keep_columns)
+        for index, row in enumerate(arithmetic_rows(spec))
+    ]
+
+
+def _is_held_out(text: str) -> bool:
+    return zlib.crc32(text.encode()) % _HELD_OUT_SHARE == 0
+
+
+def _expression(draw: random.Random, level: _Level) -> tuple[list[int], list[str]]:
+    numbers = [draw.randint(1, level.largest_operand) for _ in range(level.operations + 1)]
+    anywhere = level.operators if level.precedence else level.operators.replace("*", "")
+    operators = [draw.choice(level.operators if place == 0 else anywhere) for place in range(level.operations)]
+    return numbers, operators
+
+
+def _text(numbers: list[int], operators: list[str]) -> str:
+    pairs = zip(operators, numbers[1:], strict=True)
+    return str(numbers[0]) + "".join(f"{operator}{number}" for operator, number in pairs)
+
+
+def _steps(numbers: list[int], operators: list[str], wrong: int | None = None, error: int = 0) -> list[_Step]:
+    """(left, operator, right, result) in the order worked: products first, each kind from left to right."""
+    numbers, operators = list(numbers), list(operators)
+    steps: list[_Step] = []
+    while operators:
+        place = operators.index("*") if "*" in operators else 0
+        left, operator, right = numbers[place], operators.pop(place), numbers.pop(place + 1)
+        result = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        if len(steps) == wrong:
+            result += error
+        steps.append((left, operator, right, result))
+        numbers[place] = result
+    return steps
+
+
+def _in_range(steps: list[_Step], level: _Level) -> bool:
+    return all(0 <= result <= level.largest_value for *_, result in steps)
+
+
+def _spoiled(numbers: list[int], operators: list[str], level: _Level, noise: random.Random) -> list[_Step]:
+    """The steps with one result off and carried on, every value still one the task's problems have."""
+    worked = (_steps(numbers, operators, place, size) for place in range(len(operators)) for size in _ERROR_SIZES)
+    return noise.choice([steps for steps in worked if _in_range(steps, level)])
+
+
+def _solution(steps: list[_Step]) -> str:
+    worked = "".join(f"{left}{operator}{right}={result};" for left, operator, right, result in steps)
+    return rf"{worked}\boxed{{{steps[-1][3]}}}"

@@ -1,0 +1,318 @@
+"""Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit; and the tokens that end a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.inputs import has_tokenizer, read_json_object, shorten, shorten_name
+from dcmdp_jax.rewards.protocol import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
+_MESSAGE = "What is 1+1?"  # any that no template contains
+# DAPO-Math-17K (`Answer: $Answer`, `after "Answer:"`), its variants (`Answer: \boxed{<final_answer>}`), and an empty or
+# named box (`\boxed{}`, `\boxed{answer}`, `within \boxed`). A box with anything else in it is part of a problem.
+_ANSWER_FORM = re.compile(
+    r"""\banswer\s?:\s?(?:\$answer\b|\\boxed\{|["'”’])|\\boxed(?![a-z])(?!\s?[{\d])"""
+    r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
+    re.IGNORECASE,
+)
+# Arguments of apply_chat_template, which a template's variables share.
+_OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template", "tools", "documents",
+         "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompts:
+    """The problems whose prompts fit, and their prompts.
+
+    Attributes:
+        problems: the problems kept, in order.
+        token_ids: for each, [P_i] int32, from the template's first token to the start of the assistant's turn.
+        dropped: number of problems left out because their prompts are over the limit.
+        with_control_tokens: number of the problems asked for, kept or not, whose own text holds a control token.
+    """
+
+    problems: list[Problem]
+    token_ids: list[np.ndarray]
+    dropped: int
+    with_control_tokens: int
+
+
+def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer for chat prompts; never run code that comes with it.
+
+    Args:
+        path: a directory in Hugging Face format, or a Hub name.
+        vocab_size: of the model that it is for; None if there is none.
+
+    Raises:
+        UserError: if there is no tokenizer there, it has more tokens than the model, no chat template, one that leaves
+            the message out, or no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    directory = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not directory.is_dir():
+        raise UserError(f"tokenizer {path}: no such directory")
+    if directory.is_dir() and not has_tokenizer(directory):
+        # transformers makes an empty one where config.json names a model whose tokenizer it knows.
+        raise UserError(f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer files in")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory) if directory.is_dir() else path, trust_remote_code=False, local_files_only=directory.is_dir()
+        )
+    except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
+        reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
+        raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise UserError(
+            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own tokenizer"
+        )
+    check_tokenizer(tokenizer)
+    if directory.is_dir() and not _is_in_vocabulary(tokenizer.eos_token, directory):
+        # transformers adds it as a new token, which no model writes.
+        raise UserError(
+            f"tokenizer {path}: its end token {shorten(tokenizer.eos_token)} is not in its vocabulary; set eos_token "
+            "in tokenizer_config.json to the model's own"
+        )
+    _render(tokenizer, [{"role": "user", "content": _MESSAGE}], f"tokenizer {path}: its chat template", "a message")
+    return tokenizer
+
+
+def _is_in_vocabulary(token: str, directory: Path) -> bool:
+    """Whether one of a tokenizer's files lists a token."""
+    config = directory / "tokenizer_config.json"
+    added = read_json_object(config).get("added_tokens_decoder") if config.is_file() else None
+    files = (directory / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json"))
+    lists = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+    # A file may hold characters beyond ASCII as they are, or escaped.
+    quoted = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (False, True)]
+    return any(text in one for text in quoted for one in (*lists, json.dumps(added)))
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that can't make chat prompts.
+
+    Raises:
+        UserError: if it has no chat template or no end-of-sequence token.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside tokenizer_config.json, "
+            "or use the tokenizer of its instruction-tuned version"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"tokenizer {name}: no end-of-sequence token, so no completion would end; set eos_token in "
+            "tokenizer_config.json"
+        )
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_suffix: str = "",
+    max_prompt_tokens: int,
+    chat_template_kwargs: str = "",
+) -> EncodedPrompts:
+    r"""Turn problems into prompts. Prompts over the length limit are left out, counted and logged.
+
+    Problems whose own text holds a control token (`<|im_end|>`) are kept, counted and logged: the model reads it as the
+    chat's own.
+
+    A problem that says how its answer is to be written (DAPO-Math-17K: on the last line, after "Answer:") gets no
+    suffix that says so too; how many, is logged.
+
+    The ids are those of the rendered template, which contains its special tokens: the tokenizer adds no others.
+
+    Args:
+        problems: the problems to ask.
+        tokenizer: with a chat template and an end-of-sequence token.
+        prompt_suffix: appended to the user's message unchanged; include a line break if you want one.
+        max_prompt_tokens: longest prompt kept, template included, at least 1.
+        chat_template_kwargs: variables of the template as a JSON object, `{"enable_thinking": false}` say.
+
+    Raises:
+        UserError: if the tokenizer is refused (`check_tokenizer`), the template does not know one of its variables or
+            can't render a problem's messages, the limit is below 1, or it drops every problem.
+    """
+    if max_prompt_tokens < 1:
+        raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
+    check_tokenizer(tokenizer)
+    variables = template_variables(chat_template_kwargs, tokenizer)
+    texts = []
+    instructed = 0
+    for problem in problems:
+        messages = [{"role": role, "content": content} for role, content in problem.context]
+        messages.append({"role": "user", "content": with_suffix(problem, prompt_suffix)})
+        instructed += bool(prompt_suffix) and messages[-1]["content"] == problem.prompt
+        what = f"problem {problem.index} of {problem.source}"
+        texts.append(_render(tokenizer, messages, "the chat template", what, variables))
+    with_control_tokens = _count_control_tokens(problems, tokenizer)
+    if instructed:
+        _LOG.warning(
+            "%d of %d prompts say themselves how to write the answer, and get no prompt_suffix", instructed, len(texts)
+        )
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    fits = [len(ids) <= max_prompt_tokens for ids in encoded]
+    dropped = fits.count(False)
+    if dropped:
+        longest = max(map(len, encoded))
+        _LOG.warning(
+            "%d of %d prompts are over max_prompt_tokens = %d (the longest has %d) and left out",
+            *(dropped, len(fits), max_prompt_tokens, longest),
+        )
+        if dropped == len(fits):
+            raise UserError(
+                f"max_prompt_tokens = {max_prompt_tokens} leaves no prompt: the shortest has {min(map(len, encoded))}"
+            )
+    return EncodedPrompts(
+        problems=[problem for problem, fit in zip(problems, fits, strict=True) if fit],
+        token_ids=[np.asarray(ids, dtype=np.int32) for ids, fit in zip(encoded, fits, strict=True) if fit],
+        dropped=dropped,
+        with_control_tokens=with_control_tokens,
+    )
+
+
+def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of problems whose own text holds a control token; logged with the tokens and the first problem."""
+    added = tokenizer.added_tokens_decoder.values()
+    # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
+    names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+    found = [
+        (problem, set(pattern.findall("\0".join((problem.prompt, *(content for _, content in problem.context))))))
+        for problem in problems
+    ]
+    counts = Counter(name for _, held in found for name in held)
+    holding = [problem for problem, held in found if held]
+    if holding:
+        _LOG.warning(
+            "%d of %d problems hold control tokens in their text, which the model reads as the chat's own: %s; the "
+            "first is problem %d of %s",
+            *(len(holding), len(found), ", ".join(f"{name} in {count}" for name, count in counts.most_common(5))),
+            *(holding[0].index, holding[0].source),
+        )
+    return len(holding)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], template: str, what: str,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str:  # fmt: skip
+    """The text of a chat up to the assistant's turn; refused without the text of each message.
+
+    A template may leave out an assistant's earlier thoughts, so the assistant's messages are not looked for.
+    """
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+    except Exception as error:  # jinja2's errors, and any that a template raises
+        raise UserError(f"{template} can't render {what}: {shorten_name(one_line(error))}") from error
+    for message in messages:
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise UserError(
+                f"{template} leaves out the text of the {shorten_name(message['role'])} in {what}; it must write each "
+                "message's content: compare chat_template.jinja with the model's own"
+            )
+    return text
+
+
+def with_suffix(problem: Problem, prompt_suffix: str) -> str:
+    """The user's last message: the problem and the suffix, unless both say how the answer is to be written.
+
+    An example's "Answer: 4", or a box in a puzzle, does not say so.
+    """
+    texts = (problem.prompt, *(content for _, content in problem.context))
+    twice = _ANSWER_FORM.search(prompt_suffix) and any(_ANSWER_FORM.search(text) for text in texts)
+    return problem.prompt if twice else problem.prompt + prompt_suffix
+
+
+def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`chat_template_kwargs` as a dict. A template ignores variables that it does not know, so these are refused."""
+    if not text:
+        return {}
+    try:
+        variables = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"chat_template_kwargs: got {shorten(text)}, must be a JSON object ({error})") from None
+    if not isinstance(variables, dict):
+        raise UserError(f'chat_template_kwargs: got {shorten(text)}, must be a JSON object, {{"name": value}}')
+    for name in variables:
+        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            reason = "is set by encode_prompts" if name in _OURS else "is no variable of the tokenizer's chat template"
+            raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
+    return variables
+
+
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | None = None, *, vocab_size: int
+) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's own and those that a model's directory lists.
+
+    Chat models end a turn and a text with different tokens; their generation_config.json lists both.
+
+    Args:
+        tokenizer: its `eos_token_id` counts where it has one.
+        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; missing
+            files are skipped.
+        vocab_size: of the model, whose completions never end with an id beyond.
+
+    Returns:
+        The ids, ascending, without repeats.
+
+    Raises:
+        UserError: if one of the files is malformed, an id is no token of the model, or nothing names an end token.
+    """
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    if ids and max(ids) >= vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's tokens are 0 to "
+            f"{vocab_size - 1}; use the model's own tokenizer"
+        )
+    for name in ("generation_config.json", "config.json") if model_dir is not None else ():
+        path = Path(model_dir).expanduser() / name
+        if not path.is_file():
+            continue
+        value = read_json_object(path).get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
+                raise UserError(f"{path}: eos_token_id is {shorten(value)}, must be a token id or a list of them")
+            if item >= vocab_size:
+                raise UserError(
+                    f"{path}: eos_token_id is {shorten(value)}, the model's tokens are 0 to {vocab_size - 1}; write "
+                    "the ids of those that end its completions"
+                )
+            ids.add(item)
+    if not ids:
+        raise UserError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
+    return tuple(sorted(ids))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
+    """Write a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
+
+    An exported model needs the list: without it, an engine samples past the end of a chat turn. The file has nothing
+    else, because engines take its temperature and top-k as their defaults.
+    """
+    tokenizer.save_pretrained(str(directory))
+    path = Path(directory) / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": list(end_ids)}) + "\n", encoding="utf-8")

@@ -1,0 +1,264 @@
+"""A vLLM server reached over HTTP: completions of token ids, many at a time, each with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.vllm_limits import unsupported_version
+from dcmdp_jax.errors import UserError
+
+T = TypeVar("T")
+
+_KEY_VARIABLE = "VLLM_API_KEY"
+_INSPECTION_S = 30.0
+_PROGRESS_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+# All that shapes the distribution is said: what is left out comes from the model's generation_config.json.
+_PLAIN: dict[str, Any] = {
+    "n": 1,
+    "stream": False,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "watermarking": False,
+    "ignore_eos": True,
+    "add_special_tokens": False,
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+
+
+class VllmHttpClient:
+    """Requests to one server, whose model and context length were asked for at the start.
+
+    No connection is held between calls. Requests run in a thread of their own while the caller does something else.
+
+    Attributes:
+        address: as given.
+        model: the name it serves the model under.
+        max_model_len: tokens of a prompt with its completion.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float, max_concurrent: int, retries: int) -> None:
+        """Ask the server for its model and version. Arguments and errors are those of `RemoteEngine`."""
+        if not 0 < timeout_s < math.inf:
+            raise UserError(f"timeout_s: got {timeout_s}, must be above 0 and finite")
+        if max_concurrent < 1:
+            raise UserError(f"max_concurrent: got {max_concurrent}, must be at least 1")
+        if retries < 0:
+            raise UserError(f"retries: got {retries}, must be 0 or more")
+        self.address = address
+        self._url, self._socket = _parsed_address(address)
+        self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
+        self._timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
+        # Reading the certificates takes 40 ms, which a new client would do for each call.
+        self._tls = httpx.create_ssl_context()
+        self.model, self.max_model_len = asyncio.run(self._inspect())
+
+    def complete(
+        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+    ) -> Iterator[list[tuple[int, T]]]:
+        """Request one completion for each payload, `max_concurrent` at a time; the first failure ends them all.
+
+        Closed before its end, or interrupted, it cancels what is in flight, on the server too.
+
+        Args:
+            what: begins the name of a request in errors; its number follows.
+            payloads: fields of /v1/completions, with "prompt" a list of token ids; what is not named is neutral.
+            read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError, TypeError and
+                IndexError mean an answer that can't be used.
+
+        Yields:
+            (number, what `read` returned) as answers come; twice a second an empty list, where none does.
+
+        Raises:
+            EngineError: in one line that names the request.
+        """
+        arrived: queue.SimpleQueue[tuple[int, T] | BaseException | None] = queue.SimpleQueue()
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._complete(what, payloads, read, arrived.put))
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(task)
+                arrived.put(None)
+            except BaseException as error:
+                arrived.put(error)
+            finally:
+                loop.close()
+
+        thread = threading.Thread(target=work, name="vllm-http-client", daemon=True)
+        thread.start()
+        try:
+            while True:
+                try:
+                    answer = arrived.get(timeout=_PROGRESS_S)
+                except queue.Empty:
+                    yield []
+                    continue
+                if answer is None:
+                    return
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield [answer]
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+
+    def complete_all(
+        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+    ) -> list[T]:
+        """All that `complete` yields, in the order of the payloads."""
+        results = dict(itertools.chain.from_iterable(self.complete(what, payloads, read)))
+        return [results[index] for index in range(len(payloads))]
+
+    async def _complete(
+        self,
+        what: str,
+        payloads: Sequence[dict[str, Any]],
+        read: Callable[[int, dict[str, Any]], T],
+        on_read: Callable[[tuple[int, T]], None],
+    ) -> None:
+        waiting = iter(range(len(payloads)))
+
+        async def work(client: httpx.AsyncClient) -> None:
+            for index in waiting:
+                name, body = f"{what} {index}", {"model": self.model, **_PLAIN, **payloads[index]}
+                answer = _json(await self._request(client, name, "/v1/completions", body, self._timeout_s), name)
+                try:
+                    (choice,) = answer["choices"]
+                    if choice["prompt_token_ids"] != body["prompt"]:
+                        raise ValueError("its prompt_token_ids are not those sent")
+                    result = read(index, choice)
+                except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+                    found = f"no {error} in it" if isinstance(error, KeyError) else _one_line(error)
+                    raise EngineError(f"{name}: the answer of {self.address} can't be used: {found}") from None
+                on_read((index, result))
+
+        async with self._client() as client:
+            workers = [asyncio.create_task(work(client)) for _ in range(min(self._max_concurrent, len(payloads)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _inspect(self) -> tuple[str, int]:
+        """The model's name and context length, of a healthy server of a version we know."""
+        limit = min(self._timeout_s, _INSPECTION_S)
+        async with self._client() as client:
+            await self._request(client, "health", "/health", None, limit)
+            said = _json(await self._request(client, "version", "/version", None, limit), "version")
+            models = _json(await self._request(client, "models", "/v1/models", None, limit), "models")
+        version = str(said.get("version", "")) if isinstance(said, dict) else ""
+        if known := unsupported_version(version):
+            raise UserError(
+                f"server: {self.address} runs vLLM {_one_line(version) or 'of no version'}; its answers are known for "
+                f"{known}: start one of those"
+            )
+        try:
+            # Adapters are listed too; their parent is the model.
+            card = next(card for card in models["data"] if not card.get("parent"))
+            return str(card["id"]), int(card["max_model_len"])
+        except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
+            raise EngineError(f"server: {self.address} names no model with a max_model_len at /v1/models") from None
+
+    def _client(self) -> httpx.AsyncClient:
+        # `_request` keeps the time, and the number of workers bounds that of connections.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
+        shared = {"verify": self._tls, "limits": limits}
+        transport = None if self._socket is None else httpx.AsyncHTTPTransport(uds=self._socket, **shared)
+        return httpx.AsyncClient(base_url=self._url, headers=self._headers, transport=transport, timeout=None, **shared)
+
+    async def _request(
+        self, client: httpx.AsyncClient, what: str, path: str, body: dict[str, Any] | None, limit_s: float
+    ) -> httpx.Response:
+        """GET, or POST of a body; tried again with growing pauses after what may pass."""
+        trouble = ""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
+            try:
+                async with asyncio.timeout(limit_s):
+                    response = await client.request("GET" if body is None else "POST", path, json=body)
+            except TimeoutError:
+                trouble = f"no answer within {limit_s:g} s (timeout_s={self._timeout_s:g})"
+            except (httpx.RequestError, OSError) as error:
+                trouble = f"{type(error).__name__} {_one_line(error)}".strip()
+            else:
+                if response.status_code == 200:
+                    return response
+                trouble = f"HTTP {response.status_code}: {_message(response)}"
+                if response.status_code < 500:
+                    hint = f"; set {_KEY_VARIABLE} to the server's key" if response.status_code == 401 else ""
+                    raise EngineError(f"{what}: {self.address} refused the request, {trouble}{hint}")
+        times = f"{self._retries + 1} attempts" if self._retries else "1 attempt"
+        raise EngineError(f"{what}: {trouble}, after {times}; is the vLLM server at {self.address} up and well?")
+
+
+def _parsed_address(address: str) -> tuple[str, str | None]:
+    """(base URL, path of the Unix socket or None)."""
+    if re.match("https?://", address):
+        try:
+            url = httpx.URL(address)
+        except httpx.InvalidURL as error:
+            raise UserError(f"server: got {address!r}, not a URL: {error}") from None
+        if url.userinfo:
+            raise UserError(f"server: the URL must not hold a user or a password; set {_KEY_VARIABLE} instead")
+        if not url.host or url.query or url.fragment:
+            raise UserError(f"server: got {address!r}, must be http://host:port or https://host")
+        return address.rstrip("/").removesuffix("/v1"), None
+    path = address.removeprefix("unix:")
+    if not path.startswith("/"):
+        raise UserError(f"server: got {address!r}, must be http://host:port, https://host or unix:/path/of/socket")
+    if not (os.path.exists(path) and stat.S_ISSOCK(Path(path).stat().st_mode)):
+        raise UserError(f"server: {path} is no Unix socket; start vLLM with --uds {path}, or name the right one")
+    return "http://vllm", path
+
+
+def _authorization(key: str) -> dict[str, str]:
+    key = key.strip()
+    if not re.fullmatch("[!-~]*", key):
+        # Refused here, because the HTTP library's own error would show the key.
+        raise UserError(f"{_KEY_VARIABLE}: holds a character that is not printable ASCII; set the key alone")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _json(response: httpx.Response, what: str) -> Any:
+    try:
+        return json.loads(response.content)
+    except ValueError:
+        raise EngineError(f"{what}: the server's answer is not JSON: {_one_line(response.text)!r}") from None
+
+
+def _message(response: httpx.Response) -> str:
+    """The server's own words."""
+    try:
+        return _one_line(json.loads(response.content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return _one_line(response.text) or response.reason_phrase
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())[:300]

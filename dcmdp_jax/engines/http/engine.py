@@ -1,0 +1,294 @@
+"""A vLLM server that someone else runs, as an engine for evaluation and scoring: it holds its own weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.engines.http.client import VllmHttpClient
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.sidecar.seeds import request_seeds
+from dcmdp_jax.engines.validation import checked_sequences, scored_rows
+from dcmdp_jax.engines.vllm_limits import check_temperature
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
+
+# JSON has no minus infinity; vLLM writes this.
+_MINUS_INFINITY = -9999.0
+_ROUNDING = 1e-3
+_MEASURED_TOKENS = 5
+
+
+class RemoteEngine:
+    """Keeps the `Engine` protocol, but for new weights, over the OpenAI-compatible interface of a vLLM server.
+
+    Token ids cross the wire, never text. Each completion is a request with a seed of its own, a function of
+    (seed, step, row): the same call gives the same tokens as far as the server repeats itself, that is up to what
+    batch composition does to its rounding.
+
+    Which distribution its log-probs belong to is settled where the server is started. `--logprobs-mode raw_logprobs`,
+    vLLM's default, ignores temperature and top-p; `processed_logprobs` is the distribution sampled from. The two agree
+    at temperature 1 with top-p 1, and at temperature 0, where the protocol wants those of temperature 1. Anywhere else
+    the engine measures, once, which it is. With a server that reports raw ones `Episode.rollout_logprobs` is all NaN
+    there, which says that they are not known: the tokens are right, and evaluation reads nothing else, but
+    `validation.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
+    right one. A warning says so once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        server: str,
+        max_total_tokens: int,
+        timeout_s: float = 600.0,
+        max_concurrent: int = 256,
+        retries: int = 3,
+        policy_version: int = 0,
+    ) -> None:
+        """Ask the server for its model and version, and refuse one that won't do.
+
+        The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and shown nowhere.
+
+        Args:
+            config: the model that the server is believed to hold; bounds the token ids.
+            server: "http://host:port", "https://...", or a Unix socket, "/path" or "unix:/path".
+            max_total_tokens: longest prompt with its completion.
+            timeout_s: for one attempt of one request, the wait in the server's queue included: more than the longest
+                completion takes.
+            max_concurrent: requests in flight.
+            retries: further attempts after a failed connection, a 5xx answer or a timeout.
+            policy_version: of the server's weights, for `Episode.policy_versions`.
+
+        Raises:
+            ValueError: for a setting out of range, a vLLM version not supported, or a server with a shorter context.
+            EngineError: if the server can't be reached or gives no sensible answer.
+        """
+        if max_total_tokens < 2:
+            raise UserError(f"max_total_tokens: got {max_total_tokens}, must be at least 2")
+        self.config = config
+        self.max_total_tokens = max_total_tokens
+        self._policy_version = policy_version
+        self._server = VllmHttpClient(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
+        if (context := self._server.max_model_len) < max_total_tokens:
+            raise UserError(
+                f"max_total_tokens: got {max_total_tokens}, the server at {server} has max_model_len={context}; start "
+                f"it with --max-model-len {max_total_tokens} or more, or allow shorter completions"
+            )
+        self._processed: bool | None = None
+        self._warned = False
+
+    @property
+    def policy_version(self) -> int:
+        """As given to the constructor."""
+        return self._policy_version
+
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Always refused.
+
+        Raises:
+            EngineError: the server holds its own weights.
+        """
+        raise EngineError(
+            f"push_weights: the vLLM server at {self._server.address} holds its own weights and takes no others; "
+            "training needs rollout.engine=vllm or local"
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
+    ) -> Iterator[list[Episode]]:
+        """Sample `group_size` completions for each prompt.
+
+        Args:
+            prompts: int32 token ids, one array per prompt.
+            sampling: the distribution; at temperature 0 `top_p` has no meaning.
+            seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            first_prompt: number of the first prompt, see `Engine.generate`.
+
+        Returns:
+            The groups that are complete, maybe none, twice a second or more often. The log-probs are NaN where the
+            server's belong to another distribution (see the class).
+
+        Raises:
+            ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. Nothing was
+                sent then.
+            EngineError: if the server fails, or gives an answer that can't be right.
+        """
+        temperature, group = sampling.temperature, sampling.group_size
+        check_temperature(temperature)
+        prompts = checked_sequences(
+            prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
+            reserve=sampling.max_completion_tokens,
+        )  # fmt: skip
+        seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
+        known = temperature == 0 or (temperature == 1 and sampling.top_p == 1) or self._reports_processed(prompts[0])
+        drawn = {
+            "max_tokens": sampling.max_completion_tokens,
+            "temperature": temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        if temperature:
+            drawn["top_p"] = sampling.top_p
+        if known:
+            drawn["logprobs"] = 0
+        payloads = [{"prompt": prompts[row // group].tolist(), **drawn} for row in range(len(seeds))]
+        if temperature:
+            payloads = [{**payload, "seed": number} for payload, number in zip(payloads, seeds, strict=True)]
+
+        def read(row: int, choice: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, str]:
+            tokens, reason = _sampled(choice, sampling, self.config.vocab_size)
+            if not known:
+                return tokens, np.full(tokens.size, np.nan, np.float32), reason
+            return tokens, _logprobs(choice["logprobs"]["token_logprobs"], tokens.size), reason
+
+        def groups() -> Iterator[list[Episode]]:
+            waiting = OpenGroups(group)
+            with contextlib.closing(self._server.complete("generate: completion", payloads, read)) as answers:
+                for arrived in answers:
+                    yield waiting.add(
+                        single_turn(
+                            prompts[row // group],
+                            tokens,
+                            logprobs,
+                            policy_version=self._policy_version,
+                            group=row // group,
+                            member=row % group,
+                            finish_reason=reason,
+                        )
+                        for row, (tokens, logprobs, reason) in arrived
+                    )
+
+        return groups()
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """The server's own log-probs of given completions, each row in one pass as a prompt.
+
+        Args:
+            prompts: int32 token ids, one array per completion.
+            completions: int32 token ids.
+            temperature: 1, or 0, which means the log-probs at temperature 1. A server scores at no other.
+
+        Returns:
+            Per completion [T] float32 nats, full support.
+
+        Raises:
+            ValueError: as `LocalEngine.score`; for another temperature; or for a row that fills the server's context,
+                which has to hold one token more. Nothing was sent then.
+            EngineError: if the server fails, or a log-prob is not finite.
+        """
+        if temperature not in (0, 1):
+            raise UserError(f"temperature: got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone")
+        prompts, rows = scored_rows(
+            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
+        )
+        for index, row in enumerate(rows):
+            if row.size >= (context := self._server.max_model_len):
+                raise UserError(
+                    f"prompt and completion {index}: {row.size} tokens, to be scored they must leave one of the "
+                    f"server's max_model_len={context} free; start it with --max-model-len {row.size + 1} or more"
+                )
+        payloads = [{"prompt": row.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0} for row in rows]
+
+        def read(index: int, choice: dict[str, Any]) -> np.ndarray:
+            listed, tokens = choice["prompt_logprobs"], rows[index][prompts[index].size :].tolist()
+            if len(listed) != rows[index].size:
+                raise ValueError(f"{len(listed)} prompt_logprobs for {rows[index].size} tokens")
+            entries = zip(listed[prompts[index].size :], tokens, strict=True)
+            return _logprobs([entry[str(token)]["logprob"] for entry, token in entries], len(tokens))
+
+        return self._server.complete_all("score: completion", payloads, read)
+
+    def release_weights(self) -> None:
+        """Do nothing: the server keeps its weights."""
+
+    def close(self) -> None:
+        """Nothing is held between calls; safe to call any number of times."""
+
+    def _reports_processed(self, prompt: np.ndarray) -> bool:
+        """Whether the server's log-probs follow the temperature, measured at the first token after `prompt`.
+
+        From temperature 1 to 2 the distances of the most likely tokens from the first stay as they are in raw
+        log-probs and halve in processed ones. Where that can't be told the answer is no, and the next call measures
+        again.
+        """
+        if self._processed is None:
+            asked = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}
+
+            def read(index: int, choice: dict[str, Any]) -> dict[str, float]:
+                (top,) = choice["logprobs"]["top_logprobs"]
+                total = float(np.exp(_logprobs(list(top.values()), len(top)), dtype=np.float64).sum())
+                if total > 1 + _ROUNDING:
+                    raise ValueError(_logits(f"{len(top)} tokens have a probability of {total:.4g} together"))
+                return top
+
+            payloads = [{**asked, "temperature": temperature} for temperature in (1.0, 2.0)]
+            cool, hot = self._server.complete_all("log-probs mode: measurement", payloads, read)
+            common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
+            before, after = (np.asarray([top[token] - top[common[0]] for token in common]) for top in (cool, hot))
+            # Half a nat and more between the tokens, so that the rounding of one batch and another can't decide.
+            slope = float(before @ after / (before @ before)) if before @ before > 0.25 else math.nan
+            if abs(slope - 0.5) < 0.15 or abs(slope - 1) < 0.15:
+                self._processed = slope < 0.75
+        if not self._processed and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the vLLM server at %s was not seen to report log-probs of the distribution sampled from: the "
+                "rollout's are NaN. Evaluation does without; for others start it with --logprobs-mode "
+                "processed_logprobs",
+                self._server.address,
+            )
+        return bool(self._processed)
+
+
+def _sampled(choice: dict[str, Any], sampling: SamplingParams, vocab_size: int) -> tuple[np.ndarray, str]:
+    """Token ids and finish reason of a completion that is what was asked for."""
+    ids, reason, limit = choice["token_ids"], choice["finish_reason"], sampling.max_completion_tokens
+    if not 1 <= len(ids) <= limit:
+        raise ValueError(f"{len(ids)} token_ids, must be 1 .. {limit}")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token!r} is outside 0 .. {vocab_size - 1}")
+    stops = [place for place, token in enumerate(ids) if token in sampling.stop_token_ids]
+    expected = "stop" if stops else "length"
+    whole = stops == [len(ids) - 1] if stops else len(ids) == limit
+    if reason != expected or not whole:
+        raise ValueError(
+            f"finish_reason {reason!r} after {len(ids)} of {limit} tokens, the last being {ids[-1]}, agrees with "
+            "neither stop_token_ids nor the limit; start the server with --generation-config vllm"
+        )
+    return np.asarray(ids, np.int32), expected
+
+
+def _logprobs(values: list[Any], count: int) -> np.ndarray:
+    """[count] float32 from JSON, refused unless they can be log-probs."""
+    if len(values) != count:
+        raise ValueError(f"{len(values)} log-probs for {count} tokens")
+    array = np.asarray([float(value) for value in values], np.float32)
+    wrong = ~np.isfinite(array) | (array <= _MINUS_INFINITY)
+    if wrong.any():
+        token = int(np.argmax(wrong))
+        raise ValueError(f"the log-prob of token {token} is {values[token]}, not finite")
+    if (array > _ROUNDING).any():
+        raise ValueError(_logits(f"a log-prob is {array.max():.4g}"))
+    return array
+
+
+def _logits(found: str) -> str:
+    return f"{found}: the server reports logits; start it with --logprobs-mode processed_logprobs or raw_logprobs"

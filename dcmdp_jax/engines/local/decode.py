@@ -1,0 +1,384 @@
+"""Compiled programs of the embedded engine that sample: prefill, first_tokens and decode."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.engines.local.cache import Cache, load, slots_of, store
+from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late, weight_specs
+from dcmdp_jax.engines.local.sampler import token_words
+from dcmdp_jax.engines.local.vocabulary import embed, sample_tokens
+from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.decoder import apply_block, final_norm
+from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.moe import Aux
+from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.ops.cpu import HIDDEN
+from dcmdp_jax.models.products import in_compute_dtype
+from dcmdp_jax.types import Params
+
+_STEPS_ALONE = 4
+
+
+class RowState(NamedTuple):
+    """State of each row of a batch for `decode`; the leading axis of every array is the row.
+
+    Attributes:
+        keys: [R, 2] uint32, see `sampler.row_keys`.
+        prompt_lengths: [R] int32.
+        last: [R] int32, last sampled token; its key and value are not in the cache yet.
+        sampled: [R] int32, tokens of the completion so far, at least 1.
+        done: [R] bool, a stop token was sampled, or the slot is empty.
+    """
+
+    keys: jax.Array
+    prompt_lengths: jax.Array
+    last: jax.Array
+    sampled: jax.Array
+    done: jax.Array
+
+
+def forward_rows(
+    weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+    """Run the device's padded rows [R, L] without a cache.
+
+    Returns:
+        Hidden states [R, L, D], each layer's stored keys and values, and the tokens' experts, see `_routed`.
+    """
+    config, dtype = program.part, jnp.dtype(program.compute_dtype)
+    length = tokens.shape[1]
+    kernel = choose_kernel("auto", dtype, program.platform, length)
+    segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
+    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
+    rotary = jax.lax.optimization_barrier(rotary_tables(config, jnp.arange(length)[None]))
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
+        read = (load(x, dtype) for x in stored)
+        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True, ops=program.ops), stored
+
+    x = embed(weights, tokens, program).astype(dtype)
+    stored, reports = [], []
+    for layer in weights["layers"]:
+        layer, x = convert_late(layer, x, program)
+        x, kept, aux = apply_block(
+            layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+        )
+        stored.append(kept)
+        reports.append(aux)
+    return final_norm(weights, config, x), stored, _routed(reports, program)
+
+
+def _routed(reports: list[Aux], program: Program) -> jax.Array | None:
+    """[R, L, layers, k] int16, the experts of each token as the layers report them; None unless the program asks."""
+    if not program.routed_experts:
+        return None
+    return jnp.stack([aux["routed_experts"].astype(jnp.int16) for aux in reports], axis=2)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "groups"))
+@in_compute_dtype
+def prefill(
+    weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
+) -> tuple[Cache, jax.Array, jax.Array | None]:
+    """Run each prompt once.
+
+    Args:
+        weights: the engine's tree, see `weights.convert`.
+        prompts: [P, prompt_slots] int32, right-padded.
+        lengths: [P] int32.
+        program: static arguments.
+        groups: run the prompts in this many parts, one after another; divides P. Bounds the memory of attention.
+
+    Returns:
+        The cache of the prompts; [P, D], the normed hidden states that predict the first tokens; and if the program
+        asks for them the experts of each token, [P, prompt_slots, layers, k] int16, else None.
+    """
+    local = functools.partial(_prefill_local, program=program, groups=groups)
+    specs = weight_specs(weights, program.config, program.mesh)
+    return jax.shard_map(
+        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS), out_specs=(CACHE, ROWS, ROWS), check_vma=False
+    )(weights, prompts, lengths)
+
+
+def _prefill_local(
+    weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
+) -> tuple[Cache, jax.Array, jax.Array | None]:
+    """Run `prefill` on one device, with its share of the prompts."""
+    weights = program.own_weights(weights)
+
+    def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+        hidden, stored, routed = forward_rows(weights, *part, program)
+        return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored, routed
+
+    if groups == 1:
+        last, stored, routed = run((prompts, lengths))
+    else:
+        parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
+        mapped = jax.lax.map(run, parts)
+        last, stored, routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
+    return tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored), last, routed
+
+
+@functools.partial(jax.jit, static_argnames=("program", "mode"))
+@in_compute_dtype
+def first_tokens(
+    weights: Params,
+    hidden: jax.Array,
+    row_prompts: jax.Array,
+    keys: jax.Array,
+    inverse_temperature: jax.Array,
+    top_p: jax.Array,
+    *,
+    program: Program,
+    mode: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Sample the first token of each row from the hidden state of its prompt.
+
+    Args:
+        weights: the engine's tree.
+        hidden: [P, D], from `prefill`.
+        row_prompts: [R] int32, index into `hidden`.
+        keys: [R, 2] uint32, see `sampler.row_keys`.
+        inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
+        program: static arguments.
+
+    Returns:
+        [R] int32 tokens and [R] float32 log-probs.
+    """
+
+    def local(weights: Params, rows: jax.Array, keys: jax.Array, *draw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
+        return sample_tokens(program.own_weights(weights), rows, words, *draw, mode, program)
+
+    specs = weight_specs(weights, program.config, program.mesh)
+    rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
+    return jax.shard_map(
+        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS, P(), P()), out_specs=(ROWS, ROWS), check_vma=False
+    )(weights, rows, keys, inverse_temperature, top_p)
+
+
+class Decoded(NamedTuple):
+    """Result of `decode`.
+
+    Attributes:
+        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, with `sampled` from before the call.
+            Entries after a row's stop token or the last step are undefined.
+        logprobs: as `tokens`, float32 nats.
+        steps: [] int32, steps taken.
+        sampled, done: [R], see `RowState`.
+        routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token before that of
+            `tokens`, which was read to sample it.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    steps: jax.Array
+    sampled: jax.Array
+    done: jax.Array
+    routed_experts: jax.Array | None = None
+
+
+_State = tuple[Cache, jax.Array, Decoded]
+"""State between two steps: the cache, the last sampled tokens, and the result so far."""
+
+
+@functools.partial(
+    jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
+)
+@in_compute_dtype
+def decode(
+    weights: Params,
+    cache: Cache,
+    rows: RowState,
+    clock: jax.Array,
+    steps: jax.Array,
+    live_floor: jax.Array,
+    inverse_temperature: jax.Array,
+    top_p: jax.Array,
+    stop_ids: jax.Array,
+    *,
+    program: Program,
+    prompt_slots: int,
+    prefix_slots: int,
+    mode: str,
+) -> tuple[Cache, Decoded]:
+    """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are unfinished.
+
+    Devices with rows of their own synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may
+    take that many extra steps, unless all rows are done. Those that share experts synchronize in every layer anyway.
+
+    The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
+    circular window of W slots. In each step every row writes to slot `clock % W` of the window: one slice, no scatter.
+    A row that entered at clock c has its tokens in the slots written since then. Their order does not matter: attention
+    is invariant to it, and positions are already rotated into the keys. W steps after it entered, a row would overwrite
+    its own tokens; `steps` must not reach that.
+
+    Args:
+        weights: the engine's tree.
+        cache: of the rows, `prefix_slots + W` slots; donated.
+        rows: their state.
+        clock: [] int32, steps that earlier calls took in this window.
+        steps: [] int32, at most W.
+        live_floor: [] int32.
+        inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
+        stop_ids: [E] int32.
+        program: static arguments.
+        prompt_slots: cache slots of the prompt.
+        prefix_slots: cache slots of the prompt and of the tokens that every row sampled before it entered the window.
+    """
+    rows = jax.lax.with_sharding_constraint(rows, program.rows)
+    local = functools.partial(
+        _decode_local, program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode
+    )
+    sampled, whole = P(None, ROW_AXES), P()
+    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled)
+    specs = weight_specs(weights, program.config, program.mesh)
+    # Each device computes its own rows: the compiler partitions no product and no sum.
+    return jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(specs, CACHE, ROWS, *6 * (whole,)),
+        out_specs=(CACHE, decoded),
+        check_vma=False,
+    )(weights, cache, rows, clock, steps, live_floor, inverse_temperature, top_p, stop_ids)
+
+
+def _decode_local(
+    weights: Params,
+    cache: Cache,
+    rows: RowState,
+    clock: jax.Array,
+    steps: jax.Array,
+    live_floor: jax.Array,
+    inverse_temperature: jax.Array,
+    top_p: jax.Array,
+    stop_ids: jax.Array,
+    *,
+    program: Program,
+    prompt_slots: int,
+    prefix_slots: int,
+    mode: str,
+) -> tuple[Cache, Decoded]:
+    """Run `decode` on one device, with its share of the rows."""
+    config = program.part
+    weights = program.own_weights(weights)
+    slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
+    tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
+    # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
+    ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
+
+    def forward(
+        cache: Cache, last: jax.Array, sampled: jax.Array, now: jax.Array
+    ) -> tuple[Cache, jax.Array, jax.Array | None]:
+        slot = prefix_slots + now % window
+        ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
+        entered = sampled - 1 - (prefix_slots - prompt_slots)
+        seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
+        bias = jnp.where(seen, 0.0, HIDDEN)
+        rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
+        x = embed(weights, last, program)[:, None]
+        kept, reports = [], []
+        for layer, held in zip(weights["layers"], cache, strict=True):
+            layer, x = convert_late(layer, x, program)
+            attend = functools.partial(
+                _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
+            )
+            x, held, aux = apply_block(
+                layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+            )
+            kept.append(held)
+            reports.append(aux)
+        return tuple(kept), final_norm(weights, config, x)[:, 0], _routed(reports, program)
+
+    def live(state: _State) -> jax.Array:
+        return jnp.sum(~state[2].done, dtype=jnp.int32)
+
+    def body(state: _State) -> _State:
+        cache, last, decoded = state
+        step, sampled = decoded.steps, decoded.sampled
+        cache, hidden, routed = forward(cache, last, sampled, clock + step)
+        if routed is not None:
+            routed = decoded.routed_experts.at[step].set(routed[:, 0])
+        words = token_words(rows.keys, sampled)
+        tokens, logprobs = sample_tokens(weights, hidden, words, inverse_temperature, top_p, mode, program)
+        return (
+            cache,
+            tokens,
+            Decoded(
+                jax.lax.dynamic_update_slice(decoded.tokens, tokens[None], (step, 0)),
+                jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (step, 0)),
+                step + 1,
+                sampled + ~decoded.done,
+                decoded.done | jnp.any(tokens[:, None] == stop_ids, axis=-1),
+                routed,
+            ),
+        )
+
+    def until(state: _State, end: jax.Array, floor: jax.Array | int) -> _State:
+        return jax.lax.while_loop(lambda state: (state[2].steps < end) & (live(state) > floor), body, state)
+
+    shape = (window, rows.done.shape[0])
+    empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
+    routed = None
+    if program.routed_experts:
+        routed = jnp.zeros((*shape, *config.routing[:2]), jnp.int16)
+    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done, routed)
+    if program.row_shards == 1:
+        cache, _, decoded = until(state, steps, live_floor)
+        return cache, decoded
+
+    def everywhere(state: _State) -> jax.Array:
+        return jax.lax.psum(live(state), ROW_AXES)
+
+    # Devices that exchange tokens take every step together. Without stop tokens no row finishes early: no need to
+    # synchronize the count.
+    together = program.expert_mesh is not None
+    period = 1 if together else _STEPS_ALONE if stop_ids.size else window
+
+    def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
+        end = jnp.minimum(carry[1] + period, steps)
+        state = body(carry[0]) if together else until(carry[0], end, 0)
+        return state, end, everywhere(state)
+
+    (cache, _, decoded), _, _ = jax.lax.while_loop(
+        lambda carry: (carry[1] < steps) & (carry[2] > live_floor),
+        alone,
+        (state, jnp.int32(0), everywhere(state)),
+    )
+    # A device whose rows are all done has taken fewer steps; its cache is no longer used.
+    return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, ROW_AXES))
+
+
+def _attend_cached(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    cache: tuple[jax.Array, jax.Array],
+    slot: jax.Array,
+    bias: jax.Array,
+    dtype: str,
+    ops: Ops,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
+    rows, _, heads, width = query.shape
+    kv_heads = key.shape[2]
+    keys, values = cache
+    keys = jax.lax.dynamic_update_slice(keys, store(key, dtype).transpose(0, 2, 3, 1), (0, 0, 0, slot))
+    values = jax.lax.dynamic_update_slice(values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0))
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, load(keys, query.dtype), preferred_element_type=jnp.float32)
+    scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
+    exponentials = jnp.exp(scores - ops.softmax_maximum(scores))
+    inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
+    attended = jnp.einsum("rkgs,rksh->rkgh", exponentials.astype(query.dtype), load(values, query.dtype))
+    attended = attended * inverse.astype(query.dtype)
+    return attended.reshape(rows, 1, heads, width), (keys, values)

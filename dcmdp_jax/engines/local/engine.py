@@ -1,0 +1,317 @@
+"""The embedded inference engine: samples completions in JAX, in the trainer's process."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.engines.local.cache import FLOAT8
+from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, Program, check_mesh, engine_mesh
+from dcmdp_jax.engines.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
+from dcmdp_jax.engines.local.score import score as score_rows
+from dcmdp_jax.engines.local.weights import (
+    PRECISIONS,
+    conversion_mesh,
+    convert,
+    fingerprint,
+    share_copies,
+    source_fingerprint,
+)
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import check_params
+from dcmdp_jax.parallel.global_arrays import to_local
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST_BUCKET = 16
+
+
+class LocalEngine:
+    """Implements the `Engine` protocol with compiled JAX programs.
+
+    Sampling is a function of (seed, step, row): the random words of token t of a row come from
+    fold_in(fold_in(fold_in(key(seed), step), row), t), whichever batch, bucket or chunk computes the row. Only the
+    rounding of products depends on the batch, about 1e-6 in a float32 log-prob.
+
+    Each prompt runs once, and its cache is copied to its rows. Queued rows refill a batch as others finish; when the
+    queue is empty, the remaining rows move to batches of half the size. Rows that outgrow their cache continue together
+    in one of twice the length (see `schedule.Scheduler`), so a long completion has a short cache while it is short, and
+    does not lengthen the cache of others. Each new shape compiles once: prompt bucket x row count x cache length.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        precision: str = "exact",
+        compute_dtype: str = "float32",
+        kv_cache_dtype: str = "auto",
+        max_total_tokens: int,
+        prompt_buckets: Sequence[int] = (),
+        max_rows: int = 256,
+        min_rows: int = 32,
+        cache_block: int | None = None,
+        mesh: Mesh | None = None,
+        routed_experts: bool = False,
+    ) -> None:
+        """Check the settings; nothing is allocated before the first push.
+
+        Args:
+            config: the model.
+            precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "float16", "int8", "int4",
+                "fp8".
+            compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
+            kv_cache_dtype: "auto" (the compute dtype) or "fp8" (float8_e4m3fn, scale 1).
+            max_total_tokens: longest prompt with its completion.
+            prompt_buckets: lengths that prompts are padded to; empty: powers of two from 16. The longest is the longest
+                prompt allowed.
+            max_rows: completions in one batch. Bounds the memory of caches: with more rows than this to sample, up to
+                three times that of a batch of the longest rows.
+            min_rows: batches do not shrink below this when rows finish.
+            cache_block: initial completion slots of the cache, doubled as rows fill them. If the first doubling would
+                hold the longest completion, the cache has that length from the start. None: 32 on CPU, where a step's
+                time is proportional to the cache, and 128 elsewhere; each length is a program.
+            mesh: from `parallel.mesh.sampling_mesh`: rows are split over data, fsdp and expert, weights over tensor and
+                expert. The devices of a mesh with other axes split rows; None is the first local device.
+            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
+
+        Raises:
+            ValueError: for a setting out of range, naming it.
+        """
+        _allowed("precision", precision, PRECISIONS)
+        _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16", "float16"))
+        _allowed("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
+        self._mesh = engine_mesh(mesh)
+        check_mesh(config, self._mesh.shape[TENSOR], self._mesh.shape[EXPERT])
+        if cache_block is None:
+            cache_block = 32 if self._mesh.devices.flat[0].platform == "cpu" else 128
+        sizes = {"max_rows": max_rows, "min_rows": min_rows, "cache_block": cache_block}
+        for name, value in sizes.items():
+            if value < 1:
+                raise UserError(f"{name}: got {value}, must be at least 1")
+        if not 2 <= max_total_tokens <= config.max_position_embeddings:
+            raise UserError(
+                f"max_total_tokens: got {max_total_tokens}, must be between 2 and the model's "
+                f"max_position_embeddings={config.max_position_embeddings}"
+            )
+        if list(prompt_buckets) != sorted(set(prompt_buckets)) or any(bucket < 1 for bucket in prompt_buckets):
+            raise UserError(f"prompt_buckets: got {tuple(prompt_buckets)}, must be positive and ascending")
+        self.config = config
+        self.precision = precision
+        self.max_total_tokens = max_total_tokens
+        self._prompt_buckets = tuple(prompt_buckets) or _powers_of_two(max_total_tokens)
+        self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
+        cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
+        self._program = Program(config, compute_dtype, cache_dtype, self._mesh, routed_experts)
+        self._weights: Params | None = None
+        self._policy_version: int | None = None
+        self._fingerprint: int | None = None
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the last push; None before it and after `close`."""
+        return self._policy_version
+
+    @property
+    def weights_fingerprint(self) -> int | None:
+        """CRC-32 of the checksums of the weights in use (see `weights.fingerprint`); None without weights."""
+        return self._fingerprint
+
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.
+
+        Quantized precisions quantize again at every push. The trainer may donate or delete `params` afterwards. Layers
+        are copied one by one, each part to the devices that use it (see `weights.convert`).
+
+        Returns:
+            An empty dict: no metrics.
+
+        Raises:
+            ValueError: if the parameters do not match the model.
+            EngineError: if the checksums of the engine's weights differ from the trainer's.
+        """
+        check_params(params, self.config)
+        mesh, made_of = conversion_mesh(params, self._mesh), (self.config, self.precision)
+        if mesh.size == 1:
+            own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
+            params = jax.device_put(own, mesh.devices.flat[0])
+        # Free the old weights first: two copies may not fit.
+        self.release_weights()
+        weights = convert(params, *made_of, mesh)
+        expected, consumed = source_fingerprint(params, *made_of), fingerprint(weights, *made_of, mesh)
+        if not np.array_equal(expected, consumed):
+            wrong = np.flatnonzero(expected != consumed)
+            raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
+        self._weights, self._policy_version = share_copies(weights, self._mesh), policy_version
+        self._fingerprint = zlib.crc32(consumed.tobytes())
+        logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self._fingerprint)
+        return {}
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
+    ) -> Iterator[list[Episode]]:
+        """Sample `group_size` completions for each prompt.
+
+        Sampling runs while the caller waits for the next list. A push of other weights in between changes nothing of
+        this call.
+
+        Args:
+            prompts: int32 token ids, one array per prompt.
+            sampling: the distribution; `top_p` is ignored at temperature 0.
+            seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            first_prompt: number of the first prompt, see `Engine.generate`.
+
+        Returns:
+            The groups that are complete, maybe none, whenever a program that samples returns.
+
+        Raises:
+            ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, or
+                a seed or step out of range.
+            EngineError: if no weights were pushed.
+        """
+        if self._weights is None:
+            raise EngineError("no weights: push_weights must come before generate")
+        for name, value in (("seed", seed), ("step", step)):
+            if not 0 <= value < 2**32:
+                raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
+        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
+        prompts = checked_sequences(prompts, "prompt", **limits, reserve=sampling.max_completion_tokens)
+        longest = self._prompt_buckets[-1]
+        for index, prompt in enumerate(prompts):
+            if prompt.size > longest:
+                raise ValueError(f"prompt {index}: {prompt.size} tokens, the longest prompt bucket has {longest}")
+        group, limit = sampling.group_size, sampling.max_completion_tokens
+        mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
+        inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
+        draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
+        routed = self.config.routing[:2] if self._program.routed_experts else None
+        first_row = first_prompt * group
+        sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
+        # Whole groups, if they fit.
+        size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
+        sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
+        scheduler = Scheduler(self._weights, sampled, draw, sizes, program=self._program)
+        version, stops = self._policy_version, set(sampling.stop_token_ids)
+
+        def episode(row: int) -> Episode:
+            tokens = sampled.tokens[row, : sampled.sampled[row]]
+            return single_turn(
+                prompts[row // group],
+                tokens,
+                sampled.logprobs[row, : tokens.size],
+                policy_version=version,
+                group=row // group,
+                member=row % group,
+                finish_reason="stop" if int(tokens[-1]) in stops else "length",
+                routed_experts=sampled.routed_of(row),
+            )
+
+        def groups() -> Iterator[list[Episode]]:
+            waiting = OpenGroups(group)
+            for bucket, members in self._by_bucket(prompts, -(-size // group)):
+                for _ in scheduler.sample(prompts, members, group, bucket):
+                    yield waiting.add(map(episode, sampled.take_finished()))
+            yield waiting.add(map(episode, sampled.take_finished()))
+
+        return groups()
+
+    def _by_bucket(self, prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
+        """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next one in use."""
+        runs: list[tuple[int, list[int]]] = []
+        for index in np.argsort([prompt.size for prompt in prompts], kind="stable").tolist():
+            bucket = _bucket(prompts[index].size, self._prompt_buckets)
+            if runs and (runs[-1][0] == bucket or len(runs[-1][1]) < fill):
+                runs[-1] = (bucket, [*runs[-1][1], index])
+            else:
+                runs.append((bucket, [index]))
+        return runs
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """Compute the engine's log-probs of given completions, all tokens of a row in one pass.
+
+        They differ from those reported while sampling only by the rounding of differently shaped products: the engine's
+        noise floor.
+
+        Args:
+            prompts: int32 token ids, one array per completion.
+            completions: int32 token ids.
+            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
+
+        Returns:
+            [T] float32 nats for each completion, full support.
+
+        Raises:
+            ValueError: for an empty prompt or completion, an id outside the vocabulary, a row over
+                `max_total_tokens`, lists of different lengths, or a negative temperature.
+            EngineError: if a log-prob is not finite, or no weights were pushed.
+        """
+        if self._weights is None:
+            raise EngineError("no weights: push_weights must come before score")
+        if not temperature >= 0:
+            raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
+        prompts, rows = scored_rows(
+            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
+        )
+        inverse = np.float32(1 / temperature if temperature else 1)
+        buckets = [_bucket(row.size, _powers_of_two(self.max_total_tokens)) for row in rows]
+        results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
+        for length in sorted(set(buckets)):
+            members = [index for index, bucket in enumerate(buckets) if bucket == length]
+            fit = ATTENTION_ELEMENTS // (self.config.num_heads * length**2)
+            size = max(1, min(self._max_rows, fit, 1 << (len(members) - 1).bit_length()))
+            size = round_up(size, self._program.row_shards)
+            for start in range(0, len(members), size):
+                part = members[start : start + size]
+                padded, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
+                for place, index in enumerate(part):
+                    padded[place, : rows[index].size] = rows[index]
+                    lengths[place] = rows[index].size
+                padded, lengths = jax.device_put((padded, lengths), self._program.rows)
+                logprobs = np.asarray(score_rows(self._weights, padded, lengths, inverse, program=self._program))
+                for place, index in enumerate(part):
+                    results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
+        check_finite(results)
+        return results
+
+    def release_weights(self) -> None:
+        """Free the weights; keep compiled programs."""
+        self._weights = self._policy_version = self._fingerprint = None
+
+    def close(self) -> None:
+        """As `release_weights`. Safe to call twice."""
+        self.release_weights()
+
+
+def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UserError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+
+
+def _powers_of_two(limit: int) -> tuple[int, ...]:
+    """Return 16, 32, ... up to the first that is at least `limit`."""
+    top = max(_SMALLEST_BUCKET, 1 << (limit - 1).bit_length())
+    return tuple(_SMALLEST_BUCKET << i for i in range((top // _SMALLEST_BUCKET).bit_length()))
+
+
+def _bucket(length: int, buckets: Sequence[int]) -> int:
+    """Return the smallest bucket of at least `length`."""
+    return next(bucket for bucket in buckets if bucket >= length)

@@ -1,0 +1,103 @@
+"""The protocol that every inference engine implements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.types import Params
+
+
+class EngineError(RuntimeError):
+    """The engine gave something that must not be trained on, or broke."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """The distribution to sample from.
+
+    Attributes:
+        group_size: completions for each prompt, G.
+        max_completion_tokens: length limit of a completion, end-of-sequence included.
+        temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at temperature 1).
+        top_p: nucleus mass; below 1 the log-probs are those of the cut distribution (evaluation only).
+        stop_token_ids: a completion ends with the first of these.
+    """
+
+    group_size: int
+    max_completion_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise UserError(f"group_size: got {self.group_size}, must be at least 1")
+        if self.max_completion_tokens < 1:
+            raise UserError(f"max_completion_tokens: got {self.max_completion_tokens}, must be at least 1")
+        if not self.temperature >= 0:
+            raise UserError(f"temperature: got {self.temperature}, must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p: got {self.top_p}, must be in (0, 1]")
+
+
+class Engine(Protocol):
+    """Samples completions and reports the probabilities it sampled them with.
+
+    Weights arrive by `push_weights` and stay until the next push or `release_weights`. Sampling is a function of (seed,
+    step, row), row being `(first_prompt + prompt) * group_size + member`: neither batch composition nor earlier calls
+    change it, nor which of several engines samples a prompt.
+    """
+
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Take the trainer's parameters, converted to the engine's own precision; return when they are in use.
+
+        Returns:
+            What was measured on the way, by the names of observe/metric_names.py.
+        """
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
+    ) -> Iterator[list[Episode]]:
+        """Sample `group_size` completions for each prompt of int32 token ids.
+
+        `first_prompt` is the number of the first prompt where these are a share of a larger batch. Episodes number
+        their groups from 0 in any case.
+
+        Groups come as they finish, each complete and once, a restart of the engine included. The caller pulls: what it
+        does with a group overlaps with sampling where the engine samples in another process, and an error of its own
+        does not reach the engine. An empty list says that no group has finished since; it lets the caller look for a
+        signal.
+
+        Close the iterator to stop sampling; the engine stays usable. Calls do not overlap: the next one may end an
+        iterator that was left open.
+
+        Log-probs are returned as they are, NaN too: `validation.unusable_completions` decides what becomes of those.
+
+        Raises:
+            ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine; at once,
+                before the first group is asked for.
+            EngineError: if no weights were pushed; later if the engine breaks for good.
+        """
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """The engine's own log-probs, float32 nats, of given completions, one array per completion."""
+
+    def release_weights(self) -> None:
+        """Free the weights until the next push if they are in the trainer's memory, which its step needs."""
+
+    def close(self) -> None:
+        """Free what the engine holds; safe to call twice."""

@@ -1,0 +1,343 @@
+"""A sidecar process that runs an inference engine: start it, ask it, watch it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.sidecar import wire
+from dcmdp_jax.engines.sidecar.shared_memory import Segment
+
+logger = logging.getLogger(__name__)
+
+_LOG, _TEMPORARY = "sidecar.log", "tmp"
+# A socket's name has at most 107 bytes; vLLM's begin with this directory and end with 37 more.
+_LONGEST_TEMPORARY = 64
+_LAST_LINES = 20
+_END_S = 5.0
+_CANCEL_S = 30.0
+# The longest that one sidecar is waited for before others get their turn.
+_TURN_MS = 20
+
+
+class SidecarBroken(RuntimeError):
+    """The sidecar died, hung, or answered nonsense: what it held is lost, what was asked may be asked again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Arguments that start a sidecar.
+
+    Attributes:
+        name: of the engine, in errors and logs.
+        python: interpreter that has the engine.
+        script: the program it runs, which answers the requests listed in `engines/sidecar/__init__.py`.
+        directory: its working directory: log, and temporary files while it runs. Exists.
+        engine: arguments of the engine.
+        environment: variables set for it besides the trainer's own.
+        temporary_variables: variables set to its directory of temporary files, besides TMPDIR.
+        start_timeout_s: from the start of the process to an engine that is ready.
+        stall_timeout_s: without any sign of life during a request.
+    """
+
+    name: str
+    python: str
+    script: Path
+    directory: Path
+    engine: Mapping[str, Any]
+    environment: Mapping[str, str]
+    temporary_variables: tuple[str, ...]
+    start_timeout_s: float
+    stall_timeout_s: float
+
+
+class Sidecar:
+    """A running sidecar. Any failure ends it. For one thread.
+
+    Where it has to be waited for, its methods are generators that yield None now and then, so that several sidecars
+    can start, load and sample at the same time (`supervisor.in_turn`).
+    """
+
+    def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
+        """Start the process. `wait_until_ready` comes next."""
+        self._launch = launch
+        self._temporary = launch.directory / _TEMPORARY
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(mode=0o700)
+        self._lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self.serial: int | None = None
+        """Of the weights in use, as their sender counts them."""
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
+        self._began = time.monotonic()
+        self._engine = {
+            "protocol": wire.PROTOCOL,
+            "engine": dict(launch.engine),
+            "manifest": manifest,
+            "segments": inherited[1:],
+            "segment_bytes": segment_bytes,
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [launch.python, str(launch.script), str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=launch.directory,
+                env=_environment(launch),
+                pass_fds=inherited,
+                # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
+                start_new_session=True,
+            )
+        self._connection = wire.Connection(ours)
+        # Identifies the request whose answer is not here yet; None when the sidecar waits for one.
+        self._in_flight: object | None = None
+        self._ready = False
+        self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
+        self._log.start()
+
+    def wait_until_ready(self) -> Generator[None, None, None]:
+        """Build the engine. Whatever interrupts this ends the process: nobody else knows of it yet.
+
+        Raises:
+            EngineError: if the engine refuses what it is built from, with its reason.
+            SidecarBroken: if the process dies or says nothing in time.
+        """
+        limit = self._launch.start_timeout_s
+        try:
+            ready = yield from self.ask("start", self._engine, answer="ready", timeout_s=limit)
+        except BaseException:
+            self.kill()
+            raise
+        self._ready = True
+        version, seconds = ready.header.get("version"), time.monotonic() - self._began
+        logger.info("%s %s ready after %.1f s, process %d", self._launch.name, version, seconds, self.pid)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the sidecar."""
+        return self._process.pid
+
+    def request(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float | None = None,
+    ) -> wire.Message:
+        """Ask, and wait for the answer.
+
+        Raises:
+            ValueError, SidecarBroken: as `stream`.
+        """
+        *_, last = self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s)
+        return last
+
+    def ask(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float | None = None,
+    ) -> Generator[None, None, wire.Message]:
+        """Ask; yield None until the answer is there and return it: `request` where others have their turn meanwhile.
+
+        Raises:
+            ValueError, SidecarBroken: as `stream`.
+        """
+        for message in self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s):
+            last = message
+            yield None
+        return last
+
+    def stream(
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float | None = None,
+    ) -> Iterator[wire.Message | None]:
+        """Ask, and yield each sign of progress, then the answer; None once it is asked, and while nothing comes.
+
+        The time limit holds between two messages. Closed before the answer is there, it cancels the request, and so
+        does the next request. A sidecar that does not cancel in time is killed.
+
+        Raises:
+            ValueError: if the sidecar refuses the request; it is unharmed.
+            SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
+        """
+        limit = timeout_s or self._launch.stall_timeout_s
+        self._cancel()
+        self._in_flight = mine = object()
+        try:
+            self._connection.send(op, header, arrays, timeout_s=limit)
+            message, heard = None, time.monotonic()
+            while message is None or message.header["op"] == "progress":
+                yield message
+                if self._in_flight is not mine:
+                    raise EngineError(f"{op}: ended by a later request to the sidecar")
+                message = None
+                if self._has_sent():
+                    message, heard = self._connection.receive(timeout_s=limit), time.monotonic()
+                elif time.monotonic() - heard > limit:
+                    raise TimeoutError(f"waiting for a frame: nothing for {limit:g} s")
+        except GeneratorExit:
+            if self._in_flight is mine:
+                self._cancel()
+            raise
+        except (wire.WireError, TimeoutError) as error:
+            broken = self._broken(f"{op}: {error}")
+            if op == "start":
+                last = self._lines[-1] if self._lines else "nothing"
+                broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
+            raise broken from error
+        self._in_flight = None
+        yield self._checked(message, op, answer)
+
+    def _has_sent(self) -> bool:
+        """Whether there is something to receive, the end of the connection included; waits a moment for it."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(_TURN_MS))
+
+    def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
+        """The answer, if it is the one that was asked for."""
+        received = message.header["op"]
+        if received == "refused":
+            raise ValueError(str(message.header.get("message")))
+        if received == "failed":
+            reason = str(message.header.get("message"))
+            self.kill()
+            if op == "start":
+                raise EngineError(
+                    f"{self._launch.name} does not start: {reason}; its log is {self._launch.directory / _LOG}"
+                )
+            raise SidecarBroken(f"{op}: {reason}")
+        if received != answer:
+            raise self._broken(f"{op}: answered {received!r}, not {answer!r}")
+        return message
+
+    def _cancel(self) -> None:
+        """End the request in flight, if there is one; its answer is dropped."""
+        if self._in_flight is None:
+            return
+        self._in_flight = None
+        if not self._ready:
+            self.kill()  # an engine that is being built reads nothing
+            return
+        try:
+            self._connection.send("cancel", timeout_s=_CANCEL_S)
+            while self._connection.receive(timeout_s=_CANCEL_S).header["op"] != "cancelled":
+                pass
+        except (wire.WireError, TimeoutError):
+            logger.warning("%s sidecar: did not cancel a request; killed", self._launch.name)
+            self.kill()
+
+    def _broken(self, what: str) -> SidecarBroken:
+        # A process that just died has not been collected yet; one that hangs is not going to end.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        code = self._process.returncode
+        self.kill()
+        return SidecarBroken(f"{what} ({_ending(code)})")
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        self._log.join(1.0)
+        return "\n".join(self._lines)
+
+    def close(self) -> None:
+        """Ask the process to end, and kill it if it does not. Safe to call twice."""
+        if self._process.poll() is None:
+            with contextlib.suppress(SidecarBroken, ValueError):
+                self.request("close", answer="closed", timeout_s=_END_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and what it started, and remove its temporary files. Safe to call twice."""
+        self._in_flight = None
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+        # Its children die with it, and the one that cleans up after them needs a moment to do so.
+        deadline = time.monotonic() + _END_S
+        while _group_lives(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._log.join(1.0)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _keep_log(self) -> None:
+        """Copy its output to the log; a full disk costs the log, not the run."""
+        path = self._launch.directory / _LOG
+        log: Any = None
+        try:
+            log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed below, and on a failed write
+        except OSError as error:
+            logger.warning("%s: %s; the sidecar's output is not kept", path, error.strerror)
+        for line in self._process.stdout:
+            self._lines.append(line.decode("utf-8", "replace").rstrip()[:2000])
+            try:
+                if log is not None:
+                    log.write(line)
+            except OSError as error:
+                logger.warning("%s: %s; the sidecar's output is no longer kept", path, error.strerror)
+                log.close()
+                log = None
+        if log is not None:
+            log.close()
+        self._process.stdout.close()
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    temporary = str(launch.directory.resolve() / _TEMPORARY)
+    if len(temporary) > _LONGEST_TEMPORARY or set("#?%") & set(temporary):
+        # Sockets need short names, and torch reads that of its rendezvous file as a URL. This one is that of the
+        # sidecar's working directory: a child that changes directory has no such directory then.
+        temporary = f"/proc/self/cwd/{_TEMPORARY}"
+    named = dict.fromkeys(("TMPDIR", *launch.temporary_variables), temporary)
+    return {**os.environ, **launch.environment, **named}
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "still running, stopped or stuck; killed"
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

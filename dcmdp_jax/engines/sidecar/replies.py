@@ -1,0 +1,87 @@
+"""Checks of what the sidecar says it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.sidecar.process import SidecarBroken
+from dcmdp_jax.models.config import ModelConfig
+
+
+class Completion(NamedTuple):
+    """A completion that has ended.
+
+    Attributes:
+        row: `prompt * group_size + member`.
+        token_ids: [T] int32.
+        logprobs: [T] float32 nats.
+        finish_reason: "stop" or "length".
+    """
+
+    row: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+
+
+def split_routed_experts(
+    arrays: Mapping[str, np.ndarray], lengths: Sequence[int], config: ModelConfig
+) -> list[np.ndarray]:
+    """[tokens, layers, k] int16 for each completion of a frame, of its prompt's tokens and its own but the last.
+
+    Args:
+        arrays: of the frame.
+        lengths: tokens of each completion with its prompt.
+        config: the model.
+
+    Raises:
+        SidecarBroken: if they are not there, or not that many. `validation.check_routed_experts` looks at the values.
+    """
+    read = np.array(lengths, np.int64) - 1
+    routed = arrays.get("routed_experts", np.empty(0))
+    expected = (int(read.sum()), *config.routing[:2])
+    if routed.shape != expected:
+        raise SidecarBroken(f"generate: routed experts of shape {routed.shape}, expected {expected}")
+    return np.split(routed, np.cumsum(read)[:-1])
+
+
+def checked_completions(
+    arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
+) -> list[Completion]:
+    """The completions of one frame, after everything about them that can be known was checked; none without arrays.
+
+    Raises:
+        SidecarBroken: saying what can't be right.
+    """
+    if not arrays:
+        return []
+    try:
+        rows, tokens, logprobs, lengths, stopped = (
+            arrays[name] for name in ("rows", "token_ids", "logprobs", "lengths", "stopped")
+        )
+    except KeyError as error:
+        raise SidecarBroken(f"generate: no {error} in the answer") from None
+    if not rows.shape == lengths.shape == stopped.shape == (rows.size,) or not rows.size:
+        raise SidecarBroken(f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} rows")
+    if rows.min() < 0 or rows.max() >= count or np.unique(rows).size < rows.size:
+        raise SidecarBroken(f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {count} requests")
+    if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
+        raise SidecarBroken(
+            f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
+            f"{sampling.max_completion_tokens}"
+        )
+    if not tokens.shape == logprobs.shape == (lengths.sum(),):
+        raise SidecarBroken(f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise SidecarBroken(f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer")
+    ends = np.cumsum(lengths)
+    last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
+    if not np.array_equal(last_is_stop, stopped.astype(bool)):
+        raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
+    reasons = ["stop" if end else "length" for end in stopped]
+    cut = np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
+    return [Completion(*parts) for parts in zip(rows.tolist(), *cut, reasons, strict=True)]

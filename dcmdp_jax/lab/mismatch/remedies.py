@@ -1,0 +1,135 @@
+"""Tokens that each remedy would keep, weigh or drop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.algorithm.corrections import (
+    CORRECTIONS,
+    USES_ADVANTAGES,
+    Corrected,
+    Correction,
+    SampledTokens,
+    parameters,
+)
+from dcmdp_jax.algorithm.losses import TRUST_REGIONS
+from dcmdp_jax.algorithm.numerics import clamped_log_ratio
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+
+_BLOCK_TOKENS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """Effect of a remedy on these tokens.
+
+    Attributes:
+        name: key of `CORRECTIONS` or `TRUST_REGIONS`.
+        dropped: share of the tokens without a gradient.
+        weighted: share of the kept tokens whose weight is not 1.
+        mean_weight: over the kept tokens; NaN if none is kept.
+        smallest, largest: weight of a kept token; NaN if none is kept.
+        discrepancy_dropped: share of sum |p - q| that is on dropped tokens.
+    """
+
+    name: str
+    dropped: float
+    weighted: float
+    mean_weight: float
+    smallest: float
+    largest: float
+    discrepancy_dropped: float
+
+
+def _trust_region(tokens: SampledTokens, *, name: str, size: float) -> Corrected:
+    """A trust region around the engine's probabilities at the first update, where the policy is p: weight p / q."""
+    ratio = jnp.exp(clamped_log_ratio(tokens.old_logprobs, tokens.rollout_logprobs))
+    region = TRUST_REGIONS[name](
+        ratio, tokens.advantages, tokens.old_logprobs, tokens.rollout_logprobs, size, size
+    )  # fmt: skip
+    return Corrected(ratio, ~(region.low | region.high), jnp.zeros_like(region.low))
+
+
+# With the sizes of configs/remedies.py.
+_REGIONS = {
+    name: functools.partial(_trust_region, name=name, size=size) for name, size in (("dppo_tv", 0.2), ("dppo_kl", 0.05))
+}
+_REMEDIES = {
+    **{name: each for name, each in CORRECTIONS.items() if None not in parameters(name).values()},
+    **_REGIONS,
+}
+_NEED_ADVANTAGES = USES_ADVANTAGES | set(_REGIONS)
+
+
+def not_computed(pairs: TokenPairs) -> list[str]:
+    """Remedies that `effects` leaves out because they look at advantages, which these tokens have none of."""
+    return [name for name in _REMEDIES if name in _NEED_ADVANTAGES] if pairs.advantages is None else []
+
+
+def effects(pairs: TokenPairs, remedies: Mapping[str, Correction] = _REMEDIES) -> list[Effect]:
+    """The effect of every correction that has default constants, with these, and of DPPO; see `not_computed`."""
+    known = [name for name in remedies if pairs.advantages is not None or name not in _NEED_ADVANTAGES]
+    return [_effect(name, remedies[name], pairs) for name in known]
+
+
+def _effect(name: str, correction: Correction, pairs: TokenPairs) -> Effect:
+    parts = [apply(correction, block) for block in _blocks(pairs)]
+    weights, keep = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    delta, kept = pairs.discrepancy, weights[keep]
+    total = delta.sum()
+    mean, low, high = (kept.mean(), kept.min(), kept.max()) if len(kept) else (np.nan,) * 3
+    return Effect(
+        name,
+        dropped=float(np.mean(~keep)),
+        weighted=float(np.mean(kept != 1)) if len(kept) else 0.0,
+        mean_weight=float(mean),
+        smallest=float(low),
+        largest=float(high),
+        discrepancy_dropped=float(delta[~keep].sum() / total) if total else 0.0,
+    )
+
+
+def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [n] float32 and keep [n] bool of a correction; the one place that calls it as the training step does."""
+    tokens, completions = len(pairs.token_ids), len(pairs.lengths)
+    # Padded to powers of two: each shape is compiled.
+    width = 1 << max(tokens - 1, 1).bit_length()
+    advantages = np.zeros(completions, np.float32) if pairs.advantages is None else pairs.advantages
+    rows = {
+        "train": pairs.train_logprobs, "rollout": pairs.rollout_logprobs, "mask": np.ones(tokens, bool),
+        "index": pairs.completion.astype(np.int32), "advantages": advantages[pairs.completion],
+    }  # fmt: skip
+    train, rollout, mask, index, advantages = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
+    corrected = correction(
+        SampledTokens(
+            train_logprobs=train,
+            old_logprobs=train,
+            rollout_logprobs=rollout,
+            advantages=advantages,
+            completion_mask=mask,
+            completion_index=index,
+            num_completions=1 << max(completions - 1, 1).bit_length(),
+        )
+    )
+    weights, keep = np.asarray(corrected.weights, np.float32), np.asarray(corrected.keep, bool)
+    return weights[0, :tokens], keep[0, :tokens]
+
+
+def _blocks(pairs: TokenPairs) -> Iterator[TokenPairs]:
+    """Whole completions, about 65,536 tokens at a time."""
+    ends = np.cumsum(pairs.lengths)
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first] - pairs.lengths[first])
+        last = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
+        span = slice(begin, int(ends[last - 1]))
+        yield TokenPairs(
+            pairs.token_ids[span], pairs.train_logprobs[span], pairs.rollout_logprobs[span], pairs.lengths[first:last],
+            advantages=None if pairs.advantages is None else pairs.advantages[first:last],
+        )  # fmt: skip
+        first = last

@@ -1,0 +1,167 @@
+"""Sample with one engine, score with another, and measure what `mismatch` needs to name the cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.engines.noise_floor import sample_alone
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
+from dcmdp_jax.lab.mismatch.analysis import Measured
+from dcmdp_jax.lab.mismatch.breakdown import TokenText
+from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.lab.probe.engines import Sampled, Scorer
+from dcmdp_jax.lab.probe.rescoring import Rescoring, Scored
+from dcmdp_jax.lab.probe.training_stack import TrainingStack
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
+
+_SCORED_AGAIN, _SAMPLED_AGAIN = 16, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Requests to both engines of a pair.
+
+    Attributes:
+        config, params: of the trainer's model, for re-scoring.
+        prompts: token ids as the second engine gets them.
+        temperature: that the second engine scores at.
+        earlier: name -> earlier parameters that the first engine may still hold.
+        prompt_variants: name -> the same prompts rendered in another way.
+        text: id -> text; None without a tokenizer.
+        max_rows: completions in one batch.
+        compute: dtype that the first engine computes in.
+        settings: cause -> setting of the first engine that has it as its price.
+        sampling_floor: of the first engine, from `sampling_floor`; None if not measured.
+    """
+
+    config: ModelConfig
+    params: Params
+    prompts: Sequence[np.ndarray]
+    temperature: float
+    earlier: Mapping[str, Params] = dataclasses.field(default_factory=dict)
+    prompt_variants: Mapping[str, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
+    text: TokenText | None = None
+    max_rows: int = 256
+    compute: str = "float32"
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sampling_floor: float | None = None
+
+
+def compare(
+    name: str,
+    source: Mapping[str, str],
+    sampled: Sampled,
+    engines: Mapping[str, Scorer],
+    setup: Setup,
+    *,
+    rescore: bool,
+    show: Callable[[str], None] = logger.info,
+) -> Measured:
+    """Score what was sampled with the second engine, measure both noise floors, and re-score for the cause.
+
+    Args:
+        name, source: of the pair, for people.
+        sampled: by the first engine, or what became of it on the way to the second.
+        engines: name -> the engine that sampled, and the one that scores.
+        setup: what they were asked.
+        rescore: whether to score again with one thing changed at a time.
+        show: is told what is being done.
+    """
+    prompts = [setup.prompts[index] for index in sampled.prompt_index]
+    scorer = list(engines.values())[1]
+    show(f"{name}: scoring {sum(map(len, sampled.completion_ids)):,} tokens")
+    entropies = None
+    if isinstance(scorer, TrainingStack):
+        train, entropies = scorer.score_with_entropies(prompts, sampled.completion_ids, temperature=setup.temperature)
+    else:
+        train = scorer.score(prompts, sampled.completion_ids, temperature=setup.temperature)
+    asked = prompts, sampled.completion_ids
+    floors = {}
+    for (engine_name, engine), together in zip(engines.items(), (None, train), strict=True):
+        floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
+    explanations, rounding = [], None
+    if rescore:
+        scored = Scored(
+            setup.config, setup.params, prompts, sampled.completion_ids, train, sampled.logprobs, setup.temperature,
+            setup.earlier,
+            {n: [variant[i] for i in sampled.prompt_index] for n, variant in setup.prompt_variants.items()},
+        )  # fmt: skip
+        rescoring = Rescoring(scored, compute=setup.compute, max_rows=setup.max_rows)
+        rounding = rescoring.rounding()
+        for explanation in rescoring.explanations():
+            show(f"{name}: scoring with {explanation.name} explains {max(explanation.share, 0):.0%}")
+            explanations.append(explanation)
+    pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
+    if setup.sampling_floor is not None:
+        first = next(iter(engines))
+        floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
+    floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
+    return Measured(name, source, pairs, setup.text, floors, rounding, explanations, setup.settings)
+
+
+def sampling_floor(
+    engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, sampled: Sampled, *, seed: int
+) -> float | None:
+    """Mean |q - q'| of the first completions, sampled among the others and each alone (`sample_alone`).
+
+    Args:
+        engine: the engine that sampled.
+        prompts, sampling, seed: what it was asked.
+        sampled: what it gave.
+
+    Returns:
+        The floor; None where not one first token is the same, or there is one completion only.
+    """
+    count = len(sampled.completion_ids)
+    if count < 2:
+        return None
+    few = {
+        row: single_turn(
+            prompts[sampled.prompt_index[row]], sampled.completion_ids[row], sampled.logprobs[row], policy_version=0,
+            group=0, member=0, finish_reason="length",
+        )
+        for row in range(min(count, _SAMPLED_AGAIN))
+    }  # fmt: skip
+    together, alone = (np.exp(x.astype(np.float64)) for x in sample_alone(engine, few, sampling, seed=seed, step=0))
+    return float(np.mean(np.abs(together - alone))) if together.size else None
+
+
+def noise_floor(
+    engine: Scorer,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    *,
+    temperature: float,
+    together: Sequence[np.ndarray] | None = None,
+) -> float | None:
+    """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all together.
+
+    Args:
+        engine: the engine.
+        prompts, completions: token ids.
+        temperature: that it scores at.
+        together: what it gave for all of them in one call; None asks it.
+
+    Returns:
+        The floor, or None if the engine can't score them.
+    """
+    try:
+        if together is None:
+            together = engine.score(prompts, completions, temperature=temperature)
+        alone = [
+            engine.score([prompt], [completion], temperature=temperature)[0]
+            for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)
+        ]
+    except EngineError as error:
+        logger.warning("no noise floor: %s", error)
+        return None
+    first, second = (np.exp(np.concatenate(x).astype(np.float64)) for x in (together[: len(alone)], alone))
+    return float(np.mean(np.abs(first - second)))

@@ -1,0 +1,121 @@
+"""Engines built from their specs; the one place that knows how each is made and asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.engines.registry import ENGINES, EngineArguments
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.lab.probe.training_stack import TrainingStack
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.training.build import make_probe
+from dcmdp_jax.types import Params
+
+_MIN_ROWS = 32
+
+
+class Scorer(Protocol):
+    """An engine that scores: it returns the log-probs of given tokens."""
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs, float32 nats, one array for each completion."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Completions of an engine, N of them.
+
+    Attributes:
+        prompt_index: [N] int, the prompt that each answers.
+        completion_ids: [T_i] int32 each.
+        logprobs: [T_i] float32 each, as the engine reported them while sampling.
+    """
+
+    prompt_index: np.ndarray
+    completion_ids: list[np.ndarray]
+    logprobs: list[np.ndarray]
+
+
+def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int) -> Sampled:
+    """Sample from an engine; the one place that reads what `Engine.generate` gives."""
+    episodes = collect(engine.generate(prompts, sampling, seed=seed, step=0))
+    return Sampled(
+        np.array([episode.group for episode in episodes]),
+        [episode.completion_ids for episode in episodes],
+        [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
+    )
+
+
+def build(
+    spec: ProbeSpec, config: ModelConfig, params: Params, *, vllm: VllmSettings, directory: Path,
+    max_total_tokens: int, max_rows: int,
+) -> Scorer:  # fmt: skip
+    """Build an engine and give it the parameters.
+
+    Args:
+        spec: which engine.
+        config, params: its model.
+        vllm: of the sidecar.
+        directory: for the sidecar's files, or a copy of the model for `hf`.
+        max_total_tokens: longest prompt with its completion.
+        max_rows: completions in one batch.
+
+    Raises:
+        UserError, EngineError, MemoryError: in one line, if this machine can't run it.
+    """
+    if spec.kind == "trainer":
+        return TrainingStack(config, params, compute=Compute(dtype=spec.compute))
+    if spec.kind == "hf":
+        # torch and transformers' models take seconds to import.
+        from dcmdp_jax.lab.probe.hugging_face import HuggingFace
+
+        return HuggingFace(config, params, directory)
+    arguments = EngineArguments(
+        model=config, precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache,
+        max_total_tokens=max_total_tokens, max_rows=max_rows, min_rows=_MIN_ROWS, mesh=one_device_mesh,
+        probe=lambda: make_probe(config, Compute(), one_device_mesh()), vllm=vllm, directory=directory,
+    )  # fmt: skip
+    engine = ENGINES[spec.kind](arguments)
+    try:
+        engine.push_weights(params, 0)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def check_same_tokens(first: dict[str, int], second: dict[str, int], names: tuple[str, str]) -> None:
+    """Refuse two engines that do not mean the same by a token id.
+
+    Args:
+        first, second: text of a token -> its id, of the engines' tokenizers.
+        names: of the engines.
+
+    Raises:
+        UserError: with the first id that differs.
+    """
+    if first == second:
+        return
+    texts = [{number: text for text, number in vocabulary.items()} for vocabulary in (first, second)]
+    differing = [n for n in sorted(texts[0].keys() | texts[1].keys()) if texts[0].get(n) != texts[1].get(n)]
+    said = " and ".join(f"{side.get(differing[0])!r} for {name}" for side, name in zip(texts, names, strict=True))
+    raise UserError(
+        f"the engines' vocabularies differ in {len(differing)} tokens: token {differing[0]} is {said}; log-probs of "
+        "token ids can't be compared, give both the same tokenizer"
+    )

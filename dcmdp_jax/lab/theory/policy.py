@@ -1,0 +1,158 @@
+"""Optimal policies of one state under a penalty on their mismatch with the inference policy (paper, Appendix B)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dcmdp_jax.lab.theory.log_measure import candidates, fill_levels
+from dcmdp_jax.lab.theory.mismatch import check_names, mismatch
+
+_SUM_TOLERANCE = 1e-9
+
+
+class Optimum(NamedTuple):
+    """A policy that maximizes <pi, A> - lambda Omega(pi, q).
+
+    Attributes:
+        policy: [n] float64, on the simplex.
+        multiplier: lambda; infinite where no mismatch at all is allowed.
+        normalizer: nu, the multiplier of sum pi = 1; NaN where lambda is 0 or infinite.
+        mismatch: Omega.
+        advantage: <pi, A>.
+    """
+
+    policy: np.ndarray
+    multiplier: float
+    normalizer: float
+    mismatch: float
+    advantage: float
+
+
+def optimal_policy(
+    advantages: np.ndarray, inference_policy: np.ndarray, *, multiplier: float, measure: str, sided: str = "two"
+) -> Optimum:
+    """The global maximum of <pi, A> - lambda Omega(pi, q) over the simplex (Theorem B.1).
+
+    Where every action is charged and has a probability above 0 the policy is the theorem's closed form:
+
+        diff    pi = q + (A - nu) / (2 lambda q)
+        ratio   pi = q + (A - nu) q / (2 lambda)
+        log     pi = -q (2 lambda / (A - nu)) W(-(A - nu) / (2 lambda))
+
+    with nu such that pi sums to 1. diff and ratio are projected: actions whose form is negative get 0 and nu is found
+    for the rest. The log measure keeps every probability above 0, and its best action can lie on Lambert's W_-1 branch
+    (see `log_measure`). One-sided, actions below nu get 0 and one whose advantage is nu may have any share up to q.
+
+    Under the two-sided log a probability below float64's smallest normal number is 0 and its mismatch infinite.
+
+    Differs from the paper: at multiplier 0, of all policies on the best actions, the one with the least mismatch, which
+    is the limit of small multipliers.
+
+    Args:
+        advantages: [n] float64, A, finite.
+        inference_policy: [n] float64, q, above 0 and summing to 1.
+        multiplier: lambda >= 0.
+        measure: "diff", "ratio" or "log".
+        sided: "two" or "one".
+
+    Raises:
+        ValueError: if an argument is outside these ranges, or for the two-sided log at multiplier 0, whose supremum no
+            policy reaches.
+    """
+    check_names(measure, sided)
+    a, q = check_state(advantages, inference_policy)
+    if not multiplier >= 0:
+        raise ValueError(f"multiplier = {multiplier}: must be at least 0")
+    if multiplier == 0:
+        return _unpenalized(a, q, measure, sided)
+    if np.isinf(multiplier):
+        return describe_policy(q.copy(), a, q, multiplier, np.nan, measure, sided)
+    found = [
+        describe_policy(policy, a, q, multiplier, nu, measure, sided)
+        for policy, nu in _stationary(a, q, multiplier, measure, sided)
+    ]
+    # What a policy loses keeps its digits where lambda is small; its advantage does not.
+    return max(found, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch)
+
+
+def check_state(advantages: np.ndarray, inference_policy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A and q as float64.
+
+    Raises:
+        ValueError: if they are not two finite vectors of one length, or q is no distribution with all actions in it.
+    """
+    a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
+    if a.ndim != 1 or a.shape != q.shape or not len(a):
+        raise ValueError(f"advantages {a.shape}, inference_policy {q.shape}: must be two vectors of one length")
+    if not np.all(np.isfinite(a)):
+        raise ValueError("advantages: must be finite")
+    if not (np.all(q > 0) and abs(q.sum() - 1) < _SUM_TOLERANCE):
+        raise ValueError(f"inference_policy: sums to {q.sum():g}, must be above 0 for every action and sum to 1")
+    return a, q
+
+
+def describe_policy(
+    policy: np.ndarray, a: np.ndarray, q: np.ndarray, multiplier: float, nu: float, measure: str, sided: str
+) -> Optimum:
+    """The policy with what it costs and earns."""
+    policy = policy / policy.sum()  # the rounding of nu's root
+    return Optimum(policy, multiplier, nu, mismatch(policy, q, measure=measure, sided=sided), float(policy @ a))
+
+
+def _stationary(
+    a: np.ndarray, q: np.ndarray, multiplier: float, measure: str, sided: str
+) -> list[tuple[np.ndarray, float]]:
+    """Local maxima, one of which is global; q may sum to less than 1."""
+    if measure == "log":
+        return list(candidates(a, q, multiplier, sided=sided))
+    # d pi / d A of the closed forms, for 2 lambda = 1.
+    gain = 1 / q if measure == "diff" else q
+    if sided == "one":
+        return [_one_sided(a, q, gain, multiplier)]
+    active = np.ones(len(a), bool)
+    while True:
+        policy, nu = _with_active(a, q, gain, multiplier, active)
+        if np.all(policy[active] > 0):
+            return [(policy, nu)]
+        # Where others leave nu rises, so what is negative now stays so.
+        active &= policy > 0
+
+
+def _with_active(
+    a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float, active: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """The closed form and its nu where the active actions share all probability.
+
+    A - nu is a sum of differences of advantages: subtracting a rounded nu would lose the digits of an action whose gain
+    is far above the others', as diff's is at q = 1e-14.
+    """
+    share = np.where(active, gain / gain[active].sum(), 0.0)
+    ahead = (a[:, None] - a) @ np.where(active, gain, 0.0) / (2 * multiplier)
+    left = 1 - q[active].sum()
+    nu = float(share @ a - 2 * multiplier * left / gain[active].sum())
+    return np.where(active, q + share * (ahead + left), 0.0), nu
+
+
+def _one_sided(a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float) -> tuple[np.ndarray, float]:
+    def policy(nu: float, active: np.ndarray) -> np.ndarray:
+        return np.where(active, q + (a - nu) * gain / (2 * multiplier), 0.0)
+
+    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+        return _with_active(a, q, gain, multiplier, active)
+
+    return fill_levels(a, q, policy, solve)
+
+
+def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Optimum:
+    best = a == a.max()
+    if measure == "log" and sided == "two" and not best.all():
+        raise ValueError("multiplier = 0: under the two-sided log measure no policy is optimal; must be above 0")
+    # Among policies on the best actions <pi, A> is constant, and the penalty alone decides, at any multiplier.
+    choices = []
+    for part, _ in _stationary(np.zeros(best.sum()), q[best], 1.0, measure, sided):
+        policy = np.zeros(len(a))
+        policy[best] = part
+        choices.append(describe_policy(policy, a, q, 0.0, np.nan, measure, sided))
+    return min(choices, key=lambda optimum: optimum.mismatch)

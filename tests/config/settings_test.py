@@ -1,0 +1,375 @@
+"""Every rule of `config/settings.py`, with the line a person gets for breaking it."""
+
+import functools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from configs.base import get_config
+from dcmdp_jax.config.fields import declared
+from dcmdp_jax.config.settings import (
+    ENGINE_CHOICES,
+    Config,
+    from_config_dict,
+    setting_names,
+    to_dict,
+    unknown_setting,
+)
+from dcmdp_jax.inputs import shorten
+
+
+def _values():
+    values = get_config().to_dict()
+    values["task"]["train"] = "train.jsonl"
+    return values
+
+
+def _with(**changes):
+    """`section__name=value` changes of a valid config."""
+    values = _values()
+    for dotted, value in changes.items():
+        *sections, name = dotted.split("__")
+        place = values
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return values
+
+
+def _error(**changes):
+    with pytest.raises(ValueError) as raised:
+        from_config_dict(_with(**changes))
+    line = str(raised.value)
+    assert "\n" not in line and line.startswith("config.")
+    return line.removeprefix("config.")
+
+
+_DECLARED = declared(Config)
+_TYPES = {name: one.type for name, one in _DECLARED.items()}
+_CHOICES = {name: one.about.choices for name, one in _DECLARED.items() if one.about.choices}
+_LOW = {name: one.about.minimum for name, one in _DECLARED.items() if one.about.minimum is not None}
+
+
+def _set(dotted, value):
+    return {dotted.replace(".", "__"): value}
+
+
+def test_the_defaults_are_valid_once_they_name_a_task():
+    config = from_config_dict(_with())
+    assert config.mini_batches == 4  # 64 / 16
+    assert config.completions_per_mini_batch == 128  # 16 * 8
+    assert config.max_total_tokens == 9216  # 1024 + 8192
+    assert _error(task__train="").startswith("task.train: empty; name a .jsonl or .parquet file")
+
+
+def test_a_config_dict_and_a_plain_dict_make_the_same():
+    assert from_config_dict(ConfigDict(_values())) == from_config_dict(_values())
+
+
+def test_the_written_form_makes_the_same_config_again():
+    config = from_config_dict(_with(training__row_lengths=(64, 16384), algorithm__multiplier=0))
+    written = json.loads(json.dumps(to_dict(config), allow_nan=False))
+    assert written["training"]["row_lengths"] == [64, 16384] and written["algorithm"]["multiplier"] == 0.0
+    assert from_config_dict(written) == config
+
+
+def test_every_setting_is_in_the_defaults_and_the_other_way_round():
+    def flat(values, prefix=""):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    assert sorted(flat(_values())) == sorted(setting_names()) == sorted(_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("algorithm.multplier", "algorithm.multiplier"),
+        ("algorithm.tolerence", "algorithm.tolerance"),
+        ("rollout.groupsize", "rollout.group_size"),
+        ("training.group_size", "rollout.group_size"),  # the right name in the wrong section
+        ("optimiser", "optimizer"),
+        ("rundir", "run_dir"),
+        ("multiplier", "algorithm.multiplier"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
+    assert str(unknown_setting(name)) == f"config.{name}: no such setting; did you mean {nearest!r}?"
+
+
+def test_a_name_like_no_other_gets_the_sections():
+    line = str(unknown_setting("qqq"))
+    assert line.startswith(
+        "config.qqq: no such setting; sections are run_dir, model, task, rewards, rollout, algorithm"
+    )
+
+
+def test_an_unknown_name_in_a_section_is_refused():
+    assert _error(algorithm__multplier=0.1) == (
+        "algorithm.multplier: no such setting; did you mean 'algorithm.multiplier'?"
+    )
+    assert _error(extra=1).startswith("extra: no such setting")
+
+
+def test_a_missing_setting_has_its_default():
+    assert from_config_dict({"task": {"train": "train.jsonl"}}) == from_config_dict(_values())
+
+
+def test_a_section_that_is_none_is_named():
+    assert _error(optimizer=3) == "optimizer: got 3, must be a section with named settings"
+
+
+_WRONG = {
+    int: st.one_of(st.booleans(), st.text(), st.none(), st.just(1.5), st.lists(st.integers()), st.just(float("nan"))),
+    float: st.one_of(st.booleans(), st.text(), st.none(), st.lists(st.floats())),
+    str: st.one_of(st.booleans(), st.integers(), st.floats(), st.none(), st.lists(st.text())),
+    bool: st.one_of(st.integers(), st.floats(), st.text(), st.none()),
+    tuple[int, ...]: st.one_of(
+        st.text(), st.none(), st.lists(st.floats(), min_size=1), st.lists(st.booleans(), min_size=1)
+    ),
+    tuple[float, ...]: st.one_of(
+        st.floats(), st.text(), st.none(), st.lists(st.text(), min_size=1), st.lists(st.booleans(), min_size=1)
+    ),
+}
+
+
+@given(st.data())
+def test_a_value_of_a_wrong_type_is_refused_by_name(data):
+    name = data.draw(st.sampled_from(sorted(_TYPES)))
+    value = data.draw(_WRONG[_TYPES[name]])
+    line = _error(**_set(name, value))
+    assert line.startswith(f"{name}: got {shorten(value)}")
+    kinds = ("int", "float", "str", "bool", "a tuple of int", "a tuple of float")
+    assert line.endswith(tuple(f"must be {kind}" for kind in kinds))
+
+
+@given(st.sampled_from(sorted(name for name, hint in _TYPES.items() if hint is float)), st.integers(0, 1))
+def test_an_integer_is_taken_for_a_float_and_becomes_one(name, value):
+    try:
+        config = from_config_dict(_with(**_set(name, value)))
+    except ValueError as error:
+        assert "must be float" not in str(error)  # a rule about the value, not about its type
+        return
+    made = functools.reduce(getattr, name.split("."), config)
+    assert type(made) is float and made == value
+
+
+def test_one_integer_is_taken_for_a_tuple_of_one():
+    """As `evaluation.samples` was written before it had a number for each task."""
+    assert from_config_dict(_with(evaluation__samples=3)).evaluation.samples == (3,)
+
+
+def test_a_whole_float_is_taken_for_an_integer():
+    steps = from_config_dict(_with(training__steps=1e3)).training.steps
+    assert type(steps) is int and steps == 1000
+
+
+@pytest.mark.parametrize("name", sorted(_CHOICES))
+def test_a_choice_outside_the_list_is_refused_with_the_list(name):
+    wrong = _CHOICES[name][-1] + "x"
+    line = _error(**_set(name, wrong))
+    assert line.startswith(f"{name}: got {wrong!r}, allowed are {', '.join(_CHOICES[name])}")
+    assert line.endswith(f"did you mean {_CHOICES[name][-1]!r}?")
+
+
+@pytest.mark.parametrize("name", sorted(_CHOICES))
+def test_every_choice_is_allowed(name):
+    """With the engine that has it; vLLM wants one dtype for weights and activations, a matched forward its engine."""
+    for choice in _CHOICES[name]:
+        settings = _set(name, choice)
+        if name == "model.forward_precision" and choice != "full":
+            settings |= _set("rollout.precision", choice)
+        if choice not in ENGINE_CHOICES["local"].get(name, (choice,)):
+            settings = _set("rollout.engine", "vllm") | settings
+        from_config_dict(_with(**settings))
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINE_CHOICES))
+def test_an_engine_refuses_what_only_the_other_has(engine):
+    for name, allowed in ENGINE_CHOICES[engine].items():
+        for choice in set(_CHOICES[name]) - set(allowed):
+            with pytest.raises(ValueError, match=f"{name}: got '{choice}', allowed with rollout.engine={engine} are"):
+                from_config_dict(_with(**_set("rollout.engine", engine), **_set(name, choice)))
+
+
+@pytest.mark.parametrize("name", sorted(_LOW))
+def test_a_value_past_either_end_is_refused_with_the_bounds(name):
+    low, high = _LOW[name], _DECLARED[name].about.maximum
+    step = 1 if _TYPES[name] is int else 1e-3
+    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    for value in [low - step] + ([] if high is None else [high + step]):
+        assert _error(**_set(name, value)).startswith(f"{name}: got {value}, must be {bounds}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("optimizer.epsilon", 0.0), ("algorithm.clip_low", 1.0)])
+def test_what_would_break_late_is_refused_at_once(name, value):
+    # 0 / 0 in Adam for a gradient of 0; a surrogate that the loss function itself refuses.
+    assert _error(**_set(name, value)).startswith(f"{name}: got {value}, must be")
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest"),
+    [
+        ("rollout.group_size", 2), ("training.steps", 1), ("training.seed", 0), ("algorithm.clip_low", 0.0),
+        ("algorithm.tolerance", 0.0), ("algorithm.dual_window", 1), ("evaluation.temperature", 0.0),
+        ("checkpoint.keep_best", 0), ("optimizer.max_grad_norm", 0.0), ("task.verifier_timeout", 0.01),
+        ("task.verifier_budget", 0.0),
+    ],
+)  # fmt: skip
+def test_the_lowest_value_is_itself_allowed(name, lowest):
+    from_config_dict(_with(**_set(name, lowest)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rollout__group_size": 1},
+            "rollout.group_size: got 1, must be at least 2 (one completion has no group to be compared with)",
+        ),
+        ({"rollout__top_p": 1.0}, "rollout.top_p: no setting any more; training samples from the whole distribution"),
+        ({"rollout__temperature": 0.0}, "rollout.temperature: got 0.0, must be at least 0.01 (below it log-probs"),
+        (
+            {"training__prompts_per_mini_batch": 24},
+            "training.prompts_per_mini_batch: got 24, must divide training.prompts_per_step=64",
+        ),
+        ({"training__prompts_per_mini_batch": 128}, "training.prompts_per_mini_batch: got 128, must divide"),
+        (
+            {"algorithm__multiplier": 1.5},
+            "algorithm.multiplier: got 1.5, must lie in [multiplier_min, multiplier_max] = [0.0, 1.0]",
+        ),
+        ({"algorithm__multiplier_min": 0.2}, "algorithm.multiplier: got 0.1, must lie in"),
+        (
+            {"model__forward_precision": "fp8"},
+            "model.forward_precision: got 'fp8' with rollout.engine=local and rollout.precision=bfloat16; it matches",
+        ),
+        ({"algorithm__multiplier_max": -1.0}, "algorithm.multiplier: got 0.1, must lie in"),
+        ({"training__row_lengths": (64, 9215)}, "training.row_lengths: longest is 9215, must hold"),
+        ({"training__row_lengths": (9216, 64)}, "training.row_lengths: got (9216, 64), must rise from at least 1"),
+        ({"training__row_lengths": (9216, 9216)}, "training.row_lengths: got (9216, 9216), must rise"),
+        ({"training__row_lengths": (0, 9216)}, "training.row_lengths: got (0, 9216), must rise from at least 1"),
+        ({"mesh__data": -1}, "mesh: got data, fsdp, tensor, expert = (-1, -1, 1, 1), sizes are positive, at most one"),
+        ({"mesh__tensor": 0}, "mesh: got data, fsdp, tensor, expert = (1, -1, 0, 1), sizes are positive"),
+        ({"mesh__tensor": -2}, "mesh: got data, fsdp, tensor, expert = (1, -1, -2, 1), sizes are positive"),
+        ({"warmup__steps": 5}, "warmup.task: empty; name problems with worked solutions or set warmup.steps=0"),
+        ({"evaluation__every_steps": 5}, "evaluation.task: empty; name a task or set evaluation.every_steps=0"),
+        ({"run_dir": ""}, "run_dir: empty; name the directory that the run writes to"),
+    ],
+)
+def test_rules_between_settings(changes, line):
+    assert _error(**changes).startswith(line)
+
+
+def test_the_longest_row_may_hold_the_longest_sequence_exactly():
+    assert from_config_dict(_with(training__row_lengths=(64, 9216))).training.row_lengths == (64, 9216)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", sorted(name for name, hint in _TYPES.items() if hint is float))
+def test_a_number_is_finite(name, value):
+    assert _error(**_set(name, value)) == f"{name}: got {value!r}, must be a finite number"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("training.prompts_per_step", 10**9, "must be at most 1048576 (the paper uses 64)"),
+        ("mesh.cpu_devices", 10**5, "must be at most 256 (each takes threads of its own)"),
+        ("evaluation.samples", 10**9, "must be at most 4096 (avg@4096 of one problem has a standard error of 0.008"),
+        ("algorithm.dual_window", 10**10, "must be at most 100000 (the multiplier would answer to steps of long ago"),
+        ("model.architecture.hidden_size", 10**9, "must be at most 65536 (no known model comes near it)"),
+        ("training.steps", 2**31, "must be at most 2147483647 (steps are counted in int32)"),
+        ("optimizer.learning_rate", 1e30, "must be at most 1 (AdamW moves each parameter by about as much"),
+        ("rollout.temperature", 1e30, "must be at most 100 (beyond it every token is about as likely)"),
+        ("rollout.temperature", 1e-30, "must be at least 0.01 (below it log-probs reach their clamp at -10000 nats"),
+        ("evaluation.temperature", 1e30, "must be at most 100 (beyond it every token is about as likely)"),
+        ("evaluation.temperature", 1e-30, "must be 0 (greedy) or at least 0.01 (below it log-probs reach their clamp"),
+        ("training.micro_batch_tokens", 2**31, "must be at most 2147483647 (tokens are counted in int32)"),
+        ("rollout.max_rows", 10**9, "must be at most 65536"),
+        ("task.verifier_workers", 10**9, "must be at most 1024 (each is a process)"),
+    ],
+)
+def test_a_size_that_nothing_can_hold_is_refused_with_what_is_allowed(name, value, line):
+    assert _error(**_set(name, value)).startswith(f"{name}: got {value}, {line}")
+
+
+@pytest.mark.parametrize("name", sorted(name for name, hint in _TYPES.items() if hint in (int, float)))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_number_may_be_as_large_as_one_likes(name, sign):
+    value = sign * (10**40 if _TYPES[name] is int else 1e300)
+    assert _error(**_set(name, value)).startswith((f"{name}: got {value}, ", "mesh: got", "algorithm.multiplier: got"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        # 2^18 x 8 = 2^21
+        (
+            {"training__prompts_per_step": 2**18},
+            "training.prompts_per_step: got 262144, with rollout.group_size=8 2,097,152 completions a step, must be at "
+            "most 1,048,576",
+        ),
+        # 64 x 4096 x (1024 + 8192) = 2^18 x 9216
+        (
+            {"rollout__group_size": 4096},
+            "training.prompts_per_step: got 64, with rollout.group_size=4096 and 9216 tokens of prompt and completion "
+            "2,415,919,104 tokens, must be at most 2,147,483,647",
+        ),
+        # 512 x (2^20 + 2^20) = 2^30; 2048 rows make 2^32
+        (
+            {"task__max_prompt_tokens": 2**20, "rollout__max_completion_tokens": 2**20, "rollout__max_rows": 2048},
+            "rollout.max_rows: got 2048, with 2097152 tokens of prompt and completion 4,294,967,296 tokens",
+        ),
+        # 65536 x (1024 + 2^20) tokens
+        (
+            {
+                "rollout__max_completion_tokens": 2**20, "warmup__task": "x", "warmup__steps": 1,
+                "warmup__batch_size": 65536,
+            },
+            "warmup.batch_size: got 65536, with 1049600 tokens of prompt and completion 68,786,585,600 tokens",
+        ),
+        # 2^30 steps of 4 updates
+        (
+            {"training__steps": 2**30},
+            "training.steps: got 1073741824, with 4 updates a step 4,294,967,296 updates, must be at most 2,147,483,64",
+        ),
+        # Two matrices of 65536 x 128 for 512 + 2 heads, three of 65536 x 262144, in 64 layers:
+        # 64 x (2^24 x 514 + 3 x 2^34) = 64 x (8,623,489,024 + 51,539,607,552) = 3,850,438,180,864
+        (
+            {
+                "model__architecture__hidden_size": 65536, "model__architecture__intermediate_size": 262144,
+                "model__architecture__num_heads": 512, "model__architecture__head_dim": 128,
+                "model__architecture__num_layers": 64,
+            },
+            "model.architecture: got 3,850,438,180,864 parameters in its layers, must be at most 100,000,000,000",
+        ),
+        ({"training__row_lengths": tuple(range(9000, 9300))}, "training.row_lengths: got 300 lengths up to 9299"),
+        ({"training__row_lengths": (10**10,)}, "training.row_lengths: got 1 lengths up to 10000000000, must be"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_too_large_together_are_refused(changes, line):
+    assert _error(**changes).startswith(line)
+
+
+def test_a_model_that_is_read_from_a_directory_needs_no_architecture_that_fits():
+    huge = {f"model__architecture__{name}": 65536 for name in ("hidden_size", "intermediate_size")}
+    from_config_dict(_with(model__path="x", model__architecture__num_layers=1024, **huge))
+
+
+def test_the_papers_30b_run_fits_many_times_over():
+    from_config_dict(
+        _with(training__prompts_per_step=1024, rollout__group_size=64, rollout__max_completion_tokens=30720)
+    )
+
+
+def test_k1_is_refused_as_a_loss_with_the_reason():
+    assert _error(algorithm__kl_estimator="k1", algorithm__kl_coefficient=0.1) == (
+        "algorithm.kl_estimator: got 'k1', allowed are k2, k3 (k1 is an estimate and no loss: its expected gradient is "
+        "0)"
+    )

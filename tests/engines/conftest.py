@@ -1,0 +1,73 @@
+"""Real vLLM sidecars for the tests of this directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.engines.vllm.engine import VllmEngine
+from dcmdp_jax.models.config import ModelConfig
+from tests.engines.vllm_tools import (
+    ROWS,
+    TOTAL,
+    left_behind,
+    memory_files,
+    sidecars,
+    trainer_probe,
+    vllm_settings,
+)
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def nothing_left() -> Iterator[None]:
+    """No process, segment, socket or temporary file more after a module's tests than before them, killed or not."""
+    processes, files, descriptors = sidecars(), left_behind(), memory_files()
+    yield
+    # Tests of other modules run beside these; what is theirs goes with them.
+    wait_until(lambda: not (sidecars() - processes or left_behind() - files), "sidecars, or files of theirs, to go")
+    assert memory_files() - descriptors == set()
+
+
+@pytest.fixture(scope="module")
+def start(
+    vllm_is_installed: None, nothing_left: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., VllmEngine]]:
+    """start(config, precision="float32", ...) -> a running engine; all are closed at the end of the module."""
+    engines: list[VllmEngine] = []
+
+    def build(
+        config: ModelConfig,
+        *,
+        precision: str = "float32",
+        compute_dtype: str | None = None,
+        kv_cache_dtype: str = "auto",
+        max_rows: int = ROWS,
+        probe: bool = True,
+        script: Path | None = None,
+        directory: Path | None = None,
+        routed_experts: bool = False,
+        **changes: object,
+    ) -> VllmEngine:
+        whole = precision in ("float32", "float16", "bfloat16")
+        engine = VllmEngine(
+            config,
+            vllm_settings(**changes),
+            directory=directory or tmp_path_factory.mktemp("sidecar"),
+            precision=precision,
+            compute_dtype=compute_dtype or (precision if whole else "bfloat16"),
+            kv_cache_dtype=kv_cache_dtype,
+            max_total_tokens=TOTAL,
+            max_rows=max_rows,
+            probe=trainer_probe(config) if probe else None,
+            routed_experts=routed_experts,
+            **({"script": script} if script else {}),
+        )
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()

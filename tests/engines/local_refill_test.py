@@ -1,0 +1,303 @@
+"""Rows that enter a batch when others leave it: the same tokens as alone, from a cache that is put together again."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.engines.local import cache as cache_module
+from dcmdp_jax.engines.local import decode, schedule
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import init_params
+from dcmdp_jax.types import Params
+from tests.engines.sampling import Rollout, sample
+
+MODEL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+GROUP = 3
+# Four of 40 tokens end a completion: most end by chance somewhere in 16 tokens, some with their first, some never.
+SAMPLING = SamplingParams(GROUP, 16, temperature=0.8, stop_token_ids=(3, 4, 5, 6))
+ENDLESS = dataclasses.replace(SAMPLING, stop_token_ids=())
+STAGGERED = {"max_rows": 6, "min_rows": 2, "cache_block": 4}
+"""Levels of 4, 8 and 16 tokens; a window of 4 goes round while 27 rows pass through six places."""
+
+
+@functools.lru_cache
+def params() -> Params:
+    return init_params(MODEL, jax.random.key(0))
+
+
+@functools.lru_cache
+def prompts() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2))
+
+
+def generate(sampling: SamplingParams = SAMPLING, **settings) -> Rollout:
+    engine = LocalEngine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
+    engine.push_weights(params(), 0)
+    return sample(engine, prompts(), sampling, seed=1, step=2)
+
+
+@functools.lru_cache
+def alone(sampling: SamplingParams = SAMPLING, cache: str = "auto") -> Rollout:
+    """Every row in a batch of its own, in a cache that is long enough from the beginning."""
+    return generate(sampling, max_rows=1, cache_block=16, kv_cache_dtype=cache)
+
+
+def assert_same(first: Rollout, second: Rollout, atol: float = 1e-5) -> None:
+    assert first.finish_reasons == second.finish_reasons
+    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> dict[str, list]:
+    """Calls of the scheduler: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
+    seen = {"decode": [], "insert": []}
+    originals = decode.decode, schedule.insert
+
+    def decoded(weights, cache, rows, clock, *args, **kwargs):
+        size = cache[0][1].shape[0], cache[0][1].shape[2]
+        seen["decode"].append((*size, int(clock), kwargs["prefix_slots"]))
+        return originals[0](weights, cache, rows, clock, *args, **kwargs)
+
+    def inserted(cache, source, *args, **kwargs):
+        seen["insert"].append((cache[0][1].shape[2], source[0][1].shape[2]))
+        return originals[1](cache, source, *args, **kwargs)
+
+    monkeypatch.setattr(decode, "decode", decoded)
+    monkeypatch.setattr(schedule, "insert", inserted)
+    return seen
+
+
+def test_rows_that_enter_later_equal_rows_by_themselves(calls):
+    refilled = generate(**STAGGERED)
+    lengths = [ids.size for ids in refilled.completion_ids]
+    assert min(lengths) == 1 and max(lengths) == 16 and len(set(lengths)) > 8
+    assert_same(refilled, alone())
+    # From prompts of 16 slots into rows of 4 tokens, and aside.
+    assert {(20, 16), (20, 20)} <= set(calls["insert"])
+    # The window was overwritten: its clock went beyond its 4 slots, and rows entered after.
+    assert max(clock for _, slots, clock, prefix in calls["decode"] if slots - prefix == 4) > 4
+
+
+def test_no_batch_is_larger_than_asked_for_and_only_as_long_as_its_rows(calls):
+    generate(**STAGGERED)
+    assert {rows for rows, *_ in calls["decode"]} <= {6, 3, 2}
+    # Prefix and window of each level, doubling from 4 tokens.
+    assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} <= {(16, 20), (20, 24), (24, 32)}
+
+
+def test_one_doubling_is_not_waited_for(calls):
+    # 8 tokens are twice the 4 that a cache begins with: 16 slots of the prompt and 8 from the beginning.
+    short = dataclasses.replace(SAMPLING, max_completion_tokens=8)
+    rollout = generate(short, **STAGGERED)
+    assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} == {(16, 24)}
+    for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
+        np.testing.assert_array_equal(ids, whole[:8])
+
+
+def test_a_group_is_prefilled_once(monkeypatch):
+    ran, original = [], decode.prefill
+
+    def prefill(weights, padded, lengths, **kwargs):
+        ran.extend(tuple(row[:length]) for row, length in zip(padded, lengths, strict=True))
+        return original(weights, padded, lengths, **kwargs)
+
+    monkeypatch.setattr(decode, "prefill", prefill)
+    generate(**STAGGERED)
+    for prompt in prompts():
+        assert ran.count(tuple(prompt)) == 1
+
+
+def test_rows_of_one_length_stay_together(calls):
+    expected = alone(ENDLESS)
+    for seen in calls.values():
+        seen.clear()
+    assert_same(generate(ENDLESS, **STAGGERED), expected)
+    # Neither preempted nor refilled; 27 rows in five batches, each of them through the three levels.
+    assert not calls["insert"]
+    assert [(rows, slots) for rows, slots, *_ in calls["decode"]] == (
+        [(6, 20), (6, 24), (6, 32)] * 4 + [(3, 20), (3, 24), (3, 32)]
+    )
+
+
+def test_first_tokens_that_end_a_completion_take_no_place(calls):
+    every = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(40)))
+    single = dataclasses.replace(SAMPLING, max_completion_tokens=1)
+    rollouts = [generate(sampling, **STAGGERED) for sampling in (every, single)]
+    assert not calls["decode"]
+    for rollout, reason in zip(rollouts, ({"stop"}, {"stop", "length"}), strict=True):
+        assert {ids.size for ids in rollout.completion_ids} == {1}
+        assert set(rollout.finish_reasons) == reason
+        for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
+            assert ids[0] == whole[0]
+
+
+def test_groups_that_do_not_fit_a_batch():
+    # 7 rows of a prompt in 6 places: a group is cut, its prompt's cache is kept for the rest.
+    sampling = dataclasses.replace(SAMPLING, group_size=7)
+    assert_same(generate(sampling, **STAGGERED), alone(sampling))
+
+
+def test_prompts_of_several_buckets():
+    assert_same(generate(prompt_buckets=(8, 16), **STAGGERED), alone())
+
+
+def test_preempted_rows_are_bounded(monkeypatch):
+    aside, refused, original = [], [], schedule.Scheduler._blocked
+
+    def blocked(self, level):
+        kept = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
+        aside.append(sum(kept.cache[0][1].shape[0] * kept.cache[0][1].shape[2] for kept in kept.values()))
+        refused.append(original(self, level))
+        return refused[-1]
+
+    monkeypatch.setattr(schedule.Scheduler, "_blocked", blocked)
+    # All rows outlive each level, and none may stay where it is.
+    monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
+    assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
+    assert any(refused) and not all(refused)
+    # A batch of the longest rows, 6 x (16 + 16) slots, and one of rows that went on from the level below.
+    assert max(aside) <= 6 * (32 + 24)
+
+
+def test_batches_of_preempted_rows_are_refilled_too(monkeypatch, calls):
+    monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
+    monkeypatch.setattr(schedule.Scheduler, "_blocked", lambda *args: False)
+    assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
+    assert {(20, 16), (24, 20), (32, 24)} <= set(calls["insert"])
+
+
+def test_float8_cache_moves_as_bits():
+    assert_same(generate(kv_cache_dtype="fp8", **STAGGERED), alone(cache="fp8"))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+def test_rows_stay_split_over_devices(monkeypatch, calls):
+    expected, mesh = alone(), Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    split, original = [], decode.decode
+
+    def decoded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        split.extend(leaf.sharding.spec for cache in (args[1], result[0]) for leaf in jax.tree.leaves(cache))
+        return result
+
+    monkeypatch.setattr(decode, "decode", decoded)
+    assert_same(generate(mesh=mesh, **STAGGERED), expected)
+    # JAX leaves axes of one device out of a result's spec.
+    assert split and {spec[0] for spec in split} <= {"data", ("data", "fsdp", "expert")}
+    assert {(20, 16), (20, 20)} <= set(calls["insert"])
+
+
+def test_groups_come_as_they_end():
+    rollout = generate(**STAGGERED)
+    # 9 groups of 3 rows through six places end in many calls, short ones first.
+    assert sum(map(bool, rollout.pulled)) > 4
+    order = [group for groups in rollout.pulled for group in groups]
+    assert order != sorted(order)
+    assert_same(rollout, alone())
+
+
+def test_a_call_that_is_given_up_leaves_the_engine_as_it_was():
+    engine = LocalEngine(MODEL, precision="float32", max_total_tokens=64, **STAGGERED)
+    engine.push_weights(params(), 0)
+    expected = sample(engine, prompts(), SAMPLING, seed=1, step=2)
+    closed, left = (engine.generate(prompts(), SAMPLING, seed=1, step=2) for _ in range(2))
+    for groups in (closed, left):
+        next(groups)
+    closed.close()
+    with pytest.raises(ZeroDivisionError):
+        for _ in engine.generate(prompts(), SAMPLING, seed=1, step=2):
+            1 / 0  # noqa: B018
+    assert_same(sample(engine, prompts(), SAMPLING, seed=1, step=2), expected, atol=0)
+    # A call in progress keeps its weights and their version, whatever is pushed.
+    engine.push_weights(jax.tree.map(lambda leaf: 2 * leaf, params()), 1)
+    rest = [episode for groups in left for episode in groups]
+    assert {int(episode.policy_versions[-1]) for episode in rest} == {0}
+    for episode in rest:
+        np.testing.assert_array_equal(
+            episode.completion_ids, expected.completion_ids[GROUP * episode.group + episode.member]
+        )
+
+
+def test_take_and_insert_by_hand():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("rows",)), P("rows"))
+
+    def made(first: int, rows: int, slots: int) -> cache_module.Cache:
+        def layer(start: int) -> tuple[jax.Array, jax.Array]:
+            values = jnp.arange(start, start + rows * slots, dtype=jnp.float32).reshape(rows, 1, slots, 1)
+            return values.transpose(0, 1, 3, 2), values
+
+        return layer(first), layer(first + 100)
+
+    longer = cache_module.take(made(10, 3, 2), np.array([2, 0, 2], np.int32), extra=1, sharding=sharding)
+    for layer, add in zip(longer, (0, 100), strict=True):
+        rows = np.array([[14, 15, -add], [10, 11, -add], [14, 15, -add]]) + add
+        for array in layer:
+            np.testing.assert_array_equal(array.reshape(3, 3), rows)
+    used_up = made(10, 3, 2)
+    whole = cache_module.take(used_up, None, extra=1, sharding=sharding, release=True)
+    assert all(array.is_deleted() for array in jax.tree.leaves(used_up))
+    for array in whole[1]:
+        np.testing.assert_array_equal(array.reshape(3, 3), [[110, 111, 0], [112, 113, 0], [114, 115, 0]])
+    # Row 1 of the source goes to place 2; place 7 does not exist and takes nothing.
+    places = np.array([2, 7], np.int32)
+    filled = cache_module.insert(longer, made(50, 2, 2), np.array([1, 0], np.int32), places, sharding=sharding)
+    for layer, add in zip(filled, (0, 100), strict=True):
+        rows = np.array([[14, 15, -add], [10, 11, -add], [52, 53, -add]]) + add
+        for array in layer:
+            np.testing.assert_array_equal(array.reshape(3, 3), rows)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+def test_rows_are_taken_where_they_are():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:2]), ("rows",)), P("rows"))
+    values = jnp.arange(12, dtype=jnp.float32).reshape(6, 1, 2, 1)
+    cache = jax.device_put(((values.transpose(0, 1, 3, 2), values),), sharding)
+    # Rows 0 to 2 are the first device's, 3 to 5 the second's; taken are rows 2, 0 and 4, 4.
+    local = cache_module.take(cache, np.array([2, 0, 1, 1], np.int32), extra=1, sharding=sharding, local=True)
+    named = cache_module.take(cache, np.array([2, 0, 4, 4], np.int32), extra=1, sharding=sharding)
+    for array, other in zip(jax.tree.leaves(local), jax.tree.leaves(named), strict=True):
+        assert array.sharding.is_equivalent_to(sharding, 4)
+        np.testing.assert_array_equal(array.reshape(4, 3), [[4, 5, 0], [0, 1, 0], [8, 9, 0], [8, 9, 0]])
+        np.testing.assert_array_equal(array, other)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+def test_devices_that_count_together_now_and_then_stop_at_the_last_token(monkeypatch):
+    sampling = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(13)))
+    expected, steps, original = alone(sampling), [], decode.decode
+
+    def decoded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        steps.append(int(result[1].steps))
+        return result
+
+    monkeypatch.setattr(decode, "decode", decoded)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    rollout = generate(sampling, mesh=mesh)
+    assert_same(rollout, expected)
+    # The first token comes from the prompt; the longest row is no multiple of the steps between two counts.
+    longest = max(ids.size for ids in rollout.completion_ids)
+    assert steps == [longest - 1] and (longest - 1) % decode._STEPS_ALONE

@@ -1,0 +1,84 @@
+"""Whole calls of an engine's `generate`, and rollouts by hand, as one array per completion."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dcmdp_jax.data.episode import Episode, in_prompt_order, single_turn
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
+
+
+@dataclasses.dataclass
+class Rollout:
+    """N = prompts * G single-turn completions; completion `p * G + j` answers prompt p.
+
+    Attributes:
+        prompt_ids, completion_ids, rollout_logprobs: per completion.
+        finish_reasons: per completion.
+        group_ids: [N], index of the prompt.
+        policy_version: of all tokens.
+        pulled: the groups of each list that an engine yielded, in the order of finishing.
+        routed_experts: per completion, of all its tokens but the last; None if no one asked.
+    """
+
+    prompt_ids: list[np.ndarray]
+    completion_ids: list[np.ndarray]
+    rollout_logprobs: list[np.ndarray]
+    finish_reasons: list[str]
+    group_ids: np.ndarray
+    policy_version: int
+    pulled: list[list[int]] = dataclasses.field(default_factory=list)
+    routed_experts: list[np.ndarray] | None = None
+
+    @property
+    def episodes(self) -> list[Episode]:
+        groups = self.group_ids.tolist()
+        routed = self.routed_experts or [None] * len(groups)
+        columns = self.prompt_ids, self.completion_ids, self.rollout_logprobs, self.finish_reasons, groups, routed
+        return [
+            single_turn(
+                prompt, completion, logprobs, policy_version=self.policy_version, group=group,
+                member=groups[:row].count(group), finish_reason=reason, routed_experts=experts,
+            )
+            for row, (prompt, completion, logprobs, reason, group, experts) in enumerate(zip(*columns, strict=True))
+        ]  # fmt: skip
+
+
+def sample(
+    engine: Engine,
+    prompts: Sequence[np.ndarray],
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    step: int,
+    on_pull: Callable[[list[Episode]], None] = lambda complete: None,
+) -> Rollout:
+    """Pull all groups. Each must come complete and once.
+
+    Args:
+        engine, prompts, sampling, seed, step: of `generate`.
+        on_pull: called with each list, before the next one is asked for.
+    """
+    episodes, pulled = [], []
+    for complete in engine.generate(prompts, sampling, seed=seed, step=step):
+        on_pull(complete)
+        groups = [episode.group for episode in complete[:: sampling.group_size]]
+        assert [(e.group, e.member) for e in complete] == [(g, j) for g in groups for j in range(sampling.group_size)]
+        episodes += complete
+        pulled.append(groups)
+    assert sorted(group for groups in pulled for group in groups) == list(range(len(prompts)))
+    episodes = in_prompt_order(episodes)
+    (version,) = {int(v) for episode in episodes for v in episode.policy_versions[episode.sampled_mask]}
+    return Rollout(
+        [episode.prompt_ids for episode in episodes],
+        [episode.completion_ids for episode in episodes],
+        [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
+        [episode.finish_reason for episode in episodes],
+        np.array([episode.group for episode in episodes]),
+        version,
+        pulled,
+        None if episodes[0].routed_experts is None else [episode.routed_experts[:-1] for episode in episodes],
+    )

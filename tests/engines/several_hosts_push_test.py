@@ -1,0 +1,73 @@
+"""Two processes push parameters that neither of them holds whole to engines of their own."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import HANGS_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The engine compares the checksums of what it got with the trainer's by itself.
+_PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
+from dcmdp_jax.parallel.hosts import join_hosts
+from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
+from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.sidecar.bridge import WeightBridge
+from dcmdp_jax.engines.sidecar.shared_memory import Segment
+number, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+with join_hosts(f"localhost:{port}", 2, number, 100.0) as hosts:
+    config = ModelConfig(
+        model_type="qwen3", vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_position_embeddings=64, rope_theta=1e4, tie_word_embeddings=True,
+    )
+    for sizes, engine_axes in (((1, 4, 1, 1), {}), ((4, 1, 1, 1), {}), ((1, 2, 2, 1), {"tensor": 2})):
+        mesh = make_mesh(*sizes)
+        shapes = param_shapes(config, "float32")
+        shardings = param_shardings(logical_axes(config), shapes, mesh)
+        create = jax.jit(lambda: init_params(config, jax.random.key(0), "float32"), out_shardings=shardings)
+        params = create()
+        own = sampling_mesh(mesh, **engine_axes)
+        engine = LocalEngine(config, precision="float32", max_total_tokens=32, mesh=own)
+        engine.push_weights(params, 0)
+        prints = hosts.gather(np.array([engine.weights_fingerprint], np.uint32))
+        assert len(set(prints.tolist())) == 1, prints
+    bridge = WeightBridge(config, dtype="bfloat16")
+    segment = Segment(f"t-{number}", bridge.num_bytes)
+    sums = bridge.publish(params, segment, 3)
+    all_sums = hosts.gather(sums[None])
+    assert (all_sums[0] == all_sums[1]).all()
+    segment.close()
+    print("all is well", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_engines_of_two_processes_get_the_same_weights_from_any_mesh():
+    with socket.socket() as bound:
+        bound.bind(("localhost", 0))
+        port = str(bound.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(number), port],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    for process in started:
+        stdout, stderr = process.communicate(timeout=HANGS_S)
+        assert process.returncode == 0 and "all is well" in stdout, stderr

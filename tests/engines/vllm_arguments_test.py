@@ -1,0 +1,56 @@
+"""The arguments for GPUs, read by vLLM's own parser and config, as far as its CPU build does that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from dcmdp_jax.engines.vllm import launch
+from tests.engines.vllm_tools import TOTAL, small_model, vllm_settings
+from tests.waiting import HANGS_S
+
+_READ = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+
+if __name__ == "__main__":
+    found = []
+    for arguments in json.load(sys.stdin):
+        try:
+            config = EngineArgs(**arguments).create_engine_config()
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            scheme = getattr(config.quant_config, "args", None)
+            found.append([config.model_config.quantization, scheme and str(scheme.linear)])
+    print("found", json.dumps(found))
+"""
+
+
+def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
+    """FP8 becomes vLLM's online quantization with a scale per tensor; sleep mode is known, and wants a GPU."""
+    config, script = small_model(), tmp_path / "read.py"
+    script.write_text(_READ)
+
+    def arguments(precision, **changes):
+        directory = tmp_path / precision
+        sizes = {"compute_dtype": "bfloat16", "max_total_tokens": TOTAL}
+        launch.write_model_config(config, directory, precision=precision, **sizes)
+        return launch.engine_arguments(
+            config, vllm_settings(**changes), directory, precision=precision, kv_cache_dtype="auto", max_rows=64,
+            cpu=False, available=0, **sizes,
+        )  # fmt: skip
+
+    asked = [arguments("bfloat16"), arguments("fp8"), arguments("fp8_per_block"), arguments("bfloat16", sleep=2)]
+    done = subprocess.run(
+        [sys.executable, str(script)], input=json.dumps(asked), capture_output=True, text=True, timeout=HANGS_S,
+        env={**os.environ, **launch.environment(vllm_settings(), "cpu")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    plain, tensor, block, sleep = json.loads(line.removeprefix("found "))
+    assert plain == [None, None]
+    assert (tensor, block) == (["online", "fp8_per_tensor_static"], ["online", "fp8_per_block_static"])
+    assert "Sleep mode is not supported on current platform" in sleep

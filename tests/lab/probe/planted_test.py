@@ -1,0 +1,208 @@
+"""Every cause, planted in real (tiny, embedded) engines and named; a clean pair called clean."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.lab.mismatch.analysis import analyze
+from dcmdp_jax.lab.probe import rescoring
+from dcmdp_jax.lab.probe.compare import Setup, compare, sampling_floor
+from dcmdp_jax.lab.probe.engines import Sampled, sample
+from dcmdp_jax.lab.probe.lifting import lift
+from dcmdp_jax.lab.probe.specs import parse_spec
+from dcmdp_jax.lab.probe.training_stack import TrainingStack
+from dcmdp_jax.models.decoder import Compute
+from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
+
+QUESTIONS = [f"{a}+{b}=?" for a in (12, 47) for b in (5, 38)]
+SAMPLING = SamplingParams(group_size=8, max_completion_tokens=32)
+LONGEST = 96
+
+
+def _tokens(text):
+    return np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+PROMPTS = [_tokens(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in QUESTIONS]
+BARE = [_tokens(question) for question in QUESTIONS]
+
+
+def with_one_stale_tensor():
+    mixed = jax.tree.map(lambda leaf: leaf, params())
+    kernel = mixed["layers"]["mlp"]["down"]["kernel"]
+    mixed["layers"]["mlp"]["down"]["kernel"] = kernel.at[1].set(params(True)["layers"]["mlp"]["down"]["kernel"][1])
+    return mixed
+
+
+def local(weights=None, **settings):
+    engine = LocalEngine(CONFIG, max_total_tokens=LONGEST, max_rows=64, **settings)
+    engine.push_weights(params() if weights is None else weights, 0)
+    return engine
+
+
+def sampled(engine, prompts=None, **distribution):
+    return sample(engine, prompts or PROMPTS, dataclasses.replace(SAMPLING, **distribution), seed=0)
+
+
+def analysis(engine, found, *, temperature=1.0, compute="float32", rescore=True, train_compute="float32"):
+    setup = Setup(
+        CONFIG, params(), PROMPTS, temperature, {"step 3": params(True)}, {"text without a chat template": BARE},
+        TOKENIZER.decode, max_rows=64, compute=compute,
+    )  # fmt: skip
+    trainer = TrainingStack(CONFIG, params(), compute=Compute(dtype=train_compute))
+    return analyze(compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup, rescore=rescore))
+
+
+def named(*arguments, **options):
+    return analysis(*arguments, **options).findings
+
+
+def test_a_clean_pair_is_called_clean():
+    engine = local()
+    found = analysis(engine, sampled(engine))
+    assert [finding.cause for finding in found.findings] == ["clean"]
+    # Two float32 programs of one model: rounding, and not a bit-for-bit copy that would hide everything.
+    assert 0 < found.statistics.mean < 1e-6 and all(0 <= floor < 1e-6 for floor in found.floors.values())
+
+
+def test_the_sampling_floor_is_that_of_another_batch():
+    engine = local(precision="bfloat16", compute_dtype="bfloat16")
+    found = sampled(engine)
+    floor = sampling_floor(engine, PROMPTS, SAMPLING, found, seed=0)
+    # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing to compare.
+    assert floor is not None and floor < 0.02
+    alone = dataclasses.replace(
+        found, prompt_index=found.prompt_index[:1], completion_ids=found.completion_ids[:1], logprobs=found.logprobs[:1]
+    )
+    assert sampling_floor(engine, PROMPTS, SAMPLING, alone, seed=0) is None
+    moved = dataclasses.replace(found, logprobs=[values - 1 for values in found.logprobs])
+    assert sampling_floor(engine, PROMPTS, SAMPLING, moved, seed=0) > 10 * floor
+
+
+def test_bfloat16_is_rounding_noise():
+    engine = local(precision="bfloat16", compute_dtype="bfloat16")
+    found = analysis(engine, sampled(engine), compute="bfloat16")
+    assert found.findings[0].cause == "rounding" and found.recommendation.tolerance > found.statistics.mean > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause", "name"),
+    [
+        ({"precision": "int8"}, "quantized_weights", "int8 weights"),
+        ({"precision": "int4"}, "quantized_weights", "int4 weights"),
+        ({"precision": "fp8"}, "quantized_weights", "fp8 weights, a scale for each output channel"),
+        ({"kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8 key-value cache"),
+        ({"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8"),
+    ],
+)
+def test_quantization_is_named_by_what_is_quantized(settings, cause, name):
+    engine = local(**settings)
+    finding = named(engine, sampled(engine), compute=settings.get("compute_dtype", "float32"))[0]
+    assert finding.cause == cause and finding.evidence[0].startswith(f"Scoring with {name}")
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause", "said"),
+    [
+        (
+            "local:exact,cache=fp8",
+            "quantized_cache",
+            "The engine's key-value cache is fp8. Without it, as local:exact,",
+        ),
+        ("local:int8", "quantized_weights", "The engine's weights are int8. Without it, as local:float32,"),
+    ],
+)
+def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engine, cause, said, monkeypatch):
+    monkeypatch.setattr(rescoring, "_EMULATED", ())
+    spec = parse_spec(engine)
+
+    def build(spec):
+        return local(precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache)
+
+    first = build(spec)
+    found = sampled(first)
+    setup = Setup(CONFIG, params(), PROMPTS, 1.0, settings=spec.costs)
+    pair = {"engine": first, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
+    measured = compare("pair", {}, found, pair, setup, rescore=True)
+    lifted = lift(spec, build, PROMPTS, found, measured.pairs, temperature=1.0)
+    finding = analyze(dataclasses.replace(measured, lifted=lifted)).findings[0]
+    assert finding.cause == cause and finding.evidence[0].startswith(said)
+    assert finding.evidence[0].endswith("100% of the mismatch is gone.")
+    # Without that measurement the settings are all there is.
+    assert analyze(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
+    # A setting that changes nothing is not blamed.
+    innocent = [dataclasses.replace(each, share=0.02) for each in lifted]
+    assert analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+def test_a_temperature_that_the_trainer_does_not_use(temperature):
+    engine = local()
+    finding = named(engine, sampled(engine, temperature=temperature))[0]
+    assert finding.cause == "temperature" and f"temperature {temperature:.2f} in place of 1.00" in finding.evidence[0]
+
+
+def test_raw_log_probs_in_place_of_those_sampled_from():
+    engine = local()
+    found = sampled(engine, temperature=0.7)
+    prompts = [PROMPTS[index] for index in found.prompt_index]
+    raw = dataclasses.replace(found, logprobs=engine.score(prompts, found.completion_ids, temperature=1.0))
+    finding = named(engine, raw, temperature=0.7)[0]
+    assert finding.cause == "raw_logprobs" and "temperature 1.00 in place of 0.70" in finding.evidence[0]
+    # The columns alone show it too.
+    assert named(engine, raw, temperature=0.7, rescore=False)[0].cause == "raw_logprobs"
+
+
+@pytest.mark.parametrize("top_p", [0.6, 0.95])
+def test_a_truncated_support(top_p):
+    engine = local()
+    finding = named(engine, sampled(engine, top_p=top_p))[0]
+    assert finding.cause == "support"
+
+
+def test_stale_weights():
+    engine = local(params(True))
+    finding = named(engine, sampled(engine))[0]
+    assert (
+        finding.cause == "stale_weights"
+        and finding.evidence[0] == "Scoring with the weights of step 3 explains 100% of the mismatch."
+    )
+
+
+def test_one_tensor_that_was_not_synchronized_is_named():
+    engine = local(with_one_stale_tensor())
+    finding = named(engine, sampled(engine))[0]
+    assert finding.cause == "unsynchronized_tensor"
+    assert finding.evidence[0].startswith("Scoring with model.layers.1.mlp.down_proj.weight of step 3")
+
+
+def test_an_engine_with_another_chat_template():
+    engine = local()
+    found = sampled(engine, BARE)
+    finding = named(engine, found)[0]
+    assert finding.cause == "chat_template" and "text without a chat template explains 100%" in finding.evidence[0]
+
+
+def test_completions_that_were_decoded_and_encoded_again():
+    engine = local()
+    found = sampled(engine)
+    completions, logprobs = [], []
+    for place, (ids, values) in enumerate(zip(found.completion_ids, found.logprobs, strict=True)):
+        if place % 4 == 0:
+            # Two tokens become one at the middle, as a merge does; the pipeline lines the rest up as it comes.
+            ids = np.concatenate([ids[: len(ids) // 2], ids[len(ids) // 2 + 1 :]])
+        completions.append(ids)
+        logprobs.append(values[: len(ids)])
+    broken = Sampled(found.prompt_index, completions, logprobs)
+    finding = named(engine, broken)[0]
+    assert finding.cause == "retokenization" and "25.0% of the completions" in finding.evidence[0]
+
+
+def test_rounding_of_the_trainer_is_not_blamed_on_weights():
+    engine = local()
+    found = analysis(engine, sampled(engine), train_compute="bfloat16", compute="bfloat16")
+    assert found.findings[0].cause == "rounding"

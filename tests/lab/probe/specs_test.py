@@ -1,0 +1,54 @@
+"""Engines by name, and engines that can't be compared."""
+
+import pytest
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.probe.engines import check_same_tokens
+from dcmdp_jax.lab.probe.session import check_specs
+from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trainer", ProbeSpec("trainer", "float32", "float32")),
+        ("trainer:bfloat16", ProbeSpec("trainer", "bfloat16", "bfloat16")),
+        ("local:fp8", ProbeSpec("local", "fp8", "float32")),
+        ("local:int8,compute=bfloat16", ProbeSpec("local", "int8", "bfloat16")),
+        ("vllm:bfloat16,cache=fp8", ProbeSpec("vllm", "bfloat16", "bfloat16", "fp8")),
+        ("vllm:fp8_per_block", ProbeSpec("vllm", "fp8_per_block", "bfloat16")),
+        ("local:exact,model=a/b", ProbeSpec("local", "exact", "float32", "auto", "a/b")),
+        ("hf", ProbeSpec("hf", "float32", "float32")),
+    ],
+)
+def test_a_name_says_which_engine(text, expected):
+    assert parse_spec(text) == expected
+    assert parse_spec(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("torch", "engine 'torch': engine 'torch', allowed are trainer, hf, local, vllm"),
+        ("local:fp4", "precision 'fp4', allowed are exact, float32"),
+        ("vllm:bfloat16,cache=int4", "cache 'int4', allowed are auto, fp8"),
+        ("trainer,cache=fp8", "option 'cache', allowed are model"),
+        ("local:fp8,color=red", "option 'color', allowed are compute, cache, model"),
+    ],
+)
+def test_what_is_no_engine_is_refused(text, said):
+    with pytest.raises(UserError, match=said):
+        parse_spec(text)
+
+
+def test_an_engine_that_only_scores_cannot_sample():
+    with pytest.raises(UserError, match="--a: hf:float32 only scores; engines that sample are local, vllm"):
+        check_specs([parse_spec("hf")], parse_spec("trainer"))
+
+
+def test_two_vocabularies_that_differ_are_refused_in_one_line():
+    first, second = {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1}
+    check_same_tokens(first, dict(first), ("x", "y"))
+    with pytest.raises(UserError, match="differ in 2 tokens: token 1 is 'b' for x and 'c' for y; log-probs") as raised:
+        check_same_tokens(first, second, ("x", "y"))
+    assert "\n" not in str(raised.value)

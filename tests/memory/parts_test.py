@@ -1,0 +1,291 @@
+"""Memory of a run: figures by hand for known models, and one measured run."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs import base, demo, qwen3_8b, qwen3_30b_a3b
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.memory import plan as memory_plan
+from dcmdp_jax.memory.parts import plan_engine_memory, plan_memory
+from dcmdp_jax.memory.plan import Machine
+from dcmdp_jax.models.config import ModelConfig, from_hf
+from dcmdp_jax.models.params import num_params
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.plan.published import PUBLISHED
+from dcmdp_jax.training import build, setup
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GIB = 2**30
+QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
+QWEN3_0_6B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True)
+
+
+def _plan(config, model, machine, shape, *, prompts=(1024,), vllm_on_cpu=False):
+    config = from_config_dict(config)
+    devices = shape[0] * shape[1] * shape[2]
+    mesh = make_mesh(*shape, devices=jax.devices()[:devices])
+    compute, packing = setup.layout(config, mesh)
+    if machine.platform == "gpu":
+        compute = dataclasses.replace(compute, attention="cudnn")
+    completions = config.training.prompts_per_step * config.rollout.group_size
+    return plan_memory(
+        config, model, compute, mesh, packing, machine, prompt_lengths=prompts, completions=completions,
+        vllm_on_cpu=vllm_on_cpu,
+    )  # fmt: skip
+
+
+def _part(plan, name):
+    return next(part for part in plan.parts if part.name.startswith(name))
+
+
+def test_qwen3_8b_on_eight_gpus_by_hand():
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
+    params = 8_190_735_360
+    # Norms are replicated: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
+    share = (params - 308_224) // 8 + 308_224
+    assert share == 1_024_111_616
+    assert _part(plan, "parameters").each == 4 * share
+    assert _part(plan, "Adam's moments").each == 8 * share
+    assert _part(plan, "gradients").each == 4 * share
+    # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096 twice, with both.
+    assert _part(plan, "layers on their way").each == 2 * 2 * (2 * 151_936 * 4096 + 4096)
+    # bfloat16 weights, replicated: 15.3 GiB.
+    assert _part(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row, 3.8 with the caches
+    # of preempted rows. State 11.4 GiB and the engine's weights leave 33.3 of 60, less what attention of eight prompts
+    # takes, 1.0: 8 rows a device, 30.4. (Nine are 34.2.)
+    assert plan.rows == 8 * 8
+    cache = _part(plan, "key-value cache")
+    assert cache.each == 8 * 9216 * 147_456
+    assert _part(plan, "preempted caches").each == 2 * cache.each
+    # For sure rows begin with 128 slots each, after their prompt's bucket.
+    assert cache.certain == (8 * (1024 + 128) * 147_456, 0, 0)
+    # Orbax copies the state to the host before the next step: no device holds a second one. Twice while it is written.
+    for name in ("checkpoint's copy", "checkpoint being written"):
+        assert (_part(plan, name).each, _part(plan, name).host) == (0, 8 * 12 * share)
+    # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
+    assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
+    assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
+
+
+def test_an_engine_over_tensor_has_room_for_more_rows():
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    config = qwen3_8b.get_config("local")
+    config.rollout.local.tensor = 8
+    plan = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    # Norms are replicated, as above.
+    assert _part(plan, "engine's weights").each == 2 * ((8_190_735_360 - 308_224) // 8 + 308_224)
+    # All 64 rows' heads are split over eight devices, one each.
+    cache = _part(plan, "key-value cache")
+    assert cache.each == plan.rows * 9216 * 147_456 // 8
+    assert 64 < plan.rows < 256 and not plan.shortages()
+    # With more memory all of 512 completions fit into batches of 256.
+    wide = _plan(config, QWEN3_8B, machine._replace(device_bytes=200 * _GIB), (1, 8, 1))
+    assert wide.rows == 256
+
+
+def test_a_replicated_state_is_copied_to_the_host_once():
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (2, 4, 1))
+    # Orbax has each replica copy a part. As above with four shards: norms on each.
+    share = (8_190_735_360 - 308_224) // 4 + 308_224
+    assert _part(plan, "parameters").each == 4 * share
+    assert _part(plan, "checkpoint's copy").host == 4 * 12 * share
+
+
+def test_router_replay_is_counted_where_it_is_held():
+    """128 experts of which 8 are named in each of 48 layers, int16: 768 bytes a token."""
+    config = qwen3_30b_a3b.get_config()
+    config.mesh.fsdp, config.mesh.expert = 8, 1
+    config.rollout.engine = "local"
+    model = from_hf(PUBLISHED["Qwen3-30B-A3B"])
+    machine = Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
+    without = _plan(config, model, machine, (1, 8, 1))
+    config.rollout.router_replay = True
+    plan = _plan(config, model, machine, (1, 8, 1))
+    completions = config.training.prompts_per_step * config.rollout.group_size
+    assert _part(plan, "experts of the completions' tokens").host == completions * (1024 + 8192) * 768
+    assert _part(plan, "engine's record").host == completions * 8192 * 768
+    # Each device decodes an eighth of the rows; for sure the first 128 of each one's tokens.
+    rows = plan.rows // 8
+    assert _part(plan, "experts of decoded").each == rows * 8192 * 768
+    assert _part(plan, "experts of decoded").certain == (rows * 128 * 768, 0, 0)
+    # Five int32, a float32 and a bool for each token of a row, and its experts.
+    assert _part(without, "batch").each * (25 + 768) == _part(plan, "batch").each * 25
+    assert _part(plan, "batch, before").host == 8 * _part(plan, "batch").each
+    assert not any(part.name.startswith(("experts of", "engine's record")) for part in without.parts)
+
+
+def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
+    machine = Machine("gpu", 8, 28 * _GIB, 1000 * _GIB)
+    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
+    # One row for each device: 26.7 GiB of state and engine, and 3.8.
+    assert plan.rows == 8 and 30 < plan.total("sample", "first") / _GIB < 31
+    # A push: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
+    [line] = [line for line in plan.table() if line.startswith("does not fit")]
+    assert "the first device has 28.0 GiB and the phase 'push' takes 31.3" in line
+    assert "engine's weights 15.3; smaller with a smaller model, more devices along rollout.local.tensor" in line
+    # State, engine and first slots of the cache are 11.4 + 15.3 + 0.2 GiB for sure: the run may work.
+    plan.check()
+    assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 26.9
+    with pytest.raises(ValueError) as caught:
+        dataclasses.replace(plan, machine=machine._replace(device_bytes=20 * _GIB)).check()
+    assert str(caught.value) == (
+        "memory: the first device has 20.0 GiB and the phase 'sample' takes at least 26.9, of which engine's weights "
+        "15.3; smaller with a smaller model, more devices along rollout.local.tensor, or rollout.engine=vllm"
+    )
+
+
+def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
+    config = base.get_config("debug")
+    config.model.param_dtype = "bfloat16"
+    config.rollout.group_size, config.rollout.max_completion_tokens = 4, 48
+    config.training.prompts_per_step = config.training.prompts_per_mini_batch = 1
+    config.training.row_lengths = (112,)
+    plan = _plan(config, QWEN3_0_6B, Machine("cpu", 1, None, 23 * _GIB), (1, 1, 1), prompts=(40,))
+    params = 596_049_920
+    assert num_params(QWEN3_0_6B) == params
+    assert _part(plan, "parameters").host == 2 * params and _part(plan, "Adam's moments").host == 4 * params
+    assert _part(plan, "checkpoint's copy").host == 6 * params
+    assert _part(plan, "engine's weights").host == 2 * params
+    # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer twice in a step.
+    assert _part(plan, "engine's weights, cast").host == 4 * params
+    assert _part(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
+    # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6 and what of it is on its
+    # way to the disk 6, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
+    # (26 * 596,049,920 + 1,244,659,712) / 2^30 = 15.59 GiB. It was announced with 6.7 and took over 12.6.
+    least = 26 * params + 1_244_659_712
+    assert round(least / _GIB, 2) == 15.59
+    assert least < plan.total("step", "host") < 1.2 * least
+    assert plan.peak("host")[0] == "step"
+
+
+def test_a_cpus_devices_share_the_hosts_memory():
+    config = demo.get_config()
+    machine = Machine("cpu", 4, None, 23 * _GIB)
+    model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
+    one = _plan(config, model, machine, (1, 1, 1), prompts=(20,))
+    four = _plan(config, model, machine, (4, 1, 1), prompts=(20,))
+    for name, times in (("parameters", 4), ("Adam's moments", 4), ("gradients of", 4), ("engine's weights", 1)):
+        assert _part(four, name).host == times * _part(one, name).host
+    # Rows are divided: the caches of all devices together are as large as one's.
+    assert _part(four, "key-value cache").host == _part(one, "key-value cache").host
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "kept", "on_gpu", "on_cpu"),
+    [
+        # 96 hidden, 256 MLP, 3 layers: matrices 96*96 (q) + 2*96*32 (k, v) + 96*96 (o) + 3*96*256 = 98,304 a layer;
+        # norms 2*96 + 2*32 = 256 a layer and 96; embedding 104 * 96 = 9,984. 305,760 in all.
+        ("exact", "float32", 4 * 305_760, 0, 0),
+        ("bfloat16", "bfloat16", 2 * 305_760, 0, 4 * 305_760),
+        ("bfloat16", "float32", 2 * 305_760, 4 * 305_760, 4 * 305_760),
+        # One byte for each entry of a matrix, a float32 scale for each of its 96 + 64 + 96 + 512 + 96 = 864 columns;
+        # the output layer quantized (9,984 and 104 scales) beside the embedding; norms as they were. A GPU converts
+        # the largest matrix, 96 x 512, while it multiplies; a CPU all of them first.
+        ("int8", "float32", 3 * (98_304 + 4 * 864 + 4 * 256) + 4 * 96 + 4 * 9_984 + 9_984 + 4 * 104,
+         4 * 96 * 512, 4 * (3 * 98_304 + 9_984)),
+    ],
+)  # fmt: skip
+def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_cpu):
+    model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
+    assert num_params(model) == 305_760
+    for platform, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
+        plan = plan_engine_memory(
+            model, Machine(platform, 2, None, None), precision=precision, compute_dtype=compute, kv_cache_dtype="auto",
+            param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
+        )  # fmt: skip
+        place = "first" if platform == "gpu" else "host"
+        assert _part(plan, "engine's weights").on(place) == kept
+        found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]
+        assert found == ([cast] if cast else [])
+
+
+def test_vllms_two_copies_are_counted_in_the_host():
+    config = qwen3_8b.get_config("local")
+    config.rollout.engine = "vllm"
+    config.rollout.vllm.kv_cache_gib = 2.0
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    plan = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    # Two copies of 8,190,735,360 bfloat16; every tensor of this model is a multiple of 64 bytes.
+    assert _part(plan, "two copies").host == 2 * 2 * 8_190_735_360
+    assert plan.note == "besides: vLLM takes 0.4 of each of its GPUs (rollout.vllm.memory_share)"
+    assert not any(part.name.startswith(("engine's", "key-value", "layers on their way")) for part in plan.parts)
+    on_cpu = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert _part(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
+    assert _part(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
+    config.rollout.vllm.replicas = 3
+    three = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert _part(three, "two copies").host == _part(on_cpu, "two copies").host
+    assert _part(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
+    assert _part(three, "vLLM's key-value cache").host == 3 * 2 * _GIB
+    assert _part(three, "vLLM's weights").lower.startswith("rollout.vllm.replicas, ")
+
+
+def test_a_reference_policy_is_counted():
+    config = demo.get_config()
+    config.algorithm.kl_coefficient = 0.1
+    model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
+    plan = _plan(config, model, Machine("cpu", 1, None, None), (1, 1, 1), prompts=(20,))
+    assert _part(plan, "reference policy").host == 4 * num_params(model)
+    assert plan.shortages() == []  # nobody knows what there is
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+    config = demo.get_config()
+    config.run_dir, config.warmup.steps, config.evaluation.every_steps = str(tmp_path / "run"), 0, 0
+    # 8 devices: make_plan_of_run takes a mesh from the settings; the machine says what it has.
+    config.mesh.data, config.mesh.fsdp = -1, 1
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    with pytest.raises(
+        ValueError, match="^memory: this machine has 0.0 GiB and the phase '.*' takes at least 0.0, of which"
+    ) as caught:
+        setup.make_plan_of_run(from_config_dict(config))
+    assert "\n" not in str(caught.value) and "smaller with" in str(caught.value)
+
+
+_RUN = """
+import json, resource, sys
+from pathlib import Path
+from configs import base
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.training.loop import train
+from dcmdp_jax.training.setup import make_plan_of_run
+from dcmdp_jax.models.params import num_params
+config = base.get_config("debug")
+config.run_dir, config.task.prompt_suffix, config.mesh.cpu_devices = sys.argv[1], "", 1
+config.model.compute_dtype = "float32"
+config.training.steps, config.rollout.max_rows = 1, 16
+architecture = config.model.architecture
+architecture.hidden_size, architecture.intermediate_size, architecture.num_layers = 512, 16384, 2
+plan = make_plan_of_run(from_config_dict(config))
+before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+train(plan, show=lambda line: None)
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+grown = int(status["VmHWM"].split()[0]) * 1024 - before
+print(json.dumps({"announced": plan.memory.peak("host")[1], "grown": grown}))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
+def test_a_small_run_grows_by_about_what_is_announced(tmp_path):
+    # 51 million parameters, whose arrays outweigh libraries and compiler (0.3 to 0.7 GiB). Measured once: 2.5 GiB, with
+    # 2.2 announced. VmHWM, because Linux's ru_maxrss starts at the peak of the process that started this one.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(tmp_path / "run")], cwd=_ROOT, capture_output=True, text=True, timeout=900,
+        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["announced"] / 2 < told["grown"] < 2 * told["announced"], told

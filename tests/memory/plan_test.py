@@ -1,0 +1,55 @@
+"""Totals, peaks and the table of a memory plan."""
+
+import pytest
+
+from dcmdp_jax.memory.plan import Machine, MemoryPlan, Part, exact
+
+_GIB = 2**30
+
+
+def test_totals_and_peaks_of_a_plan():
+    parts = (
+        exact("a", each=3, first=1, lower="one"),
+        Part("b", each=10, phases=frozenset({"sample"}), lower="two", certain=(4, 0, 0)),
+        exact("c", host=5, phases=frozenset({"step"}), lower="three"),
+    )
+    plan = MemoryPlan(parts, Machine("gpu", 2, 12, 4))
+    assert plan.peak("first") == ("sample", 14) and plan.peak("other") == ("sample", 13)
+    assert plan.peak("first", certain=True) == ("sample", 8) and plan.peak("host") == ("step", 5)
+    assert len(plan.shortages()) == 2 and len(plan.shortages(certain=True)) == 1
+    with pytest.raises(ValueError, match="this machine has .* the phase 'step' takes at least .* of which c "):
+        plan.check()
+
+
+def _words(plan):
+    return [" ".join(line.split()) for line in plan.table()]
+
+
+def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
+    parts = (
+        exact("parameters", each=2 * _GIB),
+        exact("gathered", first=_GIB, phases=frozenset({"push"})),
+        Part("logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"),
+        exact("copies", host=_GIB // 2),
+    )
+    plan = MemoryPlan(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")
+    # Push 2 + 1 on the first device, step 2 + 3.
+    assert _words(plan) == [
+        "GiB push sample step",
+        "parameters 2.00 2.00 2.00",
+        "gathered 1.00",
+        "~logits 3.00",
+        "copies, host 0.50 0.50 0.50",
+        "total, first device 3.00 2.00 5.00 of 4.00",
+        "total, other devices 2.00 2.00 5.00 of 4.00",
+        "total, host 0.50 0.50 0.50 of 8.00",
+        "does not fit: the first device has 4.0 GiB and the phase 'step' takes 5.0, of which logits 3.0; smaller with "
+        "model.logprob_chunk",
+        "besides: something",
+    ]
+    plan.check()  # 3 GiB for sure
+
+
+def test_small_plans_are_in_mib():
+    plan = MemoryPlan((exact("parameters", host=3 * 2**20),), Machine("cpu", 4, None, None))
+    assert _words(plan) == ["MiB push sample step", "parameters 3.00 3.00 3.00", "total 3.00 3.00 3.00"]
