@@ -21,7 +21,7 @@ class DualState(NamedTuple):
 
     Attributes:
         multiplier: [] float32, lambda, in advantage units per unit of discrepancy.
-        window: [n] float32, the last n batch-mean discrepancies, oldest first.
+        window: [n + 1] float32, the mean discrepancies of the first n steps, which c is measured on, and the last.
         filled: [] int32, how many entries of `window` hold a real value.
     """
 

@@ -164,9 +164,7 @@ def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[st
         yield from _differing("dual/multiplier", steps, multiplier, np.full(len(steps), fixed))
         yield from _differing("dual/violation", steps, violation, discrepancy - tolerance)
         return
-    window = config["algorithm.dual_window"]
-    recent = np.array([discrepancy[max(0, k + 1 - window) : k + 1].mean() for k in range(len(steps))])
-    yield from _differing("dual/violation", steps, violation, recent - tolerance, scale=tolerance)
+    yield from _differing("dual/violation", steps, violation, discrepancy - tolerance, scale=tolerance)
     low, high = config["algorithm.multiplier_min"], config["algorithm.multiplier_max"]
     for step in steps[(multiplier < np.float32(low)) | (multiplier > np.float32(high))]:
         yield f"dual/multiplier: outside {low} .. {high} at step {step}"

@@ -1,4 +1,4 @@
-"""The Lagrange multiplier: projected gradient ascent on the mean discrepancy, or PID control of it.
+"""The Lagrange multiplier: projected gradient ascent on the mean discrepancy.
 
 No optimizer, decay or gradient clipping touches it.
 """
@@ -15,19 +15,15 @@ from dcmdp_jax.algorithm.checks import require_integer, require_number
 from dcmdp_jax.algorithm.masked import masked_quantile
 from dcmdp_jax.types import Array, DualState
 
-PID_WINDOW = 3
-"""Mean discrepancies that PID control looks back on, this step's included."""
 
-
-def dual_init(multiplier: float, *, minimum: float, maximum: float, window: int = 1) -> DualState:
+def dual_init(multiplier: float, *, minimum: float, maximum: float, measured_steps: int = 0) -> DualState:
     """The state before the first step.
 
     Args:
         multiplier: lambda_0, within [minimum, maximum].
         minimum: lambda_min >= 0; a negative multiplier would reward discrepancy.
         maximum: lambda_max, finite.
-        window: n >= 1, how many of the last steps' mean discrepancies each update averages. 1 is the paper's Eq. 11;
-            more is our reading of its "dynamic buffer".
+        measured_steps: of `calibrated_update`, whose mean discrepancies the state keeps; 0 without it.
 
     Returns:
         `DualState` with an empty window.
@@ -38,10 +34,10 @@ def dual_init(multiplier: float, *, minimum: float, maximum: float, window: int 
     require_number("minimum", minimum, minimum=0)
     require_number("maximum", maximum, minimum=minimum)
     require_number("multiplier", multiplier, minimum=minimum, maximum=maximum)
-    require_integer("window", window, minimum=1)
+    require_integer("measured_steps", measured_steps, minimum=0)
     return DualState(
         multiplier=jnp.asarray(multiplier, jnp.float32),
-        window=jnp.zeros(window, jnp.float32),
+        window=jnp.zeros(measured_steps + 1, jnp.float32),
         filled=jnp.zeros((), jnp.int32),
     )
 
@@ -54,24 +50,10 @@ def dual_update(
     learning_rate: float | Array,
     minimum: float | Array,
     maximum: float | Array,
-    average: int | None = None,
-    proportional: float = 0.0,
-    derivative: float = 0.0,
 ) -> DualState:
     """One step of projected dual ascent (Eq. 11; Algorithm 1, "Multiplier update").
 
-        lambda_{k+1} = clip(lambda_k + eta (dbar - c), lambda_min, lambda_max)
-
-    dbar is the mean of the last n values of `mean_discrepancy`, this one included, n the length of the state's
-    window; during the first n - 1 steps the mean of those there are. With n = 1 dbar is `mean_discrepancy`.
-
-    Beyond the paper: PID control (Stooke et al. 2020, arXiv:2007.03964), the same with two further terms in the step,
-
-        K_P (d_k - d_{k-1}) + K_D (d_k - 2 d_{k-1} + d_{k-2}),    d = `mean_discrepancy`, eta the integral gain,
-
-    each left out until the window holds its values. This is PID in its velocity form, lambda itself the integral: the
-    clip to [lambda_min, lambda_max] then needs no anti-windup of its own. Stooke et al. add the three terms afresh in
-    each step, clip the integral at 0, and take only a rise of d in the derivative.
+        lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)
 
     Call it once per training step, after the policy updates. A `mean_discrepancy` that is NaN or infinite leaves the
     whole state as it was: one broken batch must not cost the multiplier its history.
@@ -84,16 +66,12 @@ def dual_update(
         learning_rate: eta, multiplier units per unit of discrepancy.
         minimum: lambda_min.
         maximum: lambda_max.
-        average: n; None: the length of the window, which PID control needs to be 3 at least.
-        proportional: K_P, multiplier units per unit of discrepancy; 0 is off.
-        derivative: K_D, in the same unit; 0 is off.
 
     Returns:
         The state of the next step.
 
     Raises:
-        ValueError: if a Python number is negative or not finite, `maximum` is below `minimum`, or the window is too
-            short.
+        ValueError: if a Python number is negative or not finite, or `maximum` is below `minimum`.
     """
     require_number("tolerance", tolerance, minimum=0)
     require_number("learning_rate", learning_rate, minimum=0)
@@ -102,41 +80,11 @@ def dual_update(
     mean_discrepancy = jnp.asarray(mean_discrepancy, jnp.float32)
     window = jnp.append(jnp.asarray(state.window, jnp.float32)[1:], mean_discrepancy)
     filled = jnp.minimum(jnp.asarray(state.filled, jnp.int32) + 1, window.shape[0])
-    moved = DualState(state.multiplier, window, filled)
-    step = jnp.asarray(learning_rate, jnp.float32) * violation(moved, tolerance, average)
-    if proportional or derivative:
-        require_number("proportional", proportional, minimum=0)
-        require_number("derivative", derivative, minimum=0)
-        require_integer("window", window.shape[0], minimum=PID_WINDOW)
-        change, before = window[-1] - window[-2], window[-2] - window[-3]
-        step += jnp.where(filled >= 2, proportional * change, 0.0)
-        step += jnp.where(filled >= PID_WINDOW, derivative * (change - before), 0.0)
-    moved = moved._replace(multiplier=jnp.clip(state.multiplier + step, minimum, maximum).astype(jnp.float32))
+    step = jnp.asarray(learning_rate, jnp.float32) * (mean_discrepancy - jnp.asarray(tolerance, jnp.float32))
+    multiplier = jnp.clip(state.multiplier + step, minimum, maximum).astype(jnp.float32)
+    moved = DualState(multiplier, window, filled)
     finite = jnp.isfinite(mean_discrepancy)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
-
-
-def effective_discrepancy(state: DualState, average: int | None = None) -> jax.Array:
-    """dbar as the last update used it: the mean of the window's last filled entries, [] float32; 0 before any update.
-
-    Args:
-        state: from `dual_update`.
-        average: how many entries at most; None: all.
-    """
-    window = jnp.asarray(state.window, jnp.float32)
-    used = state.filled if average is None else jnp.minimum(state.filled, average)
-    recent = jnp.arange(window.shape[0]) >= window.shape[0] - used
-    return jnp.sum(jnp.where(recent, window, 0.0)) / jnp.maximum(used, 1)
-
-
-def violation(state: DualState, tolerance: float | Array, average: int | None = None) -> jax.Array:
-    """dbar - c as the last update used it, [] float32; positive when the constraint is violated."""
-    return effective_discrepancy(state, average) - jnp.asarray(tolerance, jnp.float32)
-
-
-def rolling(state: DualState, steps: int) -> DualState:
-    """The state without the `steps` entries at the front of its window that `calibrated_update` keeps."""
-    return DualState(state.multiplier, state.window[steps:], jnp.maximum(state.filled - steps, 0))
 
 
 def calibrated_tolerance(state: DualState, before: float, *, steps: int, quantile: float) -> jax.Array:
@@ -148,7 +96,7 @@ def calibrated_tolerance(state: DualState, before: float, *, steps: int, quantil
     below that.
 
     Args:
-        state: from `calibrated_update`, or `dual_init` with a window that is `steps` longer.
+        state: from `calibrated_update`, or `dual_init` with these measured steps.
         before: c until they are measured.
         steps: how many, at least 1.
         quantile: in [0, 1].
@@ -183,7 +131,8 @@ def calibrated_update(
     """
     mean_discrepancy, window = jnp.asarray(mean_discrepancy, jnp.float32), jnp.asarray(state.window, jnp.float32)
     tolerance = calibrated_tolerance(state, 0.0, steps=steps, quantile=quantile)
-    moved = dual_update(rolling(state, steps), mean_discrepancy, tolerance=tolerance, **options)
+    rest = DualState(state.multiplier, state.window[steps:], jnp.maximum(state.filled - steps, 0))
+    moved = dual_update(rest, mean_discrepancy, tolerance=tolerance, **options)
     after = DualState(moved.multiplier, jnp.concatenate([window[:steps], moved.window]), moved.filled + steps)
     taken = jnp.isfinite(mean_discrepancy)
     level = jnp.maximum(mean_discrepancy, noise_floor)

@@ -78,18 +78,6 @@ class AlgorithmSettings:
         1.0, "Upper end of lambda.", source="ours: not stated in the paper",
         limit=(1e6, "at 1 a discrepancy of 1 costs as much as the advantage of a good answer earns"),
     )  # fmt: skip
-    dual_window: int = setting(
-        1, "Steps averaged in the dual update.", unit="steps", source="ours: 1 is the paper's update", minimum=1,
-        limit=(100_000, "the multiplier would answer to steps of long ago; the paper's window is 1"),
-    )  # fmt: skip
-    dual_proportional: float = setting(
-        0.0, "PID control of lambda: gain of the change of the mean discrepancy; dual_learning_rate is the integral "
-        "gain. 0: off.", source="paper: off; Stooke et al. 2020", minimum=0, limit=(1e9, "as dual_learning_rate"),
-    )  # fmt: skip
-    dual_derivative: float = setting(
-        0.0, "PID control of lambda: gain of the change of that change. 0: off.",
-        source="paper: off; Stooke et al. 2020", minimum=0, limit=(1e9, "as dual_learning_rate"),
-    )  # fmt: skip
     clip_low: float = setting(
         0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high]; or the size of another trust_region.",
         source="ours: not stated in the paper", minimum=0, maximum=0.999999,
@@ -178,11 +166,6 @@ class AlgorithmSettings:
         source="ours: not stated in the paper; Qwen3-MoE's config.json has 0.001", minimum=0,
         limit=(1e6, "the loss itself is of the order of 1"),
     )  # fmt: skip
-
-    @property
-    def pid(self) -> bool:
-        """Whether lambda is under PID control."""
-        return bool(self.dual_proportional or self.dual_derivative)
 
     @property
     def correction(self) -> Correction | None:

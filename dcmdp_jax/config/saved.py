@@ -13,7 +13,7 @@ from typing import Any
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-VERSION = 1
+VERSION = 2
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
@@ -37,6 +37,9 @@ REMOVED = {
         1, 1.0, "training samples from the whole distribution: with a nucleus the engine's probabilities could not be "
         "compared with the trainer's (bin.evaluate has --top_p)",
     ),
+    "algorithm.dual_window": Removed(2, 1, "the dual update takes each step's own mean, as Eq. 11 does"),
+    "algorithm.dual_proportional": Removed(2, 0.0, "PID control of lambda is gone; eta alone moves it"),
+    "algorithm.dual_derivative": Removed(2, 0.0, "PID control of lambda is gone; eta alone moves it"),
     "rollout.vllm.expert_parallel": Removed(1, False, "vLLM's expert parallelism is not supported"),
 }  # fmt: skip
 

@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm.dual import (
-    PID_WINDOW,
-    calibrated_tolerance,
-    calibrated_update,
-    dual_init,
-    dual_update,
-    rolling,
-    violation,
-)
+from dcmdp_jax.algorithm.dual import calibrated_tolerance, calibrated_update, dual_init, dual_update
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig
@@ -33,7 +25,7 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
         settings.multiplier,
         minimum=settings.multiplier_min,
         maximum=settings.multiplier_max,
-        window=settings.tolerance_steps + max(settings.dual_window, PID_WINDOW if settings.pid else 1),
+        measured_steps=settings.tolerance_steps,
     )
 
 
@@ -57,8 +49,7 @@ def update_dual(
         return dual
     options = {
         "learning_rate": settings.dual_learning_rate, "minimum": settings.multiplier_min,
-        "maximum": settings.multiplier_max, "average": _average(settings),
-        "proportional": settings.dual_proportional, "derivative": settings.dual_derivative,
+        "maximum": settings.multiplier_max,
     }  # fmt: skip
     if settings.tolerance_steps:
         measured = {"steps": settings.tolerance_steps, "quantile": settings.tolerance_quantile}
@@ -75,24 +66,6 @@ def tolerance_of(settings: AlgorithmSettings, dual: DualState) -> float | jax.Ar
     return calibrated_tolerance(
         dual, settings.tolerance, steps=settings.tolerance_steps, quantile=settings.tolerance_quantile
     )
-
-
-def dual_violation(
-    settings: AlgorithmSettings, before: DualState, after: DualState, mean_discrepancy: jax.Array
-) -> jax.Array:
-    """dbar - c as `update_dual` used it; where the mean is not finite, that."""
-    tolerance = tolerance_of(settings, before)
-    gap = mean_discrepancy - tolerance
-    if settings.method in FIXED_MULTIPLIERS:
-        return gap
-    used = violation(rolling(after, settings.tolerance_steps), tolerance, _average(settings))
-    measuring = after.filled <= settings.tolerance_steps if settings.tolerance_steps else False
-    return jnp.where(jnp.isfinite(gap) & ~jnp.asarray(measuring), used, gap)
-
-
-def _average(settings: AlgorithmSettings) -> int | None:
-    """Number of steps of the window to average; None for all. Under PID control the window is longer than that."""
-    return settings.dual_window if settings.pid else None
 
 
 def train_state_shardings(

@@ -29,8 +29,8 @@ from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
 from dcmdp_jax.training.loss_scale import next_loss_scale
 from dcmdp_jax.training.loss_terms import Terms, has_terms, make_terms, scaled_terms, term_metrics
 from dcmdp_jax.training.row_logprobs import RowLogprobs, RowOutputs, without_replay
-from dcmdp_jax.training.state import dual_violation, tolerance_of, update_dual
-from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
+from dcmdp_jax.training.state import tolerance_of, update_dual
+from dcmdp_jax.types import Batch, LossScale, Params, Rows, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _train_step(
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), router))
-    metrics |= _state_metrics(parts, state, learner, dual, mean_discrepancy)
+    metrics |= _state_metrics(parts, state, learner, mean_discrepancy)
     return TrainState(state.step + 1, dual=dual, **learner._asdict()), metrics
 
 
@@ -379,9 +379,7 @@ def _apply(
     return _Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1), scale), statistics
 
 
-def _state_metrics(
-    parts: _Parts, state: TrainState, learner: _Learner, dual: DualState, mean_discrepancy: jax.Array
-) -> Metrics:
+def _state_metrics(parts: _Parts, state: TrainState, learner: _Learner, mean_discrepancy: jax.Array) -> Metrics:
     """The multiplier as this step used it, what moves it, and the optimizer's counters."""
     settings = parts.settings
     rate = parts.schedule(jnp.maximum(_applied(learner.opt_state) - 1, 0))
@@ -391,7 +389,7 @@ def _state_metrics(
         "optimizer/skipped_in_row": learner.skipped_in_row,
         "dual/multiplier": state.dual.multiplier,
         "dual/tolerance": jnp.float32(tolerance_of(settings, state.dual)),
-        "dual/violation": dual_violation(settings, state.dual, dual, mean_discrepancy),
+        "dual/violation": mean_discrepancy - tolerance_of(settings, state.dual),
     }
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked
+from dcmdp_jax.algorithm import advantages, discrepancy, losses, masked
 
 TOLERANCE, MULTIPLIER = 0.0037, 0.1
 ONE = np.ones((1, 1), bool)
@@ -69,13 +69,3 @@ def test_mean_discrepancy_is_over_tokens_of_every_group_the_all_equal_one_includ
     mask = np.array([[True, False, False], [True, True, True]])
     delta = np.array([[0.4, 9.0, 9.0], [0.0, 0.0, 0.0]])
     assert float(masked.masked_sum(delta, mask).value()) == pytest.approx(0.1, rel=1e-6)
-
-
-def test_window_averages_the_mean_discrepancies_of_the_last_steps():
-    # Window 2, eta 1, c 0.1: 0.5 + (0.3 - 0.1) = 0.7, then 0.7 + ((0.3 + 0.1) / 2 - 0.1) = 0.8. Eq. 11 alone: 0.7, 0.7.
-    constants = {"tolerance": 0.1, "learning_rate": 1.0, "minimum": 0.0, "maximum": 1.0}
-    for window, expected in ((2, 0.8), (1, 0.7)):
-        state = dual.dual_init(0.5, minimum=0.0, maximum=1.0, window=window)
-        for mean_delta in (0.3, 0.1):
-            state = dual.dual_update(state, mean_delta, **constants)
-        assert float(state.multiplier) == pytest.approx(expected, rel=1e-6)

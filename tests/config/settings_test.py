@@ -217,7 +217,7 @@ def test_what_would_break_late_is_refused_at_once(name, value):
     ("name", "lowest"),
     [
         ("rollout.group_size", 2), ("training.steps", 1), ("training.seed", 0), ("algorithm.clip_low", 0.0),
-        ("algorithm.tolerance", 0.0), ("algorithm.dual_window", 1), ("evaluation.temperature", 0.0),
+        ("algorithm.tolerance", 0.0), ("evaluation.every_steps", 0), ("evaluation.temperature", 0.0),
         ("checkpoint.keep_best", 0), ("optimizer.max_grad_norm", 0.0), ("task.verifier_timeout", 0.01),
         ("task.verifier_budget", 0.0),
     ],
@@ -282,7 +282,6 @@ def test_a_number_is_finite(name, value):
         ("training.prompts_per_step", 10**9, "must be at most 1048576 (the paper uses 64)"),
         ("mesh.cpu_devices", 10**5, "must be at most 256 (each takes threads of its own)"),
         ("evaluation.samples", 10**9, "must be at most 4096 (avg@4096 of one problem has a standard error of 0.008"),
-        ("algorithm.dual_window", 10**10, "must be at most 100000 (the multiplier would answer to steps of long ago"),
         ("model.architecture.hidden_size", 10**9, "must be at most 65536 (no known model comes near it)"),
         ("training.steps", 2**31, "must be at most 2147483647 (steps are counted in int32)"),
         ("optimizer.learning_rate", 1e30, "must be at most 1 (AdamW moves each parameter by about as much"),

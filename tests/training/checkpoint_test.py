@@ -39,7 +39,7 @@ _OPTIMIZER = optax.adamw(1e-3)
 
 @jax.jit
 def _after_an_update(step, params):
-    state = new_state(params, _OPTIMIZER, dual_init(0.1, minimum=0.0, maximum=1.0, window=3))
+    state = new_state(params, _OPTIMIZER, dual_init(0.1, minimum=0.0, maximum=1.0, measured_steps=2))
     updates, opt_state = _OPTIMIZER.update(params, state.opt_state, params)
     dual = dual_update(state.dual, 0.02 * step, tolerance=0.01, learning_rate=1.0, minimum=0.0, maximum=1.0)
     params = optax.apply_updates(params, updates)
