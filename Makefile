@@ -7,10 +7,16 @@ INSTALL := $(BIN)/python -m pip install --quiet
 LINUX := $(filter Linux,$(shell uname -s))
 VLLM_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-vllm)
 TORCH_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-torch)
+QUICK := tests/algorithm tests/config tests/imports_test.py tests/architecture_test.py tests/data/packing_test.py \
+  tests/training/accumulate_test.py tests/training/step_test.py::test_layouts_and_micro_batches_agree \
+  'tests/training/step_test.py::test_multiplier_zero_is_grpo_bit_for_bit[token]' \
+  tests/training/loop_test.py::test_a_whole_run_records_nothing_that_contradicts_itself \
+  --deselect tests/algorithm/algorithm_one_test.py::test_every_layout_equals_the_loops \
+  --deselect tests/algorithm/docs_test.py
 # More flags for the demos: make demo ARGS=--config.training.steps=20
 ARGS ?=
 
-.PHONY: demo demo-vllm demo-probe environment test test-long lint clean
+.PHONY: demo demo-vllm demo-probe environment test test-quick test-long lint docs docs-environment clean
 # Two pips must not work in one environment at a time.
 .NOTPARALLEL:
 
@@ -35,9 +41,20 @@ environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
 test: environment
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
+# The pure functions, the config, the imports, the step, and the loop at toy size: under two minutes on two idle cores.
+test-quick: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK)
+
 # The tests marked `long` at full count: about an hour on two cores. Writes its result to docs/test_long.md.
 test-long: environment
 	$(BIN)/python -m pytest -m long -p tests.long_result
+
+# The site, in build/site: a warning is an error, links and anchors within it are checked, and the notebooks run, without
+# network. DCMDP_NOTEBOOKS=off leaves them out.
+docs: docs-environment
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m sphinx -W --keep-going -q -E -b html docs build/site
+
+docs-environment: $(VENV)/.installed-docs
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -55,6 +72,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
+	$(INSTALL) --editable '.[docs]'
+	touch $@ $(VENV)/.installed
+
 # The CPU build of torch: from the index pip knows if it has it, else from PyTorch's own.
 TORCH_CPU := torch==2.13.0+cpu
 $(VENV)/.installed-torch: pyproject.toml | $(BIN)/python
@@ -70,4 +91,4 @@ $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/python $(VENV)/.installed-torch
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs build/site

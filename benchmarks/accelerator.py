@@ -15,7 +15,7 @@ is made on the device. Parts, in order of importance, each in a process of its o
     attention_one_sequence
     engine_fp8          8-bit weights
     experts             a mixture of experts beside a dense layer
-    step_buckets        the same sequences one to a row, in rows of three lengths: the default of a run on a GPU
+    step_buckets        the same sequences one to a row, in rows that a run chooses: the default of a run on a GPU
     engine_int8
 
 A part that fails, or takes longer than it may, is recorded with its error, and the others go on; the exit code is then

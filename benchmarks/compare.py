@@ -4,10 +4,12 @@
     python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json --plot ratios.png
 
 Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody gets the same random
-tied Qwen3 and the same prompts: 16 prompts of 16 tokens x 8 completions of exactly 64 tokens, float32, AdamW, gradient
-norm 1, ratio clipped at 0.2, no KL, temperature 1. For each part and size every contender is one process that stays;
-after two rounds that are not counted they are asked in turn (A B C A B C ...), and who is not asked is idle. Where
-that takes too much memory (60M and above) they run one after another instead, as with --apart.
+tied Qwen3 and the same prompts: 16 prompts x 8 completions, float32, AdamW, gradient norm 1, ratio clipped at 0.2, no
+KL, temperature 1. Two workloads: "uniform" has prompts of 16 tokens and completions of exactly 64; "ragged" prompts of
+16 to 48 tokens and completions of at most 256, lognormal with a median of 64 in a train step, geometric where they are
+sampled. This package's layout of rows is that of its defaults. For each part, size and workload every contender is one
+process that stays; after two rounds that are not counted they are asked in turn (A B C A B C ...), and who is not asked
+is idle. Where that takes too much memory (60M and above) they run one after another instead, as with --apart.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import os
 import platform
 import shlex
@@ -25,15 +28,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.arguments import at_least_one, names_of
 from benchmarks.peers import report
 from benchmarks.peers.environments import INSTALLS, InstallationFailed, ready
-from benchmarks.peers.inputs import make_inputs
+from benchmarks.peers.inputs import WORKLOADS, Workload, make_inputs
 from benchmarks.peers.rounds import Job
 from benchmarks.peers.worker import Worker, WorkerFailed
-from benchmarks.timing import matmul_gflops
-from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
-from bin.cli import Parser, run_main
+from benchmarks.timing import matmul_gflop_per_cpu_second, matmul_gflops
+from benchmarks.workload import GROUP, PROMPTS, SIZES, model
+from dcmdp_jax.commands.cli import Parser, run_main
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.cpu import usable_cores
 
@@ -48,7 +54,7 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, pythons: dict[str, Path], scratch: Path) -> None:
         self._arguments, self._pythons, self._scratch = arguments, pythons, scratch
-        self._inputs: dict[str, tuple[Path, Path]] = {}
+        self._inputs: dict[tuple[str, str], tuple[Path, Path]] = {}
         self.result: dict[str, Any] = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": "python -m benchmarks.compare " + shlex.join(sys.argv[1:]),
@@ -57,22 +63,34 @@ class Comparison:
             "parts": [],
         }
 
-    def measure(self, part: str, size: str) -> dict[str, Any]:
-        """Measure all contenders at one part and size; a contender that fails is reported and left out from then on."""
+    def measure(self, part: str, size: str, lengths: str) -> dict[str, Any]:
+        """Measure all contenders at one part, size and workload.
+
+        A contender that fails is reported and left out from then on.
+        """
         names = list(self._pythons)
         apart = _is_apart(size, self._arguments.apart)
-        measured: dict[str, Any] = {"part": part, "size": size, "in_turn": not apart, "contenders": {}}
-        before = matmul_gflops()
+        measured: dict[str, Any] = {
+            "part": part, "size": size, "lengths": lengths, "in_turn": not apart, "contenders": {},
+            "needed_flop": needed_flop(part, model(size), WORKLOADS[lengths]),
+        }  # fmt: skip
+        before, each = matmul_gflops(), matmul_gflop_per_cpu_second()
         for together in [[name] for name in names] if apart else [names]:
             with contextlib.ExitStack() as stack:
-                self._take_turns(part, size, together, stack, measured["contenders"])
+                self._take_turns((part, size, WORKLOADS[lengths]), together, stack, measured["contenders"])
         measured["matmul_gflops"] = [before, matmul_gflops()]
+        measured["matmul_gflop_per_cpu_second"] = max(each, matmul_gflop_per_cpu_second())
         self.result["parts"].append(measured)
         return measured
 
     def _take_turns(
-        self, part: str, size: str, names: Sequence[str], stack: contextlib.ExitStack, found: dict[str, Any]
+        self,
+        work: tuple[str, str, Workload],
+        names: Sequence[str],
+        stack: contextlib.ExitStack,
+        found: dict[str, Any],
     ) -> None:
+        part, size, workload = work
         workers: dict[str, Worker] = {}
 
         def attempt(name: str, act: Callable[[], None]) -> None:
@@ -82,12 +100,15 @@ class Comparison:
                 found[name]["error"] = str(error)
                 if name in workers:
                     workers.pop(name).close()
-                _tell(f"{report.LABELS[name]} is left out of {part} at {size}: {error}")
+                _tell(f"{report.LABELS[name]} is left out of {part} at {size}, {workload.name}: {error}")
 
         def warm_up(name: str) -> None:
-            workers[name] = stack.enter_context(self._worker(name, part, size))
+            workers[name] = stack.enter_context(self._worker(name, *work))
             self.result["versions"][name] = workers[name].hello()
-            found[name]["warm_up_seconds"] = [workers[name].round()["seconds"] for _ in range(_WARM_UPS)]
+            for _ in range(_WARM_UPS):
+                answer = workers[name].round()
+                found[name]["warm_up_seconds"].append(answer["seconds"])
+                found[name]["warm_up_cpu_seconds"].append(answer["cpu_seconds"])
 
         def one_round(name: str) -> None:
             answer = workers[name].round()
@@ -97,22 +118,22 @@ class Comparison:
 
         if "ours" in names:
             # Our programs are compiled once and kept, so that a machine's first run is like no other.
-            with contextlib.closing(self._worker("ours", part, size)) as worker:
+            with contextlib.closing(self._worker("ours", *work)) as worker:
                 worker.hello()
                 worker.round()
         for name in names:
-            found[name] = {"seconds": [], "cpu_seconds": []}
+            found[name] = {key: [] for key in ("warm_up_seconds", "warm_up_cpu_seconds", "seconds", "cpu_seconds")}
             attempt(name, lambda name=name: warm_up(name))
         for _ in range(self._arguments.rounds):
             for name in list(workers):
                 attempt(name, lambda name=name: one_round(name))
 
-    def _worker(self, name: str, part: str, size: str) -> Worker:
-        if size not in self._inputs:
-            directory = self._scratch / size
+    def _worker(self, name: str, part: str, size: str, workload: Workload) -> Worker:
+        if (size, workload.name) not in self._inputs:
+            directory = self._scratch / f"{size}-{workload.name}"
             directory.mkdir()
-            self._inputs[size] = make_inputs(model(size), directory, prompt_tokens=PROMPT_TOKENS)
-        checkpoint, problems = self._inputs[size]
+            self._inputs[size, workload.name] = make_inputs(model(size), directory, workload)
+        checkpoint, problems = self._inputs[size, workload.name]
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-{part}-", dir=self._scratch))
         job = Job(
             part=part,
@@ -122,8 +143,11 @@ class Comparison:
             parameters=num_params(model(size)),
             prompts=PROMPTS,
             group=GROUP,
-            prompt_tokens=PROMPT_TOKENS,
-            new_tokens=NEW_TOKENS,
+            prompt_tokens=workload.prompt_tokens,
+            new_tokens=workload.new_tokens,
+            prompt_lengths=workload.prompt_lengths(PROMPTS),
+            lengths=workload.lengths(),
+            ends=workload.ends,
             cores=usable_cores(),
         )
         return Worker(
@@ -134,6 +158,20 @@ class Comparison:
             log=scratch / "printed.txt",
             timeout=self._arguments.timeout,
         )
+
+
+def needed_flop(part: str, config: ModelConfig, workload: Workload) -> float:
+    """Operations of a train step that no layout saves, 0 for other parts.
+
+    6 for each parameter and real token, and causal attention: 6 H h (n + 1) for a token of a sequence of n and a layer.
+    Four mini-batches have a forward pass more, a third of it.
+    """
+    if part not in ("train1", "train4"):
+        return 0.0
+    tokens = np.repeat(workload.prompt_lengths(PROMPTS), GROUP) + workload.lengths()
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * float(np.sum(tokens * (tokens + 1)))
+    update = 6 * num_params(config) * float(tokens.sum()) + attention
+    return update * (4 / 3 if part == "train4" else 1)
 
 
 def _environment(scratch: Path, omp_wait: str) -> dict[str, str]:
@@ -180,6 +218,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=names_of(report.PARTS), default=list(report.PARTS), help="of " + ", ".join(report.PARTS)
     )
+    parser.add_argument(
+        "--lengths", type=names_of(WORKLOADS), default=list(WORKLOADS), help="of " + ", ".join(WORKLOADS)
+    )
     parser.add_argument("--peers", type=names_of(INSTALLS), default=list(INSTALLS), help="of " + ", ".join(INSTALLS))
     parser.add_argument("--rounds", type=at_least_one, default=5, help="that are counted")
     parser.add_argument("--apart", action="store_true", help="one contender after another, not in turn: less memory")
@@ -212,8 +253,8 @@ def main(argv: Sequence[str]) -> None:
         comparison = Comparison(arguments, pythons, Path(scratch))
         for part in arguments.parts:
             print(report.head(part, list(pythons), apart), flush=True)
-            for size in arguments.sizes:
-                print(report.row(comparison.measure(part, size), list(pythons)), flush=True)
+            for size, lengths in itertools.product(arguments.sizes, arguments.lengths):
+                print(report.row(comparison.measure(part, size, lengths), list(pythons)), flush=True)
                 if arguments.json:
                     report.save(comparison.result, arguments.json)
     print(report.foot(comparison.result))

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.peers.inputs import make_inputs
+from benchmarks.peers.inputs import WORKLOADS, make_inputs
 from benchmarks.peers.ours import run_config, stepped
 from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
@@ -41,10 +41,10 @@ def main() -> None:
     print(machine() + "\n")
     stamps: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint, problems = make_inputs(model(arguments.size), Path(scratch), prompt_tokens=PROMPT_TOKENS)
+        checkpoint, problems = make_inputs(model(arguments.size), Path(scratch), WORKLOADS["uniform"])
         config = run_config(
             str(checkpoint), str(problems), scratch,
-            prompts=PROMPTS, group=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS,
+            prompts=PROMPTS, group=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, mini_batches=1,
         )  # fmt: skip
         config.training.steps = arguments.steps + _WARM + 1
         config.checkpoint.every_steps = _EVERY

@@ -21,14 +21,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.arguments import at_least_one
-from bin.cli import Parser, run_main
 from configs import qwen3_8b
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.commands.cli import Parser, run_main
 from dcmdp_jax.config.settings import Config, from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
+from dcmdp_jax.observe.plots import COLORS, INK, MUTED, style_axes
 from dcmdp_jax.plan.published import PUBLISHED
-from dcmdp_jax.plan.run_plan import GIB, plan_run
+from dcmdp_jax.plan.run_plan import GIB, compile_run
 from dcmdp_jax.plan.topologies import Topology, chip_and_count, load_topology, set_environment
 
 
@@ -81,7 +81,7 @@ def step_config(model: str, length: int) -> Config:
 
 def measure(model: str, topology: Topology, length: int) -> Point:
     """Compile one step."""
-    plan = plan_run(step_config(model, length), topology, only=("step",))
+    plan = compile_run(step_config(model, length), topology, only=("step",))
     step, usable = plan.programs["step"], plan.usable
     return Point(
         topology=topology.name, devices=plan.mesh.size, length=length, state=sum(plan.step.program.held.values()),

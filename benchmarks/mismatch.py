@@ -19,15 +19,20 @@ import jax
 import numpy as np
 
 from configs.base import get_config
-from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.config.engine import forward_scheme
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.vllm import ENGINE
 from dcmdp_jax.engines.vllm.engine import VllmEngine
+from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
@@ -54,12 +59,14 @@ class Mismatch(NamedTuple):
         noise_floor: the same between two batch compositions of the engine.
         probe: mean |log p_train - log p_engine| of the push's probe, nats.
         entropy: mean surprise of the sampled tokens, nats.
+        matched: as `probability`, of a trainer in bfloat16 whose forward pass repeats the engine's roundings.
     """
 
     probability: float
     noise_floor: float
     probe: float
     entropy: float
+    matched: float
 
 
 REGIMES = tuple(
@@ -118,21 +125,38 @@ def measure(family: str, regime: Regime) -> Mismatch:
             together, alone = sample_alone(engine, first, SamplingParams(1, TOKENS), seed=0, step=0)
         finally:
             engine.close()
-    train = exact.score([e.prompt_ids for e in episodes], [e.completion_ids for e in episodes], temperature=1.0)
+    rows = [e.prompt_ids for e in episodes], [e.completion_ids for e in episodes]
+    train = exact.score(*rows, temperature=1.0)
+    matched = TrainingStack(config, params, compute=Compute(dtype="bfloat16"), scheme=_scheme(config, regime))
     sampled = [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes]
     entropy = -float(np.mean(np.concatenate(sampled)))
     floor = mean_difference([together], [alone])
-    return Mismatch(mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy)
+    apart = mean_difference(matched.score(*rows, temperature=1.0), sampled)
+    return Mismatch(mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy, apart)
+
+
+def _scheme(config: ModelConfig, regime: Regime) -> Scheme:
+    model = {
+        "forward_precision": regime.precision if regime.precision in ENGINE.emulated else "full",
+        "forward_cache": regime.kv_cache_dtype if regime.kv_cache_dtype != "auto" else "full",
+    }
+    settings = get_config().to_dict()
+    rollout = {**settings["rollout"], "engine": "vllm", **regime._asdict()}
+    found = {**settings, "model": {**settings["model"], **model}, "rollout": rollout}
+    found["task"] = {**settings["task"], "train": "x"}
+    return forward_scheme(from_config_dict(found), jax.default_backend(), model=config)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default="qwen3,qwen2")
-    print("| model | setting | mean abs. dp | noise floor | probe, nats | entropy, nats |\n|---|---|---|---|---|---|")
+    print("| model | setting | mean abs. dp | matched | noise floor | probe, nats | entropy, nats |")
+    print("|---|---|---|---|---|---|---|")
     for family in parser.parse_args().families.split(","):
         for regime in REGIMES:
             found = measure(family, regime)
-            said = " | ".join(f"{number:.2g}" for number in (found.probability, found.noise_floor, found.probe))
+            numbers = found.probability, found.matched, found.noise_floor, found.probe
+            said = " | ".join(f"{number:.2g}" for number in numbers)
             setting = f"precision={regime.precision} kv_cache_dtype={regime.kv_cache_dtype}"
             print(f"| {family} | {setting} | {said} | {found.entropy:.2f} |", flush=True)
 

@@ -23,13 +23,14 @@ from benchmarks.arguments import names_of
 from benchmarks.mismatch import Regime
 from benchmarks.timing import machine
 from configs.base import get_config
-from dcmdp_jax.config.settings import VllmSettings
 from dcmdp_jax.data.episode import Episode, collect
-from dcmdp_jax.data.packing import make_plan, pack
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.validation import check_routed_experts
 from dcmdp_jax.engines.vllm.engine import VllmEngine
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import router_metrics
@@ -73,7 +74,7 @@ class Effect(NamedTuple):
 def rows_of(episodes: Sequence[Episode]) -> Rows:
     """Lay each episode into a row of its own, [N, L]."""
     longest, count = max(len(episode.token_ids) for episode in episodes), len(episodes)
-    plan = make_plan(
+    plan = make_row_shapes(
         row_lengths=(longest,), micro_batch_tokens=longest * count, mini_batches=1, completions=count,
         segments_per_row=1, row_shards=1,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.local import decode, sampler
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.schedule import Scheduler
-from dcmdp_jax.engines.local.weights import PRECISIONS
+from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
@@ -162,9 +162,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=names_of(SIZES), default=list(SIZES), help="of " + ", ".join(SIZES))
     parser.add_argument(
         "--precisions",
-        type=names_of(PRECISIONS),
+        type=names_of(ENGINE_PRECISIONS),
         default=["float32", "bfloat16", "int8", "fp8"],
-        help="of " + ", ".join(PRECISIONS),
+        help="of " + ", ".join(ENGINE_PRECISIONS),
     )
     parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
     parser.add_argument("--repeats", type=at_least_one, default=7)

@@ -38,6 +38,16 @@ def matmul_gflops(size: int = 1024, dtype: str = "float32") -> float:
     return 2 * size**3 / min(interleave({"product": lambda: x @ x}, 10)["product"]) / 1e9
 
 
+def matmul_gflop_per_cpu_second(size: int = 1024, repeats: int = 20) -> float:
+    """The rate of a square float32 product per second of a core, the best of five; other work hardly changes it."""
+    x, rates = jax.numpy.ones((size, size), "float32"), []
+    for _ in range(5):
+        began = time.process_time()
+        jax.block_until_ready([x @ x for _ in range(repeats)])
+        rates.append(2 * size**3 * repeats / (time.process_time() - began) / 1e9)
+    return max(rates)
+
+
 def machine() -> str:
     """A line about where the numbers come from."""
     device = jax.devices()[0]

@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks.timing import machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 from configs.base import get_config
-from dcmdp_jax.config.settings import VllmSettings
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
@@ -32,6 +31,7 @@ from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.sidecar.shared_memory import available_bytes
 from dcmdp_jax.engines.vllm import launch
 from dcmdp_jax.engines.vllm.engine import VllmEngine
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,21 @@ import numpy as np
 
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import Episode, single_turn
-from dcmdp_jax.data.packing import PackingPlan, make_shared_plan, pack
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.state import (
+    batch_shardings,
+    initial_dual,
+    make_optimizer,
+    make_schedule,
+    new_state,
+    train_state_shardings,
+)
 from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.types import Batch
 
@@ -39,11 +46,14 @@ def model(size: str) -> ModelConfig:
     return ModelConfig("qwen3", *SIZES[size], tie_word_embeddings=True)
 
 
-def rollout(config: ModelConfig, prompt_tokens: int, lengths: np.ndarray, group_size: int) -> list[Episode]:
-    """Random completions of the given lengths to prompts of one length."""
+def rollout(
+    config: ModelConfig, prompt_tokens: int | Sequence[int], lengths: np.ndarray, group_size: int
+) -> list[Episode]:
+    """Random completions of the given lengths to prompts of one length, or of one for each."""
     rng = np.random.default_rng(0)
     count = len(lengths)
-    prompts = [rng.integers(0, config.vocab_size, prompt_tokens).astype(np.int32) for _ in range(count // group_size)]
+    sizes = np.broadcast_to(prompt_tokens, count // group_size)
+    prompts = [rng.integers(0, config.vocab_size, size).astype(np.int32) for size in sizes]
     completions = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
     logprobs = [rng.normal(-3.0, 0.5, n).clip(-9, -0.01).astype(np.float32) for n in lengths]
     return [
@@ -55,7 +65,7 @@ def rollout(config: ModelConfig, prompt_tokens: int, lengths: np.ndarray, group_
     ]  # fmt: skip
 
 
-def batch_of(sampled: list[Episode], plan: PackingPlan, config: ModelConfig) -> tuple[Batch, float]:
+def batch_of(sampled: list[Episode], plan: RowShapes, config: ModelConfig) -> tuple[Batch, float]:
     """The packed batch on the devices and its share of padding."""
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan, mask_truncated=False)
@@ -63,13 +73,13 @@ def batch_of(sampled: list[Episode], plan: PackingPlan, config: ModelConfig) -> 
     return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
 
 
-def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, PackingPlan]:
-    """Settings and shapes of a step on 16 x 8 completions of 64 tokens: a group's prompt once, no padding."""
+def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, RowShapes]:
+    """Settings and shapes of a step on 16 x 8 completions of 64 tokens: rows of one length, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
-    plan = make_shared_plan(
-        max_prompt_tokens=PROMPT_TOKENS, max_completion_tokens=NEW_TOKENS, group_size=GROUP,
-        micro_batch_tokens=micro_batch_tokens(config), mini_batches=mini_batches,
-        completions=PROMPTS * GROUP // mini_batches, row_shards=training_mesh(num_params=num_params(config)).size,
+    plan = make_row_shapes(
+        row_lengths=(PROMPT_TOKENS + NEW_TOKENS,), micro_batch_tokens=micro_batch_tokens(config),
+        mini_batches=mini_batches, completions=PROMPTS * GROUP // mini_batches, segments_per_row=1,
+        row_shards=training_mesh(num_params=num_params(config)).size,
     )  # fmt: skip
     return compute, plan
 
@@ -86,7 +96,9 @@ def step_inputs(config: ModelConfig, mini_batches: int) -> tuple[Compute, Batch]
     return compute, batch_of(sampled, plan, config)[0]
 
 
-def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) -> Callable[[], object]:
+def stepper(
+    config: ModelConfig, method: str, compute: Compute, batch: Batch, max_completion_tokens: int = NEW_TOKENS
+) -> Callable[[], object]:
     """A call that trains one more step on the batch, from fresh parameters."""
     settings = from_config_dict({"task": {"train": "none"}})
     algorithm = dataclasses.replace(settings.algorithm, method=method)
@@ -98,7 +110,7 @@ def stepper(config: ModelConfig, method: str, compute: Compute, batch: Batch) ->
         row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh),
         compute_dtype=compute.dtype,
         settings=algorithm,
-        max_completion_tokens=64,
+        max_completion_tokens=max_completion_tokens,
         optimizer=optimizer,
         schedule=schedule,
         mesh=mesh,

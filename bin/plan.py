@@ -1,69 +1,7 @@
-"""Memory, communication and time of a run at full size, from its own programs, compiled without an accelerator.
+"""Plan a run for hardware that is not here: dcmdp_jax/commands/plan.py."""
 
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
-
-Prints memory by kind, what fits, collectives, operations, a lower bound of the time, and checks of the programs;
-docs/plan.md explains them.
-`pip install -e '.[plan]'` installs the compilers.
-"""
-
-from __future__ import annotations
-
-import dataclasses
-import json
-
-from bin.arguments import output_file
-from bin.cli import Parser, run_main
-from bin.flags import parse_with
-from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config.settings import MeshSettings
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.report import describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, plan_run
-from dcmdp_jax.plan.search import search
-from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
-
-
-def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
-    parser = Parser(prog="python -m bin.plan", description="Memory, communication and time of a run at full size.")
-    parser.add_argument("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
-    parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
-    parser.add_argument(
-        "--search", action="store_true", help="compile the step for other meshes and micro-batches; rank those that fit"
-    )  # fmt: skip
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
-    config, arguments = parse_with(parser, argv)
-    if arguments.topology is None:
-        raise UserError(f"--topology is missing; known are {known_topologies()}")
-    only = tuple(name for name in arguments.programs.split(",") if name)
-    if unknown := [name for name in only if name not in PROGRAMS]:
-        raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")
-    _, devices = chip_and_count(arguments.topology)
-    # A search tries meshes of its own.
-    searched = dataclasses.replace(config, mesh=MeshSettings()) if arguments.search else config
-    check_run(searched, platform_of(arguments.topology), devices)
-    set_environment()
-    topology = load_topology(arguments.topology)
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
-    if arguments.search:
-        found = search(config, topology, tell=tell)
-        record, code = found.record(), 0 if found.fitting else 1
-        tell(found.table())
-    else:
-        plan = plan_run(config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ..."))
-        record, code = plan_record(plan), 0 if plan.fits else 1
-        tell(describe_plan(plan))
-    if arguments.json is not None:
-        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
-        tell(f"wrote {arguments.json}")
-    return code
-
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.plan import main
 
 if __name__ == "__main__":
     run_main(main)

@@ -1,16 +1,7 @@
-"""Print every setting in Markdown: python -m bin.settings > docs/settings.md."""
+"""Print every setting: dcmdp_jax/commands/settings.py."""
 
-from __future__ import annotations
-
-from bin.cli import Parser, run_main
-from dcmdp_jax.config.text import settings_page
-
-
-def main(argv: list[str]) -> None:
-    """Parse the arguments (program name first, none are known), print the page."""
-    Parser(prog="python -m bin.settings", description="Every setting, in Markdown.").parse_args(argv[1:])
-    print(settings_page(), end="")
-
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.settings import main
 
 if __name__ == "__main__":
     run_main(main)

@@ -79,9 +79,11 @@ def with_options(config: ConfigDict, arg: str) -> ConfigDict:
         config.rollout.max_completion_tokens = 16
         config.rollout.max_rows = 32
         config.training.steps = 2
+        # Too few steps to measure c on.
+        for name in ("tolerance_steps", "tolerance_quantile", "tolerance_factor"):
+            config.algorithm[name] = getattr(Config().algorithm, name)
         config.training.prompts_per_step = 4
         config.training.prompts_per_mini_batch = 2
-        config.training.row_lengths = (80,)
         if config.warmup.steps:
             config.warmup.steps = 20
             config.warmup.task = "arithmetic:difficulty=2,count=640,seed=1,error_rate=0.5"

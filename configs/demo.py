@@ -5,9 +5,9 @@
     python -m bin.train --config=configs/demo.py --config.rollout.precision=exact             the control
 
 A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows the steps but errs;
-RL corrects it. Expected on a 2-core AMD EPYC without AVX-512: held-out avg@8 from 37.5% to 70.3%. The discrepancy stays
-within 25% of the budget of 0.0012, above or below. Lambda rises from 0.10 to 0.18 while it is mostly above, then
-hovers.
+RL corrects it. Seen on AMD EPYC and Intel Xeon processors: held-out avg@8 from 37 to 42% before to 62 to 74% after. The
+budget c is 0.9 times the median discrepancy of the first 4 steps, 0.0010 to 0.0013. Lambda rises above 0.10 while the
+discrepancy is mostly above c, and comes down when training has brought it below.
 """
 
 from ml_collections import ConfigDict
@@ -35,14 +35,16 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout.max_completion_tokens = 36
     config.rollout.max_rows = 512
     config.rollout.min_rows = 512
-    # This small model disagrees with its engine less than an 8B one does: a budget, and a dual step, to its scale.
+    # How far this small model is from its engine depends on the processor. So c is measured on the first steps, and
+    # is less than the policy begins with: lambda rises until training has brought the discrepancy below it.
+    config.algorithm.tolerance_steps = 4
+    config.algorithm.tolerance_quantile = 0.5
+    config.algorithm.tolerance_factor = 0.9
     config.algorithm.tolerance = 0.0012
     config.algorithm.dual_learning_rate = 50.0
     config.training.steps = 40
     config.training.prompts_per_step = 48
     config.training.prompts_per_mini_batch = 24
-    config.training.micro_batch_tokens = 1232
-    config.training.row_lengths = (56,)
     config.optimizer.learning_rate = 1e-4
     config.warmup.task = "arithmetic:difficulty=2,count=16384,seed=1,error_rate=0.5"
     config.warmup.steps = 600

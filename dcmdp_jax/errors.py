@@ -10,6 +10,10 @@ class UserError(ValueError):
     """
 
 
+class EngineError(RuntimeError):
+    """The engine gave something that must not be trained on, or broke."""
+
+
 def one_line(text: object, limit: int | None = None) -> str:
     """A text, or an error's message, on one line, cut to `limit` characters."""
     return " ".join(str(text).split())[:limit]

@@ -23,10 +23,17 @@ def hide_torch(package: str) -> None:
     start. A process that only imports the package is left unchanged.
 
     Args:
-        package: the calling package of commands.
+        package: the process is a command if it was started as `python -m package` or `python -m package.name`, or as a
+            script that is called so.
     """
     if _is_command(package, sys.orig_argv):
         sys.modules.setdefault("torch", None)
+
+
+def show_torch() -> None:
+    """Undo `hide_torch`, where a command needs PyTorch itself."""
+    if sys.modules.get("torch", sys) is None:
+        del sys.modules["torch"]
 
 
 def keep_freed_memory(package: str) -> None:
@@ -39,12 +46,11 @@ def keep_freed_memory(package: str) -> None:
     from the kernel and returns them, and the kernel clears each page at its first use: a third of a training step, and
     four fifths of an addition.
 
-    glibc reads the size limit of a thread's heap only at process start: a command that was started as
-    `python -m package.name` restarts once, in place, with `GLIBC_TUNABLES` set. If that is set already, nothing is
-    restarted.
+    glibc reads the size limit of a thread's heap only at process start: a command restarts once, in place, with
+    `GLIBC_TUNABLES` set. If that is set already, nothing is restarted.
 
     Args:
-        package: the calling package of commands, before it has imported anything else.
+        package: as for `hide_torch`. Call it before anything else is imported.
     """
     if platform.libc_ver()[0] != "glibc" or not _is_command(package, sys.orig_argv) or not _jax_takes_cpu():
         return
@@ -91,6 +97,13 @@ def _tunables() -> str:
 
 
 def _is_command(package: str, arguments: list[str]) -> bool:
-    """Whether the process is `python -m package.something`; the first -m decides."""
-    place = arguments.index("-m") + 1 if "-m" in arguments else 0
-    return arguments[place].split(".")[0] == package
+    """Whether a command line runs a module of the package, or a script with its name."""
+    words = iter(arguments[1:])
+    for word in words:
+        if word in ("-X", "-W"):  # options of Python with a value
+            next(words, None)
+        elif word == "-m":
+            return next(words, "").split(".")[0] == package
+        elif word == "-c" or not word.startswith("-"):
+            return Path(word).name == package
+    return False

@@ -62,22 +62,8 @@ class TrainState(NamedTuple):
     loss_scale: LossScale | None = None
 
 
-class SharedPrompts(NamedTuple):
-    """The prompts of a micro-batch's rows, each computed once for its group: P = R / G.
-
-    Attributes:
-        input_ids: [M, A, P, S] int32, every prompt without its last token, padding after it.
-        lengths: [M, A, P] int32, how many of the S tokens are real.
-        routed_experts: None, or [M, A, P, S, layers, k] int16, see `Rows`.
-    """
-
-    input_ids: Array
-    lengths: Array
-    routed_experts: Array | None = None
-
-
 class Rows(NamedTuple):
-    """Packed rows of one length bucket, `[M, A, R, L]` each, or `[R, L]` inside a micro-batch.
+    """Packed rows of one length, `[M, A, R, L]` each, or `[R, L]` inside a micro-batch.
 
     Attributes:
         input_ids: int32 token ids.
@@ -85,12 +71,7 @@ class Rows(NamedTuple):
         segment_ids: int32, 1, 2, ... within a row; 0 is padding.
         completion_mask: bool, true on sampled tokens, end-of-sequence included.
         completion_index: int32, which completion of the mini-batch a token belongs to; 0 where the mask is false.
-        rollout_logprobs: float32 nats, the inference engine's; 0 where the mask is false.
-        prompts: None: each segment holds its whole prompt. Else rows r G to r G + G - 1 are the completions of prompt
-            r, one each, every one after its prompt's last token.
-        policy_versions: None, or int32, the training step whose weights sampled each token; -1 where the mask is false.
-        routed_experts: None, or [M, A, R, L, layers, k] int16, the experts that the inference engine sent each token to
-            when it read it, -1 where it read none; a forward pass uses them (router replay).
+        columns: name -> [M, A, R, L, ...], the columns of `data.columns.COLUMNS` that the completions have.
     """
 
     input_ids: Array
@@ -98,10 +79,20 @@ class Rows(NamedTuple):
     segment_ids: Array
     completion_mask: Array
     completion_index: Array
-    rollout_logprobs: Array
-    prompts: SharedPrompts | None = None
-    policy_versions: Array | None = None
-    routed_experts: Array | None = None
+    columns: dict[str, Array]
+
+    @property
+    def rollout_logprobs(self) -> Array:
+        """float32 nats, the inference engine's; 0 where the mask is false."""
+        return self.columns["rollout_logprobs"]
+
+    def with_columns(self, **columns: Array) -> Rows:
+        """The rows with columns added or replaced."""
+        return self._replace(columns={**self.columns, **columns})
+
+    def without_columns(self, *names: str) -> Rows:
+        """The rows without some columns, whether they have them or not."""
+        return self._replace(columns={name: x for name, x in self.columns.items() if name not in names})
 
 
 class Batch(NamedTuple):

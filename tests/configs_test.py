@@ -81,7 +81,9 @@ def test_debug_keeps_every_prompt(name):
 
 @pytest.mark.parametrize("name", _FILES)
 def test_debug_leaves_the_method_as_the_file_has_it(name):
+    # Two steps are too few to measure c on.
     changed = _changes(_config(name), _config(name, "debug"))
+    changed = {setting: values for setting, values in changed.items() if "algorithm.tolerance_" not in setting}
     assert not [setting for setting in changed if setting.startswith(("algorithm.", "optimizer."))]
     assert "rollout.precision" not in changed
 

@@ -9,7 +9,8 @@ from configs import base
 from dcmdp_jax.observe.metric_names import METRICS
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PAGES = [_ROOT / "README.md", _ROOT / "BUILD.md", _ROOT / "benchmarks" / "README.md", *(_ROOT / "docs").glob("*.md")]
+_NAMES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "benchmarks/README.md")
+_PAGES = [*(_ROOT / name for name in _NAMES), *(_ROOT / "docs").glob("*.md")]
 _IDS = [str(page.relative_to(_ROOT)) for page in _PAGES]
 
 
@@ -36,7 +37,7 @@ def test_named_files_modules_and_links_exist(page):
     text = page.read_text()
     for path in re.findall(r"\bconfigs/\w+\.py\b", text):
         assert (_ROOT / path).is_file(), path
-    for module in re.findall(r"python -m ((?:bin|benchmarks)\.\w+)", text):
+    for module in re.findall(r"python -m ((?:bin|benchmarks)\.[a-z]\w*)", text):
         assert (_ROOT / (module.replace(".", "/") + ".py")).is_file(), module
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link

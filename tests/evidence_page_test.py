@@ -1,14 +1,20 @@
 """docs/evidence.md: its tables are those of the metrics that are kept beside it."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from dcmdp_jax.lab.studies.dose import ascent_table, dose_claims, dose_table, measure_doses
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels
 from dcmdp_jax.lab.studies.results import tables
+from dcmdp_jax.observe.study_figures import draw_oracle
 
 _ROOT = Path(__file__).resolve().parents[1]
+_MAP = ("2bits", "3bits")
+"""Settings of configs/studies/mismatch_map.py that were run."""
 
 
 @pytest.mark.parametrize(
@@ -44,3 +50,84 @@ def test_the_tables_without_strain_are_those_of_the_kept_metrics(name, study, se
     for block in tables(made.title, runs, made.baseline, []).split("\n\n"):
         if block.startswith("|"):
             assert block.strip() in page
+
+
+def test_dose_and_response_is_that_of_the_kept_metrics():
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"]("")
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "dose_response.jsonl.gz", list(study.arms))
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    assert dose_table(runs, study.baseline).strip() in page
+    assert ascent_table(runs, study.baseline).strip() in page
+    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+    # What the text says with an interval is a difference of these runs.
+    present = {arm: seeds for arm, seeds in runs.items() if seeds}
+    found = [arm[1] for arms in measure_doses(present, study.baseline).values() for arm in arms.values()]
+    for name in ("dose_response_one", "dose_response_vllm", *(f"map_{setting}" for setting in _MAP)):
+        kept = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", None)
+        found += [arm[1] for arms in measure_doses(kept, "grpo").values() for arm in arms.values()]
+    known = {f"{each.mean:+.2g} ± {each.half_width:.2g}" for each in found}
+    said = re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", page[: page.index("## A regime to measure in")])
+    assert len(said) >= 10 and set(said) <= known
+    assert len(runs) == 21 and all(sorted(seeds) == list(range(10)) for seeds in runs.values())
+    for seeds in runs.values():
+        for series in seeds.values():
+            assert series["reward/mean"][0].tolist() == list(range(1, 33))
+
+
+@pytest.mark.parametrize(("argument", "arms", "seeds"), [("vllm", 5, 5), ("one", 14, 10)])
+def test_other_doses_are_those_of_the_kept_metrics(argument, arms, seeds):
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"](argument)
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"dose_response_{argument}.jsonl.gz", list(study.arms))
+    runs = {arm: each for arm, each in runs.items() if each}
+    assert len(runs) == arms and all(sorted(each) == list(range(seeds)) for each in runs.values())
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    assert dose_table(runs, study.baseline).strip() in page
+    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+
+
+@pytest.mark.parametrize("setting", _MAP)
+def test_the_map_is_that_of_the_kept_metrics(setting):
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "mismatch_map.py"))["get_study"](setting)
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"map_{setting}.jsonl.gz", list(study.arms))
+    assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values())
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    assert dose_table(runs, study.baseline).strip() in page
+    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+    # The control's own delta is that of products of different shapes, far below the engine's.
+    control, engine = (runs[arm][0]["discrepancy/mean"][1].mean() for arm in ("exact", "grpo"))
+    assert control < 1e-5 < 1e-3 < engine
+
+
+def test_the_figure_of_the_oracle_marks_the_smallest_squared_error():
+    panels = oracle_panels(_ROOT / "docs" / "evidence" / "oracle.json")
+    assert list(panels) == ["local:int4", "local:fp8", "vllm:bfloat16,cache=fp8"]
+    for best, points in panels.values():
+        assert best == "no remedy" and len(points) == 17
+        assert min(variance + bias**2 for variance, bias, _ in points.values()) == sum(
+            (points[best][0], points[best][1] ** 2)
+        )
+    figure = draw_oracle("", panels)
+    assert [axes.get_title(loc="left").split("\n")[0] for axes in figure.axes] == list(panels)
+
+
+def test_the_order_of_the_oracle_is_that_of_the_kept_numbers():
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "dose_response.jsonl.gz", None)
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    path = _ROOT / "docs" / "evidence" / "oracle.json"
+    assert "\n".join(oracle_order(path, runs, "grpo")) in page
+
+
+def test_the_runs_that_were_tried_first_are_on_the_page():
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "dose_response_wide.jsonl.gz", None)
+    assert sum(len(seeds) for seeds in runs.values()) == 25
+    assert dose_table(runs, "grpo").strip() in (_ROOT / "docs" / "evidence.md").read_text()
+
+
+def test_the_runs_with_a_lag_are_on_their_page():
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "lag.py"))["get_study"]("")
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "lag.jsonl.gz", list(study.arms))
+    runs = {arm: seeds for arm, seeds in runs.items() if seeds}
+    assert len(runs) == 12 and all(sorted(seeds) == list(range(5)) for seeds in runs.values())
+    page = (_ROOT / "docs" / "overlap.md").read_text()
+    blocks = [block for block in tables(study.title, runs, study.baseline, []).split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 2 and all(block.strip() in page for block in blocks)

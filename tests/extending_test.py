@@ -1,5 +1,6 @@
 """The recipes of docs/extending.md, and the example of README.md, work as they are written."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -8,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from bin.flags import parse
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.config.algorithm import check_own_remedies
+from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.rewards.reward_pool import RewardPool
 from tests.waiting import HANGS_S
 
@@ -32,7 +37,7 @@ def _rewards(directory, monkeypatch, command, *completion_ids):
         pool.wait_until_loaded()
         texts = ["text"] * len(completion_ids)
         pool.begin(["1+1=?"] * len(texts), texts, completion_ids, {"answer": ["2"] * len(texts)})
-        return config.rewards.weighted, pool.collect()
+        return config.rewards.weighted, {name: found.rewards for name, found in pool.collect().items()}
 
 
 def test_the_recipe_of_a_reward(tmp_path, monkeypatch):
@@ -57,6 +62,24 @@ def test_the_commands_of_the_length_reward(page, monkeypatch):
     assert rewards == {"examples/length_reward.py:score": [0.75, 0.0, 0.0, 1.0]}
 
 
+def test_the_command_of_a_remedy(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n# my_remedies.py\n(.*?)```", _RECIPES, re.DOTALL)
+    (tmp_path / "my_remedies.py").write_text(code)
+    (tmp_path / "configs").symlink_to(_ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^ {4}python -m (bin\.train .*my_remedies.*)$", _RECIPES, re.MULTILINE)
+    algorithm = parse(shlex.split(command)).config.algorithm
+    check_own_remedies(algorithm)
+    remedies = algorithm.remedies()
+    assert (remedies.penalty.name, remedies.corrections[1].parameters) == ("squared", {"floor": 1e-5})
+    one = np.ones((1, 1), np.float32)
+    tokens = Tokens(advantages=2 * one, ratio=1.3 * one, completion_mask=one > 0)
+    region, statistics = remedies.trust_region(tokens)
+    # 2 * 0.3 tanh(0.3 / 0.3) = 0.457; its slope at 1 is that of the plain objective.
+    assert float(region.objective[0, 0]) == pytest.approx(0.6 * np.tanh(1), rel=1e-6)
+    assert list(statistics) == ["remedy/soft/beyond"]
+
+
 def _applied(diff, text):
     """The text after a diff: hunks between @@, whose context and removed lines stand in it once."""
     for hunk in re.split(r"^@@\n", diff, flags=re.MULTILINE):
@@ -72,18 +95,31 @@ def test_all_recipes_of_code_together(tmp_path):
     edits = re.findall(r"```diff\n--- (\S+)\n(.*?)```", _RECIPES, re.DOTALL)
     tests = re.findall(r"```python\n# (\S+_test\.py)\n(.*?)```", _RECIPES, re.DOTALL)
     headings = re.findall(r"^## (?:A|An) (.*)", _RECIPES, re.MULTILINE)
-    assert headings == ["reward", "penalty", "correction", "setting", "metric", "model parameter"]
-    assert len(edits) == len(tests) == len(headings) - 1
+    assert headings == ["reward", "remedy", "setting", "metric", "model parameter", "model family", "engine"]
+    assert len(tests) == len(headings) - 2  # a reward and an engine are files of a user's, tested elsewhere
+    files = re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", _RECIPES, re.DOTALL)
     for package in ("dcmdp_jax", "configs"):
         shutil.copytree(_ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     for path, diff in edits:
         place = tmp_path / path
         place.write_text(_applied(diff, place.read_text()))
-    for path, code in tests:
+    for path, code in [*files, *tests]:
         place = tmp_path / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(code)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 0 and f"{len(tests) + 1} passed" in done.stdout, done.stdout + done.stderr
+    count = sum(code.count("\ndef test_") for _, code in tests)
+    assert done.returncode == 0 and f"{count} passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_recipe_of_an_engine():
+    """Its file is the one that tests/engines/outside_engine_test.py trains with; its commands parse."""
+    assert f"```python\n{(_ROOT / 'tests/engines/stub_engine.py').read_text()}```" in _RECIPES
+    [line] = re.findall(r"^ {4}python -m bin\.train (.*my_engine.*)$", _RECIPES, re.MULTILINE)
+    words = shlex.split(line.replace("my_engine.py", "tests/engines/stub_engine.py"))
+    rollout = parse(["train", *words]).config.rollout
+    assert rollout.engine == "tests/engines/stub_engine.py:ENGINE" and "8000" in rollout.engine_args
+    rows = " ".join(re.findall(r"^\| (`.*`) \|", _RECIPES, re.MULTILINE))
+    assert {field.name for field in dataclasses.fields(EngineKind)} - {"name"} <= set(re.findall(r"`(\w+)`", rows))

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import bin.evaluate_flags
-import bin.sweep
-import bin.toy
-from bin.flags import parse
+from dcmdp_jax.commands import evaluate_flags, sweep
+from dcmdp_jax.commands.flags import parse
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGE = (_ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
@@ -64,11 +62,11 @@ def test_named_commands_are_understood(command, monkeypatch):
     _, _, module, *words = shlex.split(re.split(r"\s{2,}", command)[0])
     if module == "bin.sweep":
         overrides = [word for word in words if word.startswith("--config.")]
-        given = bin.sweep._parser().parse_args([word for word in words if word not in overrides])
-        runs, _ = bin.sweep._resolve(bin.sweep._load(given.study), Path("runs/none"), overrides)
+        given = sweep._parser().parse_args([word for word in words if word not in overrides])
+        runs, _ = sweep._resolve(sweep.load_study(given.study), Path("runs/none"), overrides)
         assert runs
     elif module == "bin.evaluate":
-        bin.evaluate_flags.parse(words)
+        evaluate_flags.parse(words)
     elif module == "bin.train":
         parse(["train", *words])
     else:

@@ -96,7 +96,7 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> Non
     assert imported["faults"] > 4 * 10_000
     assert imported["tunables"] == "glibc.malloc.perturb=0"
     done = subprocess.run(
-        [sys.executable, "-c", "import bin.flags, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
+        [sys.executable, "-c", "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
         cwd=_ROOT,
         env={**os.environ, "GLIBC_TUNABLES": process_memory._tunables()},
         capture_output=True,
@@ -176,11 +176,15 @@ def test_large_pages_that_someone_reserved_are_left(tmp_path: Path, monkeypatch,
 
 def test_only_the_package_s_own_commands_start_again() -> None:
     assert process_memory._is_command("bin", ["python", "-X", "dev", "-m", "bin.train", "--config=x", "-m"])
+    assert process_memory._is_command("dcmdp", ["/venv/bin/python", "-I", "/venv/bin/dcmdp", "train", "-m", "x"])
+    assert process_memory._is_command("dcmdp_jax", ["python", "-P", "-m", "dcmdp_jax", "train"])
     for arguments in (
         ["python", "-m", "pytest", "-m", "bin.train"],
         ["python", "-m", "cProfile", "-m", "bin.train"],
         ["python", "-m", "binary.x"],
         ["python", "-c", "import bin"],
+        ["python", "bin.py", "-m", "bin.train"],
+        ["python", "-m"],
         ["python"],
     ):
         assert not process_memory._is_command("bin", arguments)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.observe.metric_names import METRICS, PHASES, describe
+from dcmdp_jax.observe.metric_names import METRICS, STEP_PHASES, metric_of
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.report import read_run
 
@@ -25,7 +25,10 @@ _RANGES = {
         _NOT_NEGATIVE,
     ),
 }  # fmt: skip
-_EITHER_SIGN = ("dual/violation", "mismatch/k1", "policy/loss")
+_EITHER_SIGN = (
+    "dual/violation", "mismatch/k1", "policy/loss", "time/overlap",
+    *(f"{part}/log_ratio_mean" for part in ("staleness", "mismatch", "gap")),
+)  # fmt: skip
 # Ascending.
 _ORDERED = (
     ("completion/length_min", "completion/length_mean", "completion/length_max"),
@@ -34,10 +37,16 @@ _ORDERED = (
     ("discrepancy/mean", "discrepancy/max"),
     ("rollout/staleness_mean", "rollout/staleness_max"),
 )
+# With rollout.lag.
+_ORDERED_LAGGED = tuple(
+    (f"{part}/log_ratio_abs_mean", f"{part}/log_ratio_max") for part in ("staleness", "mismatch", "gap")
+)
 # Only rewards of the verifier lie in [0, 1]; those of users are any number.
 _JUDGED = ("math", "math_verify")
-# Not at a step whose completions have no value of the reward, or are none of the source's.
-_SOMETIMES = re.compile(r"reward/.+/(mean|std)")
+# Not at a step whose completions have no value of the reward, or are none of the source's; or a function logs nothing.
+_SOMETIMES = re.compile(
+    r"reward/.+/(mean|std)|eval_reward/.+|(eval_)?logged/.+|discrepancy/source/.+|completion/source/.+"
+)
 _ROUNDING = 1e-5
 
 
@@ -65,15 +74,19 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         yield f"step {last} of {steps}"
     due = [step for step in range(last + 1) if every and (step % every == 0 or step == steps)]
     for name, (at, _) in series.items():
-        # Recorded at the first step, and at those that c is measured on.
-        once = max(1, config.get("algorithm.tolerance_steps", 0)) if name == "mismatch/noise_floor" else last
-        expected = due if name.startswith("eval/") else list(range(1, min(once, last) + 1))
+        expected = due if name.startswith(("eval/", "eval_reward/", "eval_logged/")) else list(range(1, last + 1))
+        if name == "mismatch/noise_floor":
+            # At the steps that c is measured on, and as the policy moves.
+            measured = config.get("algorithm.tolerance_steps", 0)
+            expected = [step for step in expected if step <= max(1, measured) or step in (17, 65, 257, 1025)]
+        if name == "time/clock":  # of every line, an evaluation's too
+            expected = sorted({*range(1, last + 1), *due})
         if _SOMETIMES.fullmatch(name) and set(at.tolist()) <= set(expected):
             continue
         if at.tolist() != expected:
             yield f"{name}: recorded at steps {at.tolist()}, expected {expected}"
     for name in series:
-        if not describe(name).unit:
+        if not metric_of(name).unit:
             yield f"{name}: observe/metric_names.py does not know it"
     if due and not any(name.startswith("eval/") for name in series):
         yield "no evaluation was recorded"
@@ -83,7 +96,7 @@ def _of_values(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     """Finite, within what their units allow, and in order."""
     ranges = _RANGES | ({"reward": (0.0, 1.0)} if _is_verified(config) else {})
     for name, (steps, values) in series.items():
-        low, high = (-np.inf, np.inf) if name in _EITHER_SIGN else ranges.get(describe(name).unit, (-np.inf, np.inf))
+        low, high = (-np.inf, np.inf) if name in _EITHER_SIGN else ranges.get(metric_of(name).unit, (-np.inf, np.inf))
         if name.endswith("/std"):
             low = 0.0
         for step in steps[~np.isfinite(values)]:
@@ -92,13 +105,15 @@ def _of_values(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         for step, value in zip(steps, values, strict=True):
             if not low - 1e-6 <= value <= high + 1e-6:
                 yield f"{name}: {value} at step {step}, outside {low} .. {high}"
-    for names in _ORDERED:
+    lag = config.get("rollout.lag", 0)
+    for names in _ORDERED + _ORDERED_LAGGED * bool(lag):
         for low, high in zip(names, names[1:], strict=False):
             yield from _not_above(low, series[low], high, series[high][1])
-    phases = sum(series[f"time/{phase}"][1] for phase in PHASES)
+    # Sampling ahead is beside the step's time.
+    phases = sum(series[f"time/{phase}"][1] for phase in (("wait", "push", "step") if lag else STEP_PHASES))
     yield from _not_above("the phases' times", (series["time/total"][0], phases), "time/total", series["time/total"][1])
     for name in series:
-        if "/pass@" in name:
+        if "/pass@" in name and _is_verified(config):
             average = name.replace("/pass@", "/avg@")
             yield from _not_above(average, series[average], name, series[name][1])
 
@@ -139,10 +154,17 @@ def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         )
         yield from _not_above("right and unjudged completions", (steps, wholes["reward/mean"] + wrong), "all", total)
     for name, counts in get.items():
-        if name.startswith("reward/") and describe(name).unit == "completions":
+        if name.startswith("reward/") and metric_of(name).unit == "completions":
             yield from _not_above(name, (series[name][0], counts), "all completions", total)
     yield from _not_above("completion/length_max", (steps, get["completion/length_max"]), "the limit", limit)
+    if lag := config.get("rollout.lag", 0):
+        expected = np.minimum(steps - 1, lag)
+        yield from _differing("rollout/staleness_max", steps, get["rollout/staleness_max"], expected)
+        apart = get["staleness/log_ratio_mean"] + get["mismatch/log_ratio_mean"]
+        yield from _differing("gap/log_ratio_mean", steps, get["gap/log_ratio_mean"], apart, scale=1.0)
     cut = get["completion/truncated_fraction"] > 0
+    if config.get("task.environment"):  # a turn has a limit of its own
+        return
     for step in steps[cut & (get["completion/length_max"] != limit)]:
         yield f"completion/truncated_fraction: above 0 at step {step} where no completion reaches the limit"
     sampled = get["throughput/sampled_tokens_per_second"] * get["time/generate"]
@@ -157,19 +179,23 @@ def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[st
     """lambda_1 = lambda_0;  lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)."""
     steps, multiplier = series["dual/multiplier"]
     discrepancy, violation = series["discrepancy/mean"][1], series["dual/violation"][1]
-    tolerance = config["algorithm.tolerance"]
-    yield from _differing("dual/tolerance", steps, series["dual/tolerance"][1], np.full(len(steps), tolerance))
+    measured = config.get("algorithm.tolerance_steps", 0) if config["algorithm.method"] == "dc_grpo" else 0
+    tolerance = np.full(len(steps), config["algorithm.tolerance"])
+    if 0 < measured < len(steps):  # from then on one that the first steps give
+        tolerance[measured:] = series["dual/tolerance"][1][measured]
+    yield from _differing("dual/tolerance", steps, series["dual/tolerance"][1], tolerance)
     if config["algorithm.method"] != "dc_grpo":
         fixed = 0.0 if config["algorithm.method"] == "grpo" else 1.0
         yield from _differing("dual/multiplier", steps, multiplier, np.full(len(steps), fixed))
         yield from _differing("dual/violation", steps, violation, discrepancy - tolerance)
         return
-    yield from _differing("dual/violation", steps, violation, discrepancy - tolerance, scale=tolerance)
+    yield from _differing("dual/violation", steps, violation, discrepancy - tolerance, scale=tolerance[0])
     low, high = config["algorithm.multiplier_min"], config["algorithm.multiplier_max"]
     for step in steps[(multiplier < np.float32(low)) | (multiplier > np.float32(high))]:
         yield f"dual/multiplier: outside {low} .. {high} at step {step}"
     rate = config["algorithm.dual_learning_rate"]
     following = np.clip(multiplier[:-1] + rate * violation[:-1], low, high)
+    following[:measured] = multiplier[:-1][:measured]  # it waits while c is measured
     expected = np.concatenate([[config["algorithm.multiplier"]], following])
     yield from _differing("dual/multiplier", steps, multiplier, expected)
 

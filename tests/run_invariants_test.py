@@ -33,6 +33,7 @@ def _write(run_dir, *changes):
     from configs.demo import get_config
 
     config = get_config("debug")
+    config.algorithm.tolerance_steps = 0
     config.algorithm.tolerance, config.algorithm.dual_learning_rate, config.algorithm.multiplier = _C, _ETA, 0.125
     config.training.prompts_per_step, config.rollout.group_size = 4, 2
     config.training.steps, config.evaluation.every_steps = 3, 2

@@ -69,6 +69,9 @@ def contenders(platform: str, segment_ids: jax.Array, *, packed: bool) -> dict[s
     kernel = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(platform)
     if kernel:
         found[kernel] = functools.partial(row_attention, kernel=kernel, ops=ops, **shared)
+    if kernel == "cudnn" and packed:
+        most = int(np.max(segment_ids))
+        found["cudnn, packed layout"] = functools.partial(found[kernel], segments=most)
     return found
 
 

@@ -17,9 +17,9 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.compiled import compile_program
-from dcmdp_jax.plan.engine_programs import plan_engine
 from dcmdp_jax.plan.flops import forward_flops
 from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.plan.run_plan import plan_engine
 
 
 def measure(size: Size, tell: Tell, *, precision: str) -> None:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from benchmarks.accelerator_parts.sizes import Size, Tell
 from benchmarks.timing import interleave, matmul_gflops
+from dcmdp_jax.parallel.lowerable import Lowerable
 from dcmdp_jax.plan.compiled import Compiled, read_executable
 from dcmdp_jax.plan.roofline import roofline
-from dcmdp_jax.plan.step_program import Lowerable, expert_blocks
+from dcmdp_jax.plan.step_program import blocks_at_most
 from dcmdp_jax.plan.topologies import CHIPS, Chip
 
 GOAL_FLOPS = {"h200": 790e12}
@@ -48,8 +49,8 @@ def chip_here(size: Size) -> tuple[Chip, str]:
 
 
 def compile_and_read(name: str, function: Any, *arguments: Any) -> tuple[jax.stages.Compiled, Compiled]:
-    """Compile a jitted function whose only loops that depend on data are those over blocks of experts' rows."""
-    return read(Lowerable(name, lambda: function.trace(*arguments), expert_blocks, {}, (), 0))
+    """Compile a jitted function whose only loops that depend on data are those over blocks of rows."""
+    return read(Lowerable(name, lambda: function.trace(*arguments), blocks_at_most, {}, (), 0))
 
 
 def read(program: Lowerable) -> tuple[jax.stages.Compiled, Compiled]:

@@ -21,14 +21,14 @@ from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.plan.flops import step_flops
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import plan_step, step_trip_counts
-from dcmdp_jax.training.programs import make_step_programs
+from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, new_state
 
-_MOST_SEGMENTS = 64
+_MOST_SEGMENTS = 16
 
 
 def step_config(size: Size, *, packed: bool, remat: str) -> Config:
-    """The run whose step is measured: several sequences in a row, or one, in rows of three lengths."""
+    """The run whose step is measured: several sequences in a row, or one, in rows of lengths that it chooses."""
     config = run_settings(size)
     config["model"]["remat"] = remat
     if packed:

@@ -14,38 +14,41 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks.peers.rounds import Ended, Job, Rounds, work
-from benchmarks.workload import micro_batch_tokens, step_inputs, step_layout, stepper
+from benchmarks.workload import batch_of, rollout, stepper
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
-from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights
-from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
-from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
+from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.training import loop
 from dcmdp_jax.training.build import Parts, build_parts
-from dcmdp_jax.training.setup import Plan, make_plan_of_run
+from dcmdp_jax.training.setup import Plan, layout, make_plan_of_run
 from dcmdp_jax.types import Params
 
 _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def train(job: Job, rounds: Rounds) -> None:
-    """The compiled step with one mini-batch or four; four take p^Train of all rows first."""
-    config = _model(job)
-    step = stepper(config, "dc_grpo", *step_inputs(config, 1 if job.part == "train1" else 4))
+    """The compiled step with one mini-batch or four, in the layout that a run chooses."""
+    model = _model(job)
+    mesh = training_mesh(num_params=num_params(model))
+    compute, plan = layout(from_config_dict(_run_config(job, 1 if job.part == "train1" else 4)), mesh)
+    batch, _ = batch_of(rollout(model, job.prompt_lengths, np.asarray(job.lengths), job.group), plan, model)
+    step = stepper(model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens)
     rounds.hello(_PACKAGES)
     rounds.repeat(lambda: jax.block_until_ready(step()))
 
 
 def sampler(job: Job, rounds: Rounds) -> None:
-    """The embedded engine: token ids in, token ids and their log-probs out."""
+    """The embedded engine as an evaluation builds it: token ids in, token ids and their log-probs out."""
     config = _model(job)
     tokenizer = load_tokenizer(job.checkpoint)
     prompts = [np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]]
@@ -53,11 +56,13 @@ def sampler(job: Job, rounds: Rounds) -> None:
         config,
         precision="float32",
         max_total_tokens=job.prompt_tokens + job.new_tokens,
+        min_rows=get_config().rollout.min_rows,
         mesh=sampling_mesh(one_device_mesh()),
     )
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     release_freed_memory()  # as bin.evaluate does
-    sampling = SamplingParams(job.group, job.new_tokens)
+    stops = tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size))) if job.ends else ()
+    sampling = SamplingParams(job.group, job.new_tokens, stop_token_ids=stops)
     rounds.hello(_PACKAGES)
     step = 0
     while rounds.boundary():
@@ -67,10 +72,7 @@ def sampler(job: Job, rounds: Rounds) -> None:
 
 def reinforce(job: Job, rounds: Rounds) -> None:
     """The training loop of bin/train.py, from one push of weights to the next."""
-    config = run_config(
-        job.checkpoint, job.problems, job.scratch,
-        prompts=job.prompts, group=job.group, prompt_tokens=job.prompt_tokens, new_tokens=job.new_tokens,
-    )  # fmt: skip
+    config = _run_config(job, mini_batches=1)
     # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
     config.training.steps = config.checkpoint.every_steps = 10**6
     plan = make_plan_of_run(from_config_dict(config))
@@ -113,7 +115,8 @@ class SteppedEngine:
         for complete in self._engine.generate(prompts, sampling, **settings):
             episodes += complete
             yield complete
-        self._check(in_prompt_order(episodes))
+        if sampling.group_size > 1:  # else it is the noise floor's, of one row alone
+            self._check(in_prompt_order(episodes))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -132,18 +135,25 @@ def stepped(
 
 
 def run_config(
-    checkpoint: str, problems: str, scratch: str, *, prompts: int, group: int, prompt_tokens: int, new_tokens: int
+    checkpoint: str,
+    problems: str,
+    scratch: str,
+    *,
+    prompts: int,
+    group: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    mini_batches: int,
 ) -> ConfigDict:
-    """The run of an experiment file: one update on all completions, computed as `train` computes it."""
-    model = read_config(checkpoint)
-    compute, _ = step_layout(model, mini_batches=1)
+    """An experiment file of a model, its data and the size of a batch, in float32. The layout is left to the defaults.
+
+    As in the peers' settings no activations are recomputed.
+    """
     config = get_config()
     config.run_dir = str(Path(scratch) / "run")
     config.model.path = checkpoint
-    config.model.compute_dtype = compute.dtype
-    config.model.remat = compute.remat
-    config.model.scan_unroll = compute.scan_unroll
-    config.model.logprob_chunk = compute.logprob_chunk
+    config.model.compute_dtype = "float32"
+    config.model.remat = "none"
     config.task.train = problems
     config.task.prompt_suffix = ""
     config.task.max_prompt_tokens = prompt_tokens
@@ -153,14 +163,19 @@ def run_config(
     config.rollout.max_completion_tokens = new_tokens
     config.algorithm.clip_high = 0.2
     config.training.prompts_per_step = prompts
-    config.training.prompts_per_mini_batch = prompts
-    config.training.row_lengths = (prompt_tokens + new_tokens,)
-    config.training.micro_batch_tokens = micro_batch_tokens(model)
+    config.training.prompts_per_mini_batch = prompts // mini_batches
     return config
 
 
+def _run_config(job: Job, mini_batches: int) -> ConfigDict:
+    return run_config(
+        job.checkpoint, job.problems, job.scratch, prompts=job.prompts, group=job.group,
+        prompt_tokens=job.prompt_tokens, new_tokens=job.new_tokens, mini_batches=mini_batches,
+    )  # fmt: skip
+
+
 def _model(job: Job) -> ModelConfig:
-    config = read_config(job.checkpoint)
+    config = read_model_config(job.checkpoint)
     job.check_parameters(num_params(config))
     return config
 

@@ -5,8 +5,9 @@ The result is a dict, kept as JSON:
     date, command, machine   when, how and where
     versions                 of each contender
     parts                    for each part and size `part`, `size`, `in_turn`, `matmul_gflops` before and after, and
-                             `contenders`, by name `warm_up_seconds`, `seconds` and `cpu_seconds` of the rounds,
-                             `peak_mib`, and `error` if it did not come to its end
+                             `matmul_gflop_per_cpu_second`, `needed_flop`, `lengths`, `contenders`, by name `seconds`
+                             and `cpu_seconds` of the rounds, the same of the warm-up, `peak_mib`, and `error` if it did
+                             not come to its end
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import median_and_spread, ratio
-from benchmarks.workload import GROUP, NEW_TOKENS, PROMPTS
 from dcmdp_jax.atomic_write import atomic_write
 
 LABELS = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
 PARTS = {
-    "train1": "a train step on 128 rows of 80 tokens, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
-    "train4": "old log-probs of 128 rows of 80 tokens, then four updates of 32",
-    "rl": "a whole RL step in the trainer's own loop: sample 128 x 64 tokens, reward, one update",
-    "sampler": "16 prompts x 8 completions, 64 new tokens, by the trainer's own sampler",
+    "train1": "a train step on 128 completions, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
+    "train4": "old log-probs of 128 completions, then four updates of 32",
+    "rl": "a whole RL step in the trainer's own loop: sample 128 completions, reward, one update",
+    "sampler": "16 prompts x 8 completions by the trainer's own sampler",
 }
-_SAMPLED = PROMPTS * GROUP * NEW_TOKENS
+
+
+FLOOR_PARTS = ("train1", "train4")
 
 
 def complete(measured: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
@@ -40,11 +42,12 @@ def complete(measured: Mapping[str, Any], name: str) -> Mapping[str, Any] | None
 def head(part: str, names: Sequence[str], apart: Sequence[str]) -> str:
     """Caption and head of a part's table; `apart` are the sizes at which the contenders do not take turns."""
     note = f". One after another, not in turn: {', '.join(apart)}" if apart else ""
-    columns = ["size", *(f"{LABELS[name]}, s" for name in names)]
-    columns += [f"{LABELS[name]} / ours" for name in names if name != "ours"]
-    if part == "sampler":
-        columns += [f"{LABELS[name]}, tokens/s" for name in names]
+    peers = [LABELS[name] for name in names if name != "ours"]
+    columns = ["size", "lengths", *(f"{LABELS[name]}, CPU s" for name in names)]
+    columns += [f"{peer} / ours" for peer in peers] + [f"{peer} / ours, wall" for peer in peers]
     columns += [f"{LABELS[name]}, MiB" for name in names]
+    if part in FLOOR_PARTS:
+        columns += [f"{LABELS[name]}, of the floor" for name in names]
     return f"\n{part}: {PARTS[part]}{note}.\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
@@ -56,14 +59,21 @@ def row(measured: Mapping[str, Any], names: Sequence[str]) -> str:
     def cells(names: Sequence[str], form: Any) -> list[str]:
         return ["-" if found[name] is None else form(found[name]) for name in names]
 
-    def against_ours(peer: Mapping[str, Any]) -> str:
-        return "-" if ours is None else ratio(peer["seconds"], ours["seconds"])
+    def against_ours(peer: Mapping[str, Any], clock: str) -> str:
+        return "-" if ours is None else ratio(peer[clock], ours[clock])
 
-    columns = [measured["size"], *cells(names, lambda one: median_and_spread(one["seconds"]))]
-    columns += cells([name for name in names if name != "ours"], against_ours)
-    if measured["part"] == "sampler":
-        columns += cells(names, lambda one: f"{_SAMPLED / statistics.median(one['seconds']):,.0f}")
+    def share(one: Mapping[str, Any]) -> str:
+        least = measured["needed_flop"] / measured["matmul_gflop_per_cpu_second"] / 1e9
+        return f"{least / statistics.median(one['cpu_seconds']):.0%}"
+
+    columns = [measured["size"], measured["lengths"]]
+    columns += cells(names, lambda one: median_and_spread(one["cpu_seconds"]))
+    for clock in ("cpu_seconds", "seconds"):
+        peers = [name for name in names if name != "ours"]
+        columns += cells(peers, lambda peer, clock=clock: against_ours(peer, clock))
     columns += cells(names, lambda one: f"{one['peak_mib']:,.0f}")
+    if measured["part"] in FLOOR_PARTS:
+        columns += cells(names, share)
     return f"| {' | '.join(columns)} |"
 
 
@@ -73,7 +83,8 @@ def foot(result: Mapping[str, Any]) -> str:
     waits = "" if machine["omp_wait"] == "default" else f", OMP_WAIT_POLICY={machine['omp_wait']}"
     lines = [f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, float32{waits}."]
     rates = [
-        f"{measured['part']} {measured['size']} " + " to ".join(f"{rate:.0f}" for rate in measured["matmul_gflops"])
+        f"{measured['part']} {measured['size']} {measured['lengths']} "
+        + " to ".join(f"{rate:.0f}" for rate in measured["matmul_gflops"])
         for measured in result["parts"]
     ]
     lines.append(f"GFLOP/s of a 1024^3 float32 product in JAX, before and after each: {', '.join(rates)}.")
@@ -114,8 +125,10 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         places = [place + (number - (len(peers) - 1) / 2) * width for place, _ in bars]
         axes.bar(places, middles, width, yerr=[below, above], capsize=3, label=LABELS[name])
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(groups)), [f"{measured['part']}\n{measured['size']}" for measured in groups])
-    axes.set_ylabel("time against ours (above 1: ours is faster)")
+    axes.set_xticks(
+        range(len(groups)), [f"{measured['part']}\n{measured['size']}\n{measured['lengths']}" for measured in groups]
+    )
+    axes.set_ylabel("processor time against ours (above 1: ours is faster)")
     figure.legend(loc="outside upper center", ncols=len(peers))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -123,4 +136,4 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 def _ratios(measured: Mapping[str, Any], name: str) -> list[float]:
     peer, ours = complete(measured, name), complete(measured, "ours")
-    return [] if peer is None else [a / b for a, b in zip(peer["seconds"], ours["seconds"], strict=True)]
+    return [] if peer is None else [a / b for a, b in zip(peer["cpu_seconds"], ours["cpu_seconds"], strict=True)]

@@ -14,7 +14,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ class Job:
 
     Attributes:
         part: "train1", "train4", "rl" or "sampler".
-        checkpoint: Hugging Face directory with weights and tokenizer; its end token lies outside the vocabulary.
-        problems: a .jsonl file, the field "problem" a prompt of `prompt_tokens` tokens.
+        checkpoint: Hugging Face directory with weights and tokenizer.
+        problems: a .jsonl file, the field "problem" a prompt of at most `prompt_tokens` tokens.
         scratch: an empty directory of the worker's own.
         parameters: of the model, to be checked.
-        prompts, group, prompt_tokens, new_tokens: shape of a batch.
+        prompts, group: completions in a batch are their product.
+        prompt_tokens, new_tokens: the most tokens of a prompt and of a completion.
+        prompt_lengths: [prompts] tokens of each prompt of a train step.
+        lengths: [prompts x group] tokens of each completion of a train step.
+        ends: whether sampled completions may end before their limit.
         cores: threads to compute with.
     """
 
@@ -42,12 +46,20 @@ class Job:
     group: int
     prompt_tokens: int
     new_tokens: int
+    prompt_lengths: Sequence[int]
+    lengths: Sequence[int]
+    ends: bool
     cores: int
 
     @property
     def rows(self) -> int:
         """Completions in a batch."""
         return self.prompts * self.group
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows have padding in a layout of one length."""
+        return len({*self.prompt_lengths, self.prompt_tokens}) > 1 or len({*self.lengths, self.new_tokens}) > 1
 
     def texts(self) -> list[str]:
         """The prompts of the problems file."""
@@ -59,12 +71,17 @@ class Job:
             raise RuntimeError(f"the model has {count:,} parameters, the others' {self.parameters:,}")
 
     def check_completions(self, completions: Iterable[Any]) -> None:
-        """Raise RuntimeError unless there are as many completions as asked for, each of `new_tokens` tokens."""
+        """Raise RuntimeError unless there are as many completions as asked for, each of `new_tokens` tokens.
+
+        Where they may end each has at most `new_tokens`, and some have fewer. Tunix does not count the end token.
+        """
         lengths = [len(completion) for completion in completions]
-        if lengths != [self.new_tokens] * self.rows:
+        least, most = min(lengths, default=0), max(lengths, default=0)
+        fits = least < self.new_tokens if self.ends else least == self.new_tokens
+        if len(lengths) != self.rows or not fits or most > self.new_tokens:
             raise RuntimeError(
-                f"{len(lengths)} completions of {min(lengths, default=0)} to {max(lengths, default=0)} tokens, "
-                f"asked for {self.rows} of {self.new_tokens}"
+                f"{len(lengths)} completions of {least} to {most} tokens, asked for {self.rows} of "
+                f"{'at most ' * self.ends}{self.new_tokens}"
             )
 
 

@@ -6,7 +6,7 @@ scores the prompt as well and computes entropies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,39 +21,65 @@ _CLIP, _LEARNING_RATE, _MAX_GRAD_NORM = 0.2, 1e-6, 1.0
 
 
 def train(job: Job, rounds: Rounds) -> None:
-    """Forward, clipped surrogate, backward, clipping, AdamW on all rows; or old log-probs, then four such updates."""
+    """Forward, clipped surrogate, backward, clipping, AdamW on all rows; or old log-probs, then four such updates.
+
+    As its trainer lays them out: prompts padded on the left, completions on the right, to the longest of each. Rows
+    with padding are computed in four parts, as all at once take more memory and no less time.
+    """
     model = _model(job).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(0)
-    length = job.prompt_tokens + job.new_tokens
+    prompts = torch.tensor(job.prompt_lengths).repeat_interleave(job.group)[:, None]
+    completions = torch.tensor(job.lengths)[:, None]
+    begin = int(prompts.max())
+    length = begin + int(completions.max())
     ids = torch.randint(2, model.config.vocab_size, (job.rows, length), generator=generator)
     advantages = torch.randn(job.rows, 1, generator=generator)
+    places = torch.arange(length)
+    real = (places >= begin - prompts) & (places < begin + completions)
+    mask = real[:, begin:].float()
     # Position t predicts token t + 1.
-    predicting = torch.arange(job.prompt_tokens - 1, length - 1)
+    predicting = torch.arange(begin - 1, length - 1)
+    size = job.rows // 4
 
-    def logprobs(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=predicting).logits
-        return logits.log_softmax(-1).gather(-1, ids[:, job.prompt_tokens :, None])[..., 0]
+    def logprobs(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        attends = {"attention_mask": real.long()} if job.ragged else {}
+        logits = model(input_ids=ids, **attends, use_cache=False, logits_to_keep=predicting).logits
+        return logits.log_softmax(-1).gather(-1, ids[:, begin:, None])[..., 0]
 
-    def update(ids: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> None:
-        ratio = torch.exp(logprobs(ids) - old)
+    def backward(ids: torch.Tensor, real: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor, share: float) -> None:
+        old, advantages = rest
+        ratio = torch.exp(logprobs(ids, real) - old)
         clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
-        (-torch.minimum(ratio * advantages, clipped * advantages).mean()).backward()
+        terms = -torch.minimum(ratio * advantages, clipped * advantages)
+        mean = ((terms * mask).sum(-1) / mask.sum(-1)).mean() if job.ragged else terms.mean()
+        (share * mean).backward()
+
+    def apply() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def old_logprobs(ids: torch.Tensor) -> torch.Tensor:
-        return logprobs(ids)
+    def old_logprobs(size: int) -> torch.Tensor:
+        return torch.cat([logprobs(*part) for part in zip(ids.split(size), real.split(size), strict=True)])
+
+    def parts(old: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        return zip(*(x.split(size) for x in (ids, real, mask, old, advantages)), strict=True)
 
     def four() -> None:
-        for part in zip(*(x.split(job.rows // 4) for x in (ids, old_logprobs(ids), advantages)), strict=True):
-            update(*part)
+        for part in parts(old_logprobs(size if job.ragged else job.rows), size):
+            backward(*part, share=1.0)
+            apply()
 
-    fixed = torch.cat([old_logprobs(part) for part in ids.split(job.rows // 4)])
+    def one() -> None:
+        for part in parts(fixed, size if job.ragged else job.rows):
+            backward(*part, share=1 / 4 if job.ragged else 1.0)
+        apply()
+
+    fixed = old_logprobs(size)
     rounds.hello(_PACKAGES)
-    rounds.repeat(four if job.part == "train4" else lambda: update(ids, fixed, advantages))
+    rounds.repeat(four if job.part == "train4" else one)
 
 
 def sampler(job: Job, rounds: Rounds) -> None:
@@ -91,14 +117,16 @@ def _trainer(job: Job) -> GRPOTrainer:
         job.check_completions(completion_ids)
         return [float(ids[-1] % 2) for ids in completion_ids]
 
+    parts = 4 if job.ragged else 1
     settings = GRPOConfig(
         output_dir=job.scratch,
         use_cpu=True,
         bf16=False,
         # On by default, at the cost of a second forward pass.
         gradient_checkpointing=False,
-        per_device_train_batch_size=job.rows,
-        steps_per_generation=1,
+        per_device_train_batch_size=job.rows // parts,
+        gradient_accumulation_steps=parts,
+        steps_per_generation=parts,
         num_generations=job.group,
         max_completion_length=job.new_tokens,
         temperature=1.0,

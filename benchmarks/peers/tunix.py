@@ -29,21 +29,29 @@ _PACKAGES = ("google-tunix", "jax", "jaxlib", "flax", "optax", "qwix", "transfor
 def train(job: Job, rounds: Rounds) -> None:
     """The actor's update on all rows; or the old log-probs in four parts, then four updates.
 
+    As its learner lays them out: prompts padded on the left and completions on the right, to the limits. One update on
+    rows with padding accumulates four parts, as all at once take more memory and no less time.
+
     The learner has no step of the second kind: its public pieces are called as it calls them.
     """
     cluster = _learner(job).rl_cluster
     rng = np.random.default_rng(0)
-    vocabulary = cluster.tokenizer.eos_id()
-    prompts = jnp.asarray(rng.integers(2, vocabulary, (job.rows, job.prompt_tokens)))
-    completions = jnp.asarray(rng.integers(2, vocabulary, (job.rows, job.new_tokens)))
+    vocabulary = json.loads((Path(job.checkpoint) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    longest = job.prompt_tokens, job.new_tokens
+    real = [np.arange(longest[0]) >= longest[0] - np.repeat(job.prompt_lengths, job.group)[:, None]]
+    real.append(np.arange(longest[1]) < np.asarray(job.lengths)[:, None])
+    prompts, completions = (
+        jnp.asarray(np.where(mask, rng.integers(2, vocabulary, mask.shape), 0)) for mask in real
+    )  # fmt: skip
+    prompt_mask, completion_mask = map(jnp.asarray, real)
     advantages = jnp.asarray(rng.normal(size=job.rows), jnp.float32)
 
     def example(rows: slice, old: jax.Array | None) -> TrainExample:
         return TrainExample(
             prompt_ids=prompts[rows],
-            prompt_mask=jnp.ones_like(prompts[rows], bool),
+            prompt_mask=prompt_mask[rows],
             completion_ids=completions[rows],
-            completion_mask=jnp.ones_like(completions[rows], bool),
+            completion_mask=completion_mask[rows],
             advantages=advantages[rows],
             ref_per_token_logps=None,
             old_per_token_logps=old,
@@ -53,7 +61,7 @@ def train(job: Job, rounds: Rounds) -> None:
     parts = [slice(start, start + size) for start in range(0, job.rows, size)]
     # Made once; only the old log-probs change from round to round.
     fixed = [example(rows, None) for rows in parts]
-    everything = [example(slice(None), None)]
+    everything = fixed if job.ragged else [example(slice(None), None)]
 
     def one() -> None:
         cluster.update_actor(everything, None)
@@ -74,7 +82,7 @@ def sampler(job: Job, rounds: Rounds) -> None:
     model, config = _model(job)
     generate = Sampler(
         model,
-        _Tokenizer(job.checkpoint),
+        _Tokenizer(job),
         CacheConfig(
             cache_size=job.prompt_tokens + job.new_tokens,
             num_layers=config.num_layers,
@@ -134,10 +142,10 @@ def _finish(cluster: RLCluster) -> None:
 
 
 class _Tokenizer:
-    """The checkpoint's tokenizer, with padding outside the vocabulary too: a sampled token 0 is a token like others."""
+    """The checkpoint's tokenizer. Its padding, id 0, is never sampled."""
 
-    def __init__(self, path: str) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
+    def __init__(self, job: Job) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return self._tokenizer.encode(text)
@@ -152,7 +160,7 @@ class _Tokenizer:
         return self._tokenizer.eos_token_id
 
     def pad_id(self) -> int:
-        return self._tokenizer.eos_token_id + 1
+        return 0
 
 
 def _model(job: Job) -> tuple[Qwen3, ModelConfig]:
@@ -179,15 +187,16 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def _reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    return [float(ord(text[-1]) % 2) for text in completions]
+    return [float(ord(text[-1]) % 2) if text else 0.0 for text in completions]
 
 
 def _learner(job: Job) -> GRPOLearner:
     """With its cluster, whose loss it sets."""
     mesh = _mesh()
+    accumulated = {"mini_batch_size": job.prompts, "train_micro_batch_size": job.prompts // 4}
     cluster = RLCluster(
         actor=_model(job)[0],
-        tokenizer=_Tokenizer(job.checkpoint),
+        tokenizer=_Tokenizer(job),
         cluster_config=ClusterConfig(
             role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
             rollout_engine="vanilla",
@@ -197,6 +206,7 @@ def _learner(job: Job) -> GRPOLearner:
                 max_steps=10**6,
                 rollout_micro_batch_size=job.prompts,
                 compute_logps_micro_batch_size=job.prompts,
+                **(accumulated if job.ragged and job.part != "train4" else {}),
             ),
             rollout_config=RolloutConfig(
                 max_tokens_to_generate=job.new_tokens,

@@ -5,10 +5,10 @@ from typing import Any
 
 from dcmdp_jax.lab.studies.study import Arm, Study
 
-DEMO = "configs/demo.py"
-QWEN3_8B = "configs/qwen3_8b.py"
-QWEN3_30B_A3B = "configs/qwen3_30b_a3b.py"
-R1_DISTILL = "configs/r1_distill_qwen_1p5b.py"
+DEMO = "demo"
+QWEN3_8B = "qwen3_8b"
+QWEN3_30B_A3B = "qwen3_30b_a3b"
+R1_DISTILL = "r1_distill_qwen_1p5b"
 SEEDS = (0, 1, 2, 3, 4)
 PAPER_SEEDS = (0,)
 """The paper reports one run of each."""
@@ -53,5 +53,6 @@ def evaluated_arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
-    """One config, and label -> what it changes."""
-    return {label: Arm(config, changes) for label, changes in settings.items()}
+    """One config, and label -> what it changes. The demos measure c on each run; a study's arms all have the same."""
+    fixed = {"algorithm.tolerance_steps": 0} if config.startswith("configs/demo") else {}
+    return {label: Arm(config, {**fixed, **changes}) for label, changes in settings.items()}

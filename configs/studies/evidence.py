@@ -15,7 +15,7 @@ from configs.studies.base import DEMO, SEEDS
 from configs.studies.remedies import VLLM, remedy_arms
 from dcmdp_jax.lab.studies.study import Arm, Study
 
-_STRAIN = {
+STRAIN = {
     "optimizer.learning_rate": 5e-4,
     "training.prompts_per_mini_batch": 12,
     "algorithm.tolerance": 0.0037,
@@ -43,7 +43,7 @@ def _strained(arms: Mapping[str, Arm], cache: Mapping[str, Any] = _FP8_CACHE) ->
     return {
         name: Arm(
             arm.config,
-            {**_STRAIN, **(cache if arm.config == DEMO and name != "exact" else {}), **arm.settings},
+            {**STRAIN, **(cache if arm.config == DEMO and name != "exact" else {}), **arm.settings},
         )
         for name, arm in arms.items()
     }

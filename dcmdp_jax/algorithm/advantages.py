@@ -1,13 +1,12 @@
-"""Group-relative advantages, and the penalized forms the paper compares."""
+"""Group-relative advantages, and what is done to rewards before them."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.checks import require_integer, require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.masked import group_statistics
-from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.algorithm.require import require_integer, require_number
 from dcmdp_jax.types import Array
 
 
@@ -29,7 +28,7 @@ def group_advantages(
 
     A group whose rewards are all equal has A exactly 0, and so has a group with one valid member. Equality is tested
     on the rewards: the float32 mean of equal rewards can differ from them, and that rounding error over epsilon would
-    be an advantage. Such a group's tokens still carry the penalty of `penalized_advantages`.
+    be an advantage. Such a group's tokens still carry the penalty.
 
     Args:
         rewards: [N] float.
@@ -94,48 +93,3 @@ def has_signal(rewards: Array, group_ids: Array, valid: Array) -> jax.Array:
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
     return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]
-
-
-def penalized_advantages(
-    advantages_tokens: Array,
-    discrepancy_tokens: Array,
-    multiplier: float | Array,
-    tolerance: float | Array,
-    *,
-    method: str,
-) -> jax.Array:
-    """Token advantages with the discrepancy charged to them (Eq. 8 for `dc_grpo`).
-
-        grpo              A_i
-        dual_grpo         A_i - delta_{i,t}                              (Eq. 4: lambda fixed at 1)
-        threshold_grpo    A_i - delta_{i,t} where delta_{i,t} > c, else A_i    (section 5, tolerance region)
-        dc_grpo           A_i - lambda_k delta_{i,t}                     (Eq. 8, the method)
-        excess_grpo       A_i - lambda_k max(delta_{i,t} - c, 0)         (ours)
-
-    The threshold is strict: delta = c is free. `dc_grpo` with multiplier 0 is `grpo` bit for bit. Advantages,
-    discrepancy and multiplier are all functions of the old weights, hence constants to the gradient.
-
-    Args:
-        advantages_tokens: [R, L] float, A_i gathered to the tokens of completion i.
-        discrepancy_tokens: [R, L] float, finite, 0 outside the completion mask (`discrepancy`).
-        multiplier: lambda_k, [] or Python float, the value BEFORE this step's dual update; used by `dc_grpo`
-            and `excess_grpo`.
-        tolerance: c, [] or Python float, in the discrepancy's unit; used by `threshold_grpo` and
-            `excess_grpo`.
-        method: a name of `penalties.PENALTIES`.
-
-    Returns:
-        [R, L] float32. No gradient flows.
-
-    Raises:
-        ValueError: if the shapes differ, `method` is unknown, or `multiplier` or `tolerance` is a negative Python
-            number.
-    """
-    require_same_shape(advantages_tokens=advantages_tokens, discrepancy_tokens=discrepancy_tokens)
-    require_option("method", method, tuple(PENALTIES))
-    require_number("multiplier", multiplier, minimum=0)
-    require_number("tolerance", tolerance, minimum=0)
-    advantages = jnp.asarray(advantages_tokens, jnp.float32)
-    delta = jnp.asarray(discrepancy_tokens, jnp.float32)
-    multiplier, tolerance = jnp.asarray(multiplier, jnp.float32), jnp.asarray(tolerance, jnp.float32)
-    return jax.lax.stop_gradient(PENALTIES[method](advantages, delta, multiplier, tolerance))

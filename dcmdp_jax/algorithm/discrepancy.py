@@ -12,15 +12,17 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.checks import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.masked import completion_counts, completion_means, gather_to_tokens, masked_mean, masked_sum
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
 Measure = Literal["diff", "ratio", "log"]
 Sided = Literal["two", "one"]
 Level = Literal["token", "sequence"]
+Charge = Literal["token", "sequence", "reward", "state"]
+"""What is charged; see `signals.row_signals`."""
 
 RATIO_LIMIT = 10.0
 """Largest |p / q - 1| of a token, unless it is given."""
@@ -104,8 +106,8 @@ def discrepancy(
         train_logprobs: [R, L] nats, training stack, weights that made the batch.
         rollout_logprobs: [R, L] nats, inference engine.
         completion_mask: [R, L] bool, true on sampled tokens; other positions are ignored.
-        completion_index: [R, L] int, the completion a token belongs to (`padded_completion_index` where rows are
-            completions). For `level="sequence"` all tokens of a completion must be in this call.
+        completion_index: [R, L] int, the completion a token belongs to. For `level="sequence"` all tokens of a
+            completion must be in this call.
         num_completions: N, static.
         measure: "diff", "ratio" or "log"; see `token_discrepancy`.
         sided: "two", or "one" to charge p^Train > p^Inf only.

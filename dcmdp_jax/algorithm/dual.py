@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.checks import require_integer, require_number
 from dcmdp_jax.algorithm.masked import masked_quantile
+from dcmdp_jax.algorithm.require import require_integer, require_number
 from dcmdp_jax.types import Array, DualState
 
 
@@ -87,25 +87,30 @@ def dual_update(
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
 
 
-def calibrated_tolerance(state: DualState, before: float, *, steps: int, quantile: float) -> jax.Array:
+def calibrated_tolerance(
+    state: DualState, before: float, *, steps: int, quantile: float, factor: float = 1.0
+) -> jax.Array:
     """c measured on the run itself: a quantile over its first steps. Ours, not in the paper.
 
-        c = quantile_k max(dbar_k, f_k)
+        c = factor quantile_k max(dbar_k, f_k)
 
     over the first steps k, with dbar_k the mean discrepancy and f_k the engine's noise floor: no policy meets a budget
-    below that.
+    below that. A factor below 1 asks the policy for less than it began with, and may ask for less than the floor.
 
     Args:
         state: from `calibrated_update`, or `dual_init` with these measured steps.
         before: c until they are measured.
         steps: how many, at least 1.
         quantile: in [0, 1].
+        factor: above 0.
 
     Returns:
         [] float32.
     """
     first = jnp.asarray(state.window, jnp.float32)[:steps]
     measured = masked_quantile(first, jnp.ones(steps, bool), quantile)
+    # 1 leaves the program as it is.
+    measured = measured if factor == 1 else measured * jnp.float32(factor)
     return jnp.where(state.filled < steps, jnp.float32(before), measured)
 
 
@@ -115,6 +120,7 @@ def calibrated_update(
     *,
     steps: int,
     quantile: float,
+    factor: float = 1.0,
     noise_floor: float | Array = 0.0,
     **options: Any,
 ) -> DualState:
@@ -125,12 +131,12 @@ def calibrated_update(
     Args:
         state: as in `calibrated_tolerance`.
         mean_discrepancy: as in `dual_update`. One that is not finite changes nothing.
-        steps, quantile: as in `calibrated_tolerance`.
+        steps, quantile, factor: as in `calibrated_tolerance`.
         noise_floor: f_k, [] or Python float; not used once c is measured.
         options: of `dual_update`, without its tolerance.
     """
     mean_discrepancy, window = jnp.asarray(mean_discrepancy, jnp.float32), jnp.asarray(state.window, jnp.float32)
-    tolerance = calibrated_tolerance(state, 0.0, steps=steps, quantile=quantile)
+    tolerance = calibrated_tolerance(state, 0.0, steps=steps, quantile=quantile, factor=factor)
     rest = DualState(state.multiplier, state.window[steps:], jnp.maximum(state.filled - steps, 0))
     moved = dual_update(rest, mean_discrepancy, tolerance=tolerance, **options)
     after = DualState(moved.multiplier, jnp.concatenate([window[:steps], moved.window]), moved.filled + steps)

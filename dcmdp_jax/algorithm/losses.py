@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dcmdp_jax.algorithm.checks import require_integer, require_number, require_option, require_rank, require_same_shape
+from dcmdp_jax.algorithm.discrepancy import Level
 from dcmdp_jax.algorithm.masked import completion_means, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamp, clamped_log_ratio, exp_minus_linear, log_difference
+from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, split
+from dcmdp_jax.algorithm.require import (
+    require_integer,
+    require_number,
+    require_option,
+    require_rank,
+    require_same_shape,
+)
 from dcmdp_jax.algorithm.stats import Max, Mean, Min, Statistic
 from dcmdp_jax.types import Array
 
@@ -27,28 +35,15 @@ _LEAST_REST = 1e-6
 """Probability left to all other tokens, at least, where a binary KL divides by it."""
 
 
-class Region(NamedTuple):
-    """The objective of tokens within a trust region.
-
-    Attributes:
-        objective: [R, L] float32, to be maximized; the gradient flows through it.
-        low, high: [R, L] bool, tokens whose gradient is stopped because the ratio fell or rose too far.
-    """
-
-    objective: jax.Array
-    low: jax.Array
-    high: jax.Array
-
-
-def clip(
-    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
-) -> Region:
+def clip(tokens: Tokens, *, low: float = 0.2, high: float = 0.24) -> Region:
     """PPO's pessimistic clip: min(gamma A, clip(gamma, 1 - low, 1 + high) A). No gradient strictly beyond a bound.
 
     At gamma equal to a bound the gradient is that of the unclipped side, so that with a clip of 0 the first update on a
     batch, where gamma = 1, is the plain policy gradient.
     """
-    del policy, anchor
+    require_number("low", low, minimum=0, maximum=1, open_maximum=True)
+    require_number("high", high, minimum=0)
+    ratio, advantages = tokens.ratio, tokens.advantages
     # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
     bites_low = (advantages < 0) & (ratio < 1.0 - low)
     bites_high = (advantages > 0) & (ratio > 1.0 + high)
@@ -56,24 +51,22 @@ def clip(
     return Region(jnp.where(bites_low | bites_high, bound, ratio) * advantages, bites_low, bites_high)
 
 
-def dppo_tv(
-    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
-) -> Region:
+def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is within bounds.
 
         stopped:   A > 0 and pi - mu > high,   or   A < 0 and pi - mu < -low,      in probability, 0 to 1
 
     A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's denominator: the
     paper's is the engine's (`ratio_denominator="rollout"`). prime-rl (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the
-    same and adds 1e-3 log(gamma)^2. verl: `dppo_tv`.
+    same and adds 1e-3 log(gamma)^2 (`examples/remedies.py`). verl: `dppo_tv`.
     """
-    shift = jnp.exp(policy) - jnp.exp(anchor)
-    return _masked(ratio, advantages, (advantages < 0) & (shift < -low), (advantages > 0) & (shift > high))
+    require_number("low", low, minimum=0)
+    require_number("high", high, minimum=0)
+    shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
+    return _masked(tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high))
 
 
-def dppo_kl(
-    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
-) -> Region:
+def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     """DPPO's binary KL: gamma A while KL(Bernoulli(mu) || Bernoulli(pi)) is within bounds, in nats.
 
         D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
@@ -81,151 +74,157 @@ def dppo_kl(
 
     pi and mu are held below 1 - 1e-6 in D. Otherwise as `dppo_tv`. verl: `dppo_kl`.
     """
+    require_number("low", low, minimum=0)
+    require_number("high", high, minimum=0)
+    policy, anchor, advantages = _policy(tokens), tokens.anchor_logprobs, tokens.advantages
     mu = jnp.exp(anchor)
     rest_pi, rest_mu = (jnp.maximum(-jnp.expm1(x), _LEAST_REST) for x in (policy, anchor))
     divergence = mu * clamped_log_ratio(anchor, policy) + rest_mu * (jnp.log(rest_mu) - jnp.log(rest_pi))
     falls = (advantages < 0) & (policy < anchor) & (divergence > low)
-    return _masked(ratio, advantages, falls, (advantages > 0) & (policy > anchor) & (divergence > high))
+    return _masked(tokens, falls, (advantages > 0) & (policy > anchor) & (divergence > high))
 
 
-def drpo(
-    ratio: jax.Array, advantages: jax.Array, policy: jax.Array, anchor: jax.Array, low: float, high: float
-) -> Region:
+def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """DRPO, the smooth form of `dppo_tv` (Yao et al. 2026, arXiv:2606.09821).
 
         gamma A - |A| / (2 c) mu (gamma - 1)^2,    c = high where A > 0, low where A < 0
 
     Its gradient is gamma A (1 - sign(A) (pi - mu) / c): at |pi - mu| = c it is 0, as where `dppo_tv` begins to stop
-    it, and beyond it leads back. Nothing is stopped: both shares are 0. The paper has one c for both signs.
+    it, and beyond it leads back. Nothing is stopped. The paper has one c for both signs.
     """
-    del policy
+    require_number("low", low, minimum=0, open_minimum=True)
+    require_number("high", high, minimum=0, open_minimum=True)
+    ratio, advantages = tokens.ratio, tokens.advantages
     bound = jnp.where(advantages > 0, high, low)
-    quadratic = jnp.exp(anchor) * (ratio - 1.0) ** 2
-    stopped = jnp.zeros(jnp.shape(ratio), bool)
-    return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic, stopped, stopped)
+    quadratic = jnp.exp(tokens.anchor_logprobs) * (ratio - 1.0) ** 2
+    return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic)
 
 
-TrustRegion = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, float, float], Region]
-
-TRUST_REGIONS: Mapping[str, TrustRegion] = MappingProxyType(
+TRUST_REGIONS: Mapping[str, Callable[..., Region]] = MappingProxyType(
     {"clip": clip, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "drpo": drpo}
 )
-"""Name -> (ratio gamma, advantages, log pi now, log mu of the ratio's denominator, low, high) -> `Region`.
-
-All [R, L] float32; the gradient flows through the ratio alone."""
+"""Name -> trust region, a remedy (`remedies`): from the tokens to `Region`."""
 
 
-def policy_surrogate(
-    train_logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    completion_mask: Array,
-    token_weights: Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    trust_region: str = "clip",
-    dual_clip: float = 0.0,
-    sequence: tuple[Array, int] | None = None,
+def surrogate(
+    tokens: Tokens, *, trust_region: Function = clip, dual_clip: float = 0.0
+) -> tuple[jax.Array, dict[str, Statistic]]:
+    """The negated objective of each token. By default that of Eq. 9-10 (Eq. 1 and 4 with their own A).
+
+        l_t = -min(gamma_t A_t, clip(gamma_t, 1 - low, 1 + high) A_t)
+
+    The gradient in log pi_theta is -gamma A where the clip does not bite, 0 where it does; see `clip`. `dual_clip`
+    c > 1 (Ye et al. 2020): where A < 0, l_t = min(l_t, -c A), so that a ratio above c has no gradient. verl
+    (`clip_ratio_c`, 3 by default), NeMo-RL (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix
+    (`epsilon_c`) and TRL (`delta`) do the same; off by default in all but verl.
+
+    Args:
+        tokens: with the ratio, as `policy_loss` gives them.
+        trust_region: bounds the update.
+        dual_clip: 0 is off; else above 1.
+
+    Returns:
+        Losses [R, L], and by metric name the shares of the tokens where a bound bites, so that no gradient flows:
+        `policy/clip_low_fraction`, `policy/clip_high_fraction` and, with it, `policy/dual_clip_fraction`.
+
+    Raises:
+        ValueError: if a parameter is outside its range.
+    """
+    if dual_clip != 0:
+        require_number("dual_clip", dual_clip, minimum=1)
+    (objective, low, high), statistics = split(trust_region(tokens))
+    losses = -objective
+    if dual_clip:
+        capped = (tokens.advantages < 0) & (tokens.ratio > dual_clip)
+        losses = jnp.where(capped, -dual_clip * tokens.advantages, losses)
+        statistics = {**statistics, "policy/dual_clip_fraction": masked_sum(capped, tokens.completion_mask)}
+    stopped = {"low": low, "high": high}
+    return losses, statistics | {
+        f"policy/clip_{side}_fraction": masked_sum(jnp.broadcast_to(bites, losses.shape), tokens.completion_mask)
+        for side, bites in stopped.items()
+    }
+
+
+def policy_loss(
+    tokens: Tokens, token_weights: Array, *, loss: Function = surrogate, ratio_level: Level = "token"
 ) -> tuple[Mean, dict[str, Statistic]]:
-    """Negated surrogate of the policy, left unreduced. By default that of Eq. 9-10 (Eq. 1 and 4 with their own A).
+    """The loss of the policy, left unreduced: sum_t w_t l_t.
 
-        gamma_t = exp(clip(log pi_theta - log pi_old, -20, 20))
-        l_t     = -min(gamma_t A_t, clip(gamma_t, 1 - clip_low, 1 + clip_high) A_t),    total = sum_t w_t l_t
-
-    The gradient reaches `train_logprobs` alone: -w gamma A where the clip does not bite, 0 where it does; see `clip`.
+        gamma_t = exp(clip(log pi_theta - log pi_anchor, -20, 20))
 
     Beyond 20 nats the ratio is held at e^20 = 4.85e8 (e^-20), a finite value without gradient, so A = 0 gives 0 and not
     0 * inf; at exactly 20 nats the gradient still flows (`numerics.clamp`). A NaN on a token that takes part stays NaN,
-    for the step to see; what lies outside the mask or has weight 0 is ignored.
+    for the step to see; what lies outside the mask or has weight 0 is ignored. The gradient reaches `train_logprobs`
+    alone.
 
-    Options, each independent of the others:
-
-    - `trust_region`: another entry of `TRUST_REGIONS` in place of the clip.
-    - `dual_clip` c > 1 (Ye et al. 2020): where A < 0, l_t = min(l_t, -c A), so that a ratio above c has no gradient.
-      verl (`clip_ratio_c`, 3 by default), NeMo-RL (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix
-      (`epsilon_c`) and TRL (`delta`) do the same; off by default in all but verl.
-    - `sequence`: the ratio of GSPO (Zheng et al. 2025), s_i = exp(mean_t (log pi_theta - log pi_old)) on every token of
-      completion i, dropped ones included in the mean; token t's gradient is -w s_i A_t ("GSPO-token", the same as GSPO
-      where all tokens of a completion have one A). verl and Tunix alike; they clamp at 10 nats above. Clips are of
-      another order there (3e-4 and 4e-4 in the paper).
+    With `ratio_level="sequence"` the ratio is that of GSPO (Zheng et al. 2025), s_i = exp(mean_t (log pi_theta -
+    log pi_anchor)) on every token of completion i, dropped ones included in the mean; token t's gradient is -w s_i A_t
+    ("GSPO-token", the same as GSPO where all tokens of a completion have one A). verl and Tunix alike; they clamp at 10
+    nats above. Clips are of another order there (3e-4 and 4e-4 in the paper).
 
     Args:
-        train_logprobs: [R, L] nats, log pi_theta now.
-        old_logprobs: [R, L] nats, the ratio's denominator: same stack, weights that made the batch; or the inference
-            engine's. Equal to `train_logprobs` when the batch is used once: the ratio is then 1 and only its gradient
-            matters.
-        advantages: [R, L] float, penalized or not; a constant.
-        completion_mask: [R, L] bool, true on sampled tokens.
-        token_weights: [R, L] float >= 0, from `aggregation_weights`, gathered to tokens; a constant.
-        clip_low: lower size of the trust region, in its unit: ratio, probability or nats. In [0, 1).
-        clip_high: upper size, at least 0.
-        trust_region: a name of `TRUST_REGIONS`. `drpo` needs sizes above 0.
-        dual_clip: 0 is off; else above 1.
-        sequence: (completion_index [R, L] int, number of completions N): one ratio for each completion. All its tokens
-            must be in this call.
+        tokens: rows [R, L]; `advantages` penalized or not; `anchor_logprobs` equal to `train_logprobs` when the batch
+            is used once: the ratio is then 1 and only its gradient matters. At the level of the sequence all tokens of
+            a completion must be in this call.
+        token_weights: [R, L] float32 >= 0, from `aggregation_weights`, gathered to tokens; a constant.
+        loss: from these tokens, with `ratio`, the mask of those that take part, and 0 outside it, to losses [R, L].
+        ratio_level: "token" or "sequence".
 
     Returns:
         (loss, statistics). `loss.total` adds over micro-batches; divide the sum once, by the total weight that
         `aggregation_weights` gives. `loss.weight` is the sum of the token weights seen here: the same number for
         sequence and token means, but NOT for `fixed_length`, where it counts tokens in units of the maximum.
 
-        The statistics are of the tokens that took part: `clip_low_fraction` and `clip_high_fraction`, the shares where
-        a bound bites, so that no gradient flows; `ratio_mean`, `ratio_max`, `ratio_min` of the importance ratio; with
-        `dual_clip` its share too.
+        The statistics are those of `loss` and, of the tokens that took part, `policy/ratio_mean`, `policy/ratio_max`,
+        `policy/ratio_min`, by metric name.
 
     Raises:
-        ValueError: if the shapes differ, a size is outside its range, or `trust_region` is unknown.
+        ValueError: if the shapes differ, or the loss refuses a parameter.
     """
     require_same_shape(
-        train_logprobs=train_logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        completion_mask=completion_mask,
+        train_logprobs=tokens.train_logprobs,
+        anchor_logprobs=tokens.anchor_logprobs,
+        advantages=tokens.advantages,
+        completion_mask=tokens.completion_mask,
         token_weights=token_weights,
     )
-    require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
-    require_number("clip_high", clip_high, minimum=0)
-    require_option("trust_region", trust_region, tuple(TRUST_REGIONS))
-    if dual_clip != 0:
-        require_number("dual_clip", dual_clip, minimum=1)
-    mask = jnp.asarray(completion_mask, bool)
-    weights = jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0)
-    weights = lax.stop_gradient(weights)
+    mask = jnp.asarray(tokens.completion_mask, bool)
+    weights = lax.stop_gradient(jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0))
     active = weights != 0
 
-    def constant(values: Array) -> jax.Array:
-        return lax.stop_gradient(jnp.where(active, jnp.asarray(values, jnp.float32), 0.0))
+    def inside(values: Array) -> jax.Array:
+        return jnp.where(active, jnp.asarray(values, jnp.float32), 0.0)
 
-    advantages, anchor = constant(advantages), constant(old_logprobs)
-    if sequence is None:
-        train = jnp.where(active, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-        ratio = jnp.exp(clamped_log_ratio(train, anchor))
+    given = {name: getattr(tokens, name) for name in _CONSTANTS}
+    constants = {name: None if x is None else lax.stop_gradient(inside(x)) for name, x in given.items()}
+    train = inside(tokens.train_logprobs)
+    if ratio_level == "token":
+        ratio = jnp.exp(clamped_log_ratio(train, constants["anchor_logprobs"]))
     else:
-        mean = _sequence_log_ratio(train_logprobs, old_logprobs, mask, *sequence)
-        ratio = jnp.exp(jnp.where(active, mean, 0.0))
-    policy = constant(train_logprobs)
-    region = TRUST_REGIONS[trust_region](ratio, advantages, policy, anchor, clip_low, clip_high)
-    token_losses, statistics = -region.objective, {}
-    if dual_clip:
-        capped = (advantages < 0) & (ratio > dual_clip)
-        token_losses = jnp.where(capped, -dual_clip * advantages, token_losses)
-        statistics["dual_clip_fraction"] = masked_sum(capped, active)
-    loss = weighted_sum(token_losses, weights)
+        where = mask, tokens.completion_index, tokens.num_completions
+        ratio = jnp.exp(inside(_sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, *where)))
+    seen = tokens._replace(train_logprobs=train, completion_mask=active, ratio=ratio, **constants)
+    token_losses, statistics = split(loss(seen))
 
     ratio = lax.stop_gradient(ratio)
-    statistics |= {
-        "clip_low_fraction": masked_sum(region.low, active),
-        "clip_high_fraction": masked_sum(region.high, active),
-        "ratio_mean": masked_sum(ratio, active),
-        "ratio_max": Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
-        "ratio_min": Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
+    return weighted_sum(token_losses, weights), lax.stop_gradient(statistics) | {
+        "policy/ratio_mean": masked_sum(ratio, active),
+        "policy/ratio_max": Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
+        "policy/ratio_min": Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
     }
-    return loss, statistics
 
 
-def _masked(ratio: jax.Array, advantages: jax.Array, low: jax.Array, high: jax.Array) -> Region:
-    return Region(jnp.where(low | high, 0.0, ratio * advantages), low, high)
+_CONSTANTS = ("old_logprobs", "rollout_logprobs", "advantages", "discrepancy", "anchor_logprobs")
+"""Fields of `Tokens` that no gradient reaches in a loss."""
+
+
+def _policy(tokens: Tokens) -> jax.Array:
+    """log pi now, where a bound looks at it: a constant."""
+    return lax.stop_gradient(tokens.train_logprobs)
+
+
+def _masked(tokens: Tokens, low: jax.Array, high: jax.Array) -> Region:
+    return Region(jnp.where(low | high, 0.0, tokens.ratio * tokens.advantages), low, high)
 
 
 def _sequence_log_ratio(

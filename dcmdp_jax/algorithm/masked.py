@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.checks import require_integer, require_number, require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
@@ -125,23 +125,6 @@ def masked_quantile(values: Array, mask: Array, q: float) -> jax.Array:
     quantile = jnp.where(between, low + fraction * jnp.where(between, high - low, 0.0), low)
     quantile = jnp.where(jnp.any(mask & jnp.isnan(values)), jnp.nan, quantile)
     return jnp.where(jnp.any(mask), quantile, 0.0)
-
-
-def padded_completion_index(completion_mask: Array) -> jax.Array:
-    """The `completion_index` of the padded layout: row i holds completion i.
-
-    Args:
-        completion_mask: [N, T], only its shape is used.
-
-    Returns:
-        [N, T] int32.
-
-    Raises:
-        ValueError: if `completion_mask` has not two axes.
-    """
-    require_rank("completion_mask", completion_mask, 2)
-    rows, length = jnp.shape(completion_mask)
-    return jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], (rows, length))
 
 
 def completion_sums(

@@ -1,10 +1,7 @@
 """Penalties on the advantages for the discrepancy: one pure function for each method.
 
-A penalty is a function
-
-    (advantages [R, L], discrepancy [R, L], multiplier [], tolerance []) -> penalized advantages [R, L]
-
-in float32. To add one, write it here and name it in `PENALTIES`; its multiplier then moves by dual ascent, unless
+A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32. To add one, write
+it in a file of yours, or here and name it in `PENALTIES`; its multiplier then moves by dual ascent, unless
 `FIXED_MULTIPLIERS` names a constant.
 """
 
@@ -16,47 +13,39 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
-Penalty = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+from dcmdp_jax.algorithm.remedies import Tokens
 
 
-def grpo(advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array, tolerance: jax.Array) -> jax.Array:
+def grpo(tokens: Tokens) -> jax.Array:
     """A_i: nothing is charged."""
-    del discrepancy, multiplier, tolerance
-    return advantages
+    return tokens.advantages
 
 
-def dual_grpo(advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array, tolerance: jax.Array) -> jax.Array:
-    """A_i - delta_{i,t} (Eq. 4)."""
-    del multiplier, tolerance
-    return advantages - discrepancy
+def dual_grpo(tokens: Tokens) -> jax.Array:
+    """A_i - delta_{i,t} (Eq. 4: lambda fixed at 1)."""
+    return tokens.advantages - tokens.discrepancy
 
 
-def threshold_grpo(
-    advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array, tolerance: jax.Array
-) -> jax.Array:
-    """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region)."""
-    del multiplier
-    return advantages - jnp.where(discrepancy > tolerance, discrepancy, 0.0)
+def threshold_grpo(tokens: Tokens) -> jax.Array:
+    """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region). Strict: delta = c is free."""
+    return tokens.advantages - jnp.where(tokens.discrepancy > tokens.tolerance, tokens.discrepancy, 0.0)
 
 
-def dc_grpo(advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array, tolerance: jax.Array) -> jax.Array:
-    """A_i - lambda_k delta_{i,t} (Eq. 8)."""
-    del tolerance
-    return advantages - multiplier * discrepancy
+def dc_grpo(tokens: Tokens) -> jax.Array:
+    """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for bit."""
+    return tokens.advantages - tokens.multiplier * tokens.discrepancy
 
 
-def excess_grpo(
-    advantages: jax.Array, discrepancy: jax.Array, multiplier: jax.Array, tolerance: jax.Array
-) -> jax.Array:
+def excess_grpo(tokens: Tokens) -> jax.Array:
     """A_i - lambda_k max(delta_{i,t} - c, 0): what is within the tolerance is free. Ours, not in the paper.
 
     With `level="sequence"` delta is the completion's mean, and the charge is that of the constraint on each completion
     (Eq. 6). lambda still moves by Eq. 11.
     """
-    return advantages - multiplier * jnp.maximum(discrepancy - tolerance, 0.0)
+    return tokens.advantages - tokens.multiplier * jnp.maximum(tokens.discrepancy - tokens.tolerance, 0.0)
 
 
-PENALTIES: Mapping[str, Penalty] = MappingProxyType(
+PENALTIES: Mapping[str, Callable[[Tokens], jax.Array]] = MappingProxyType(
     {
         "grpo": grpo,
         "dual_grpo": dual_grpo,

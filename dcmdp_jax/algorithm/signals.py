@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm import corrections
-from dcmdp_jax.algorithm.advantages import penalized_advantages
-from dcmdp_jax.algorithm.corrections import Correction, SampledTokens
-from dcmdp_jax.algorithm.discrepancy import (
-    RATIO_LIMIT,
-    Level,
-    Measure,
-    Sided,
-    discrepancy,
-    sequence_discrepancy,
-)
+from dcmdp_jax.algorithm.corrections import Correction, chain
+from dcmdp_jax.algorithm.discrepancy import Charge, discrepancy, sequence_discrepancy
 from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum
+from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, split
+from dcmdp_jax.algorithm.require import require_option
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
@@ -29,28 +22,26 @@ class Signals(NamedTuple):
     """Constants of the rows [R, L] of a micro-batch.
 
     Attributes:
-        old_logprobs: [R, L] float32 nats, p^Train.
+        tokens: with the old log-probs as float32, the discrepancy as charged, and penalized advantages.
         discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
-        advantages: [R, L] float32, penalized.
         weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
         planned_weights: [R, L] float32, the same before corrections: w_i on each sampled token.
-        kept: [R, L] bool, false on tokens that the correction drops.
-        dropped_tokens: [N] int32, tokens of each completion that the correction leaves out of the loss and of its
+        kept: [R, L] bool, false on tokens that a correction drops.
+        dropped_tokens: [N] int32, tokens of each completion that corrections leave out of the loss and of its
             denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
             value is dbar, what moves the multiplier (Eq. 11).
-        correction: statistics of the correction, by name; empty without one.
+        statistics: of the penalty and the corrections, by metric name.
     """
 
-    old_logprobs: jax.Array
+    tokens: Tokens
     discrepancy: jax.Array
-    advantages: jax.Array
     weights: jax.Array
     planned_weights: jax.Array
     kept: jax.Array
     dropped_tokens: jax.Array
     mean_discrepancy: Mean
-    correction: dict[str, Mean]
+    statistics: Statistics
 
 
 KL_WEIGHTS: Mapping[str, Callable[[Signals], jax.Array]] = MappingProxyType(
@@ -63,47 +54,46 @@ KL_WEIGHTS: Mapping[str, Callable[[Signals], jax.Array]] = MappingProxyType(
 """What corrections do to the divergence from the reference policy: name -> weights of its tokens, [R, L]."""
 
 
+_CHARGED: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
+    {
+        "token": lambda delta, expected, where: delta,
+        "sequence": lambda delta, expected, where: sequence_discrepancy(delta, *where),
+        "reward": lambda delta, expected, where: jnp.zeros_like(delta),
+        "state": lambda delta, expected, where: jnp.where(where[0], delta - expected, 0.0),
+    }
+)
+
+
 def row_signals(
-    old_logprobs: Array,
-    rollout_logprobs: Array,
-    completion_mask: Array,
-    completion_index: Array,
-    advantages: Array,
+    tokens: Tokens,
     weights: Array,
-    multiplier: float | Array,
     *,
-    method: str,
-    measure: Measure,
-    sided: Sided,
-    level: Level,
-    tolerance: float,
-    ratio_limit: float = RATIO_LIMIT,
-    correction: Correction | None = None,
-    train_logprobs: Array | None = None,
+    measure: Mapping[str, Any],
+    level: Charge,
+    penalty: Function,
+    corrections: Sequence[Correction] = (),
+    expected: Array | None = None,
     count_dropped: bool = False,
 ) -> Signals:
     """The constants of rows (Algorithm 1 from "Discrepancy" to the penalized advantage).
 
         delta_{i,t}   = discrepancy of p^Train and p^Inf                      (Eq. 3)
-        A^DC_{i,t}    = A_i - lambda_k delta_{i,t}, or as `method` has it     (Eq. 8)
-        w_{i,t}       = w_i, times the weight of `correction`, 0 where it drops the token
+        A^DC_{i,t}    = A_i - lambda_k delta_{i,t}, or as `penalty` has it    (Eq. 8)
+        w_{i,t}       = w_i, times the weights of `corrections`, 0 where one drops the token
 
     Rows add: a batch may be split into calls at will, as long as all tokens of a completion are in one call.
 
     Args:
-        old_logprobs: [R, L] nats, training stack, weights that made the batch.
-        rollout_logprobs: [R, L] nats, inference engine.
-        completion_mask: [R, L] bool, true on sampled tokens; what lies outside is ignored.
-        completion_index: [R, L] int, the completion of a token.
-        advantages: [N] float32, from `advantages.group_advantages`.
+        tokens: log-probs, advantages without penalty, mask, completions, multiplier (lambda_k from before this step's
+            dual update) and tolerance.
         weights: [N] float32, from `losses.aggregation_weights`.
-        multiplier: lambda_k, [], from before this step's dual update.
-        method: how the discrepancy is charged, of `penalties.PENALTIES`.
-        measure, sided, level, ratio_limit: of `discrepancy.discrepancy`. The mean discrepancy is that of tokens at
-            either level.
-        tolerance: c, in the discrepancy's unit.
-        correction: None, or as in `corrections`.
-        train_logprobs: [R, L] nats, the policy now, for corrections that use it; None: as `old_logprobs`.
+        measure: keyword arguments of `discrepancy.discrepancy`: measure, sided, ratio_limit.
+        level: what is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": nothing here,
+            the advantages hold it already. "state": delta_{i,t} less `expected`. The mean discrepancy is that of
+            tokens in any case.
+        penalty: how the discrepancy is charged, as in `penalties`.
+        corrections: as in `corrections`.
+        expected: [R, L], the discrepancy to expect in the state before each token; for level "state".
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:
@@ -112,33 +102,29 @@ def row_signals(
     Raises:
         ValueError: if the shapes differ or an option is unknown.
     """
-    completions = len(advantages)
-    old_logprobs = jax.lax.stop_gradient(jnp.asarray(old_logprobs, jnp.float32))
-    where = (completion_mask, completion_index, completions)
-    delta = discrepancy(
-        old_logprobs, rollout_logprobs, *where, measure=measure, sided=sided, level="token", ratio_limit=ratio_limit
-    )
-    charged = delta if level == "token" else sequence_discrepancy(delta, *where)
-    token_advantages = gather_to_tokens(advantages, completion_index)
-    penalized = penalized_advantages(token_advantages, charged, multiplier, tolerance, method=method)
-    token_weights = jnp.where(completion_mask, gather_to_tokens(weights, completion_index), 0.0)
-    planned_weights, kept = jax.lax.stop_gradient(token_weights), jnp.ones(jnp.shape(completion_mask), bool)
-    dropped_tokens, done = jnp.zeros(completions, jnp.int32), {}
-    if correction is not None:
-        now = old_logprobs if train_logprobs is None else jax.lax.stop_gradient(train_logprobs)
-        corrected = correction(SampledTokens(now, old_logprobs, rollout_logprobs, token_advantages, *where))
-        token_weights = jnp.where(completion_mask & corrected.keep, token_weights * corrected.weights, 0.0)
+    mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
+    where = mask, tokens.completion_index, completions
+    tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
+    tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
+    delta = discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, *where, level="token", **measure)
+    require_option("level", level, tuple(_CHARGED))
+    tokens = tokens._replace(discrepancy=_CHARGED[level](delta, expected, where))
+    penalized, statistics = split(penalty(tokens))
+    planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
+    kept, dropped, corrected = jnp.ones(jnp.shape(mask), bool), jnp.zeros(completions, jnp.int32), planned
+    if corrections:
+        found, of_corrections = chain(tokens, corrections)
+        kept, statistics = found.keep, statistics | of_corrections
+        corrected = jnp.where(mask & kept, planned * found.weights, 0.0)
         if not count_dropped:
-            dropped_tokens = completion_counts(completion_mask & ~corrected.keep, completion_index, completions)
-        kept, done = corrected.keep, corrections.statistics(corrected, completion_mask)
+            dropped = completion_counts(mask & ~kept, *where[1:])
     return Signals(
-        old_logprobs=old_logprobs,
+        tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
         discrepancy=delta,
-        advantages=penalized,
-        weights=jax.lax.stop_gradient(token_weights),
-        planned_weights=planned_weights,
+        weights=jax.lax.stop_gradient(corrected),
+        planned_weights=planned,
         kept=kept,
-        dropped_tokens=dropped_tokens,
-        mean_discrepancy=masked_sum(delta, completion_mask),
-        correction=done,
+        dropped_tokens=dropped,
+        mean_discrepancy=masked_sum(delta, mask),
+        statistics=jax.lax.stop_gradient(statistics),
     )

@@ -1,0 +1,1 @@
+"""Every setting, declared once. Flags, checks, the rule for resuming and docs/settings.md follow from it."""

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import difflib
-import re
-from typing import get_args
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
 
-from dcmdp_jax.algorithm.corrections import (
-    CORRECTIONS,
-    DROPS_NOTHING,
-    WEIGHTS,
-    Correction,
-    chain,
-    make_correction,
-)
-from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Level, Measure, Sided
-from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation
-from dcmdp_jax.algorithm.penalties import PENALTIES
+import jax
+
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, TRUNCATIONS
+from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Charge, Level, Measure, Sided
+from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation, surrogate
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
+from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
 from dcmdp_jax.algorithm.signals import KL_WEIGHTS
-from dcmdp_jax.config.fields import setting
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.fields import setting
+from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
+from dcmdp_jax.user_code import error_place, load_function
 
-_CLAMPED = "log-ratios are clamped to 20 nats: no ratio or discrepancy is larger"
-_PART = re.compile(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*(?:,|$)", re.ASCII)
+NEEDS_OLD_LOGPROBS = ("reward", "state")
+"""Levels that need p^Train of the whole batch before any update: one forward pass more."""
+_OWN = "or a function of yours as path.py:function(parameter=value) (docs/remedies.md)"
+_TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
+_REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+    "method": ("penalty", PENALTIES),
+    "corrections": ("correction", CORRECTIONS),
+    "trust_region": ("trust region", TRUST_REGIONS),
+    "loss": ("loss", {"surrogate": surrogate}),
+}
+"""Setting that names remedies -> their kind, and ours by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedies:
+    """The functions that the settings name, with their parameters; see `algorithm.remedies`."""
+
+    penalty: Function
+    corrections: tuple[Function, ...]
+    trust_region: Function
+    loss: Function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +50,8 @@ class AlgorithmSettings:
     """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper."""
 
     method: str = setting(
-        "dc_grpo", "Penalty of the discrepancy. dual_grpo: multiplier fixed at 1. excess_grpo: dc_grpo above c alone.",
-        source="paper [4, 5]",
-        choices=tuple(PENALTIES),
+        "dc_grpo", f"Penalty of the discrepancy: {', '.join(PENALTIES)}, {_OWN}. dual_grpo: multiplier fixed at 1. "
+        "excess_grpo: dc_grpo above c alone.", source="paper [4, 5]",
     )  # fmt: skip
     measure: str = setting(
         "diff", "Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.",
@@ -46,12 +63,12 @@ class AlgorithmSettings:
     )  # fmt: skip
     ratio_limit: float = setting(
         RATIO_LIMIT, "Most that measure=ratio gives a token: without it one token of p_inf near 0 would be charged up "
-        "to 4.85e8.", source="ours: the paper has no bound; its measure, diff, is at most 1", minimum=1e-6,
-        limit=(5e8, _CLAMPED),
+        "to 4.85e8.", source="ours: the paper has no bound; its measure, diff, is at most 1", minimum=1e-6
     )  # fmt: skip
     level: str = setting(
-        "token", "What is charged: each token's discrepancy, or its completion's mean.", source="paper: token",
-        choices=get_args(Level),
+        "token", "What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that "
+        "mean, in the reward, before the group's mean is taken. state: each token's, less what the entropy before it "
+        "lets expect.", source="paper: token", choices=get_args(Charge),
     )  # fmt: skip
     multiplier: float = setting(
         0.1, "lambda_0, the multiplier of the first step.", unit="advantage per discrepancy",
@@ -59,42 +76,40 @@ class AlgorithmSettings:
     )  # fmt: skip
     tolerance: float = setting(
         0.0037, "c, the budget of the mean discrepancy.", unit="of the measure",
-        source="paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B)", minimum=0, limit=(5e8, _CLAMPED),
+        source="paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B)", minimum=0
     )  # fmt: skip
     tolerance_steps: int = setting(
         0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
         "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`. Only "
         "with dc_grpo and excess_grpo.",
-        unit="steps", source="paper: c is given",
-        minimum=0, limit=(10_000, "they are all kept in the state"),
+        unit="steps", source="paper: c is given", minimum=0, limit=(10_000, "they are all kept in the state"),
     )  # fmt: skip
     tolerance_quantile: float = setting(0.9, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
-    dual_learning_rate: float = setting(
-        1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0,
-        limit=(1e9, "there the smallest violation takes lambda from end to end"),
-    )  # fmt: skip
+    tolerance_factor: float = setting(
+        1.0, "Times that quantile. Below 1: less than the policy began with.", source="ours", minimum=1e-6
+    )
+    dual_learning_rate: float = setting(1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0)
     multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)
-    multiplier_max: float = setting(
-        1.0, "Upper end of lambda.", source="ours: not stated in the paper",
-        limit=(1e6, "at 1 a discrepancy of 1 costs as much as the advantage of a good answer earns"),
-    )  # fmt: skip
+    multiplier_max: float = setting(1.0, "Upper end of lambda.", source="ours: not stated in the paper")
     clip_low: float = setting(
-        0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high]; or the size of another trust_region.",
-        source="ours: not stated in the paper", minimum=0, maximum=0.999999,
+        0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high]: the parameters low and high of "
+        "trust_region=clip.", source="ours: not stated in the paper", minimum=0, maximum=0.999999,
     )  # fmt: skip
     clip_high: float = setting(
-        0.24, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high]; or the size of another trust_region.",
-        source="paper [6.1]: 0.24", minimum=0, limit=(5e8, _CLAMPED),
+        0.24, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high].", source="paper [6.1]: 0.24", minimum=0,
     )  # fmt: skip
     trust_region: str = setting(
-        "clip",
-        "What bounds an update, its size being clip_low and clip_high: clip, of the ratio; dppo_tv, of the shift in "
-        "probability; dppo_kl, of the binary KL in nats; drpo, smooth, of the shift in probability.",
-        source="paper: clip", choices=tuple(TRUST_REGIONS),
+        "clip", f"What bounds an update: {', '.join(TRUST_REGIONS)}, with parameters low and high, {_OWN}. clip bounds "
+        "the ratio, dppo_tv the shift in probability, dppo_kl the binary KL in nats, drpo smoothly the shift.",
+        source="paper: clip",
+    )  # fmt: skip
+    loss: str = setting(
+        "surrogate", f"Loss of a token: surrogate, the negated objective of trust_region, {_OWN}.",
+        source="paper: surrogate",
     )  # fmt: skip
     dual_clip: float = setting(
         0.0, "Largest importance ratio of tokens with a negative advantage, above 1. 0: none.",
-        source="paper: none; verl has 3", minimum=0, limit=(5e8, _CLAMPED),
+        source="paper: none; verl has 3", minimum=0
     )  # fmt: skip
     ratio_level: str = setting(
         "token", "Importance ratio of each token, or one of each completion, the geometric mean of its tokens' (GSPO).",
@@ -104,13 +119,15 @@ class AlgorithmSettings:
         "train",
         "Denominator of the importance ratio. train: the training stack. rollout: the inference engine. bypass: the "
         "inference engine, and p_train is not recomputed for mini-batches after the first, whose discrepancy then is "
-        "that of the weights now.",
-        source="paper: not stated; docs/algorithm.md", choices=("train", "rollout", "bypass"),
+        "that of the weights now. proximal: the training stack at the start of the step, and a token weighs by what "
+        "the policy moved since it was sampled (rollout.lag; decoupled objective, docs/overlap.md).",
+        source="paper: not stated; docs/algorithm.md", choices=("train", "rollout", "bypass", "proximal"),
     )  # fmt: skip
     corrections: str = setting(
         "",
         "Corrections for engine mismatch beside the penalty, joined by commas, parameters in parentheses: "
-        "tis(high=2),veto. docs/remedies.md lists them.", source="paper: none",
+        "tis(high=2),veto; docs/remedies.md lists them. Functions of yours as path.py:function(parameter=value).",
+        source="paper: none",
     )  # fmt: skip
     correction_denominator: str = setting(
         "kept", "Tokens in the denominator of the loss: those that the corrections keep, or all.",
@@ -122,7 +139,7 @@ class AlgorithmSettings:
     )  # fmt: skip
     overlong_penalty: float = setting(
         1.0, "Reward that a completion of full length loses to overlong_buffer.", unit="reward",
-        source="DAPO: 1", minimum=0, limit=(1e6, "a correct answer earns 1"),
+        source="DAPO: 1", minimum=0
     )  # fmt: skip
     drop_equal_groups: bool = setting(
         False, "Leave completions out of the loss whose group's rewards are all equal: dynamic sampling (DAPO), with "
@@ -130,8 +147,7 @@ class AlgorithmSettings:
     )  # fmt: skip
     refill_rounds: int = setting(
         0, "Dynamic sampling (DAPO): most further calls of the engine in a step, each with new prompts in place of the "
-        "groups that drop_equal_groups leaves out. 0: none.", unit="calls", source="paper: off", minimum=0,
-        limit=(100, "each is a call of the engine"),
+        "groups that drop_equal_groups leaves out. 0: none.", unit="calls", source="paper: off", minimum=0
     )  # fmt: skip
     aggregation: str = setting(
         "seq_mean_token_mean", "How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO.",
@@ -143,15 +159,14 @@ class AlgorithmSettings:
     )  # fmt: skip
     std_epsilon: float = setting(
         1e-6, "Added to a group's standard deviation.", source="ours: as in the framework the paper trained with",
-        minimum=0, limit=(1e6, "it only keeps the division by a standard deviation finite"),
+        minimum=0
     )  # fmt: skip
     normalize_std: bool = setting(True, "Divide advantages by their group's standard deviation.")
     mask_truncated: bool = setting(
         False, "Leave truncated completions out of the loss: overlong filtering (DAPO).", source="ours: off"
     )
     kl_coefficient: float = setting(
-        0.0, "Weight of the KL divergence to the initial policy.", source="paper: no KL", minimum=0,
-        limit=(1e6, "the loss itself is of the order of 1"),
+        0.0, "Weight of the KL divergence to the initial policy.", source="paper: no KL", minimum=0
     )  # fmt: skip
     kl_estimator: str = setting(
         "k3", "Estimator of that divergence.", choices=("k2", "k3"),
@@ -163,46 +178,136 @@ class AlgorithmSettings:
     )  # fmt: skip
     router_aux_loss: float = setting(
         0.0, "Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.",
-        source="ours: not stated in the paper; Qwen3-MoE's config.json has 0.001", minimum=0,
-        limit=(1e6, "the loss itself is of the order of 1"),
+        source="ours: not stated in the paper; Qwen3-MoE's config.json has 0.001", minimum=0
     )  # fmt: skip
 
-    @property
-    def correction(self) -> Correction | None:
-        """The joined `corrections`; None for none.
+    def calls(self, name: str) -> list[Call]:
+        """The remedies that a setting names: "method", "corrections", "trust_region" or "loss".
 
         Raises:
-            UserError: in one line, naming what is wrong and what is allowed.
+            UserError: in one line, for text of another form.
         """
-        return chain([_make(name, parameters) for name, parameters in _parse(self.corrections)])
+        try:
+            calls = parse_calls(getattr(self, name))
+        except UserError as error:
+            raise UserError(f"config.algorithm.{name}: {error}") from None
+        if name != "corrections" and len(calls) != 1:
+            raise UserError(f"config.algorithm.{name}: got {getattr(self, name)!r}, must name one function")
+        if name == "trust_region" and not calls[0].parameters and not calls[0].own:
+            # Named without parameters, as by earlier versions.
+            calls = [Call(calls[0].function, {"low": self.clip_low, "high": self.clip_high})]
+        return calls
+
+    @property
+    def fixed_multiplier(self) -> float | None:
+        """The constant multiplier of a method without dual ascent; None for one whose multiplier moves."""
+        return FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
 
     @property
     def drops_tokens(self) -> bool:
         """Whether the `corrections` may leave tokens out of the denominator of the loss."""
-        drops = any(name not in DROPS_NOTHING for name, _ in _parse(self.corrections))
+        drops = any(call.function not in TRUNCATIONS for call in self.calls("corrections"))
         return drops and self.correction_denominator == "kept" and self.aggregation != "fixed_length"
+
+    def remedies(self) -> Remedies:
+        """The functions that the settings name.
+
+        Raises:
+            UserError: in one line, naming setting, function and what is wrong.
+        """
+        functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
+        (penalty,), (trust_region,), (loss,) = (functions[name] for name in ("method", "trust_region", "loss"))
+        if not self.calls("loss")[0].own:
+            loss = functools.partial(surrogate, trust_region=trust_region, dual_clip=self.dual_clip)
+        return Remedies(penalty, functions["corrections"], trust_region, loss)
+
+
+def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
+    """One way to write each trust region of ours, so that runs that do the same have the same settings.
+
+    `clip` has its sizes in `clip_low` and `clip_high`, the others in their own parameters. Earlier versions had the
+    sizes of every trust region in `clip_low` and `clip_high`.
+    """
+    try:
+        (call,) = parse_calls(algorithm.trust_region)
+    except ValueError:
+        return algorithm  # the checks say what is wrong
+    numbers = {name for name, value in call.parameters.items() if not isinstance(value, bool)}
+    if call.function not in TRUST_REGIONS or not set(call.parameters) <= numbers & {"low", "high"}:
+        return algorithm
+    default = AlgorithmSettings()
+    sizes = {"low": algorithm.clip_low, "high": algorithm.clip_high}
+    if call.parameters:
+        given = {**(inspect.getfullargspec(TRUST_REGIONS[call.function]).kwonlydefaults or {}), **call.parameters}
+        if sizes not in (given, {"low": default.clip_low, "high": default.clip_high}):
+            raise UserError(
+                f"config.algorithm.clip_low, clip_high: got {algorithm.clip_low}, {algorithm.clip_high} beside "
+                f"trust_region={algorithm.trust_region}; give the sizes in its parentheses alone"
+            )
+        sizes = given
+    if call.function == "clip":
+        return dataclasses.replace(algorithm, trust_region="clip", clip_low=sizes["low"], clip_high=sizes["high"])
+    text = str(Call(call.function, sizes))
+    return dataclasses.replace(algorithm, trust_region=text, clip_low=default.clip_low, clip_high=default.clip_high)
 
 
 def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) -> None:
-    """Check settings of the algorithm against each other.
+    """Check settings of the algorithm against each other. No function of a user is imported.
 
     Raises:
         UserError: in one line, naming setting, value and what is allowed.
     """
-    _ = algorithm.correction
-    if algorithm.ratio_denominator != "train":
-        for name, _ in _parse(algorithm.corrections):
-            if name in WEIGHTS:
+    own = []
+    for name, (_, built_in) in _REMEDIES.items():
+        for call in algorithm.calls(name):
+            with _said(name):
+                check_call(call, built_in)
+            if call.own:
+                own.append(call.name)
+            elif name != "loss":
+                _check_ours(name, str(call))
+    if twice := [name for name in own if own.count(name) > 1]:
+        raise UserError(f"config.algorithm: two functions are named {twice[0]}, as their metrics would be; rename one")
+    (loss,), (region,) = algorithm.calls("loss"), algorithm.calls("trust_region")
+    if loss.own and (algorithm.trust_region != "clip" or algorithm.dual_clip):
+        raise UserError(
+            f"config.algorithm.loss: got {algorithm.loss} beside trust_region={algorithm.trust_region} and "
+            f"dual_clip={algorithm.dual_clip:g}, which bound the surrogate alone; leave them out"
+        )
+    sizes, default = (algorithm.clip_low, algorithm.clip_high), AlgorithmSettings()
+    if (loss.own or region.own) and sizes != (default.clip_low, default.clip_high):
+        raise UserError(
+            f"config.algorithm.clip_low, clip_high: got {sizes[0]}, {sizes[1]} beside {loss if loss.own else region}, "
+            "which has its own parameters; leave them out"
+        )
+    if loss.parameters and not loss.own:
+        raise UserError(
+            f"config.algorithm.loss: got {algorithm.loss}; parameters of surrogate are settings of their own"
+        )
+    if algorithm.ratio_denominator in ("rollout", "bypass"):
+        for call in algorithm.calls("corrections"):
+            if call.function in {**TRUNCATIONS, **MASKS}:
                 raise UserError(
-                    f"config.algorithm.corrections: got {name} with ratio_denominator={algorithm.ratio_denominator}, "
-                    "whose ratio weighs by p_train / p_rollout already; leave one of them out"
+                    f"config.algorithm.corrections: got {call.function} with ratio_denominator="
+                    f"{algorithm.ratio_denominator}, whose ratio weighs by p_train / p_rollout already; leave one of "
+                    "them out"
                 )
     if 0 < algorithm.dual_clip <= 1:
         raise UserError(f"config.algorithm.dual_clip: got {algorithm.dual_clip}, must be above 1, or 0 for none")
-    if algorithm.trust_region == "drpo" and not min(algorithm.clip_low, algorithm.clip_high):
+    if algorithm.level in NEEDS_OLD_LOGPROBS and algorithm.ratio_denominator == "bypass":
         raise UserError(
-            f"config.algorithm.clip_low, clip_high: got {algorithm.clip_low}, {algorithm.clip_high} with "
-            "trust_region=drpo, which divides by them; must be above 0"
+            f"config.algorithm.level: got {algorithm.level} with ratio_denominator=bypass, which leaves out the pass "
+            "that it needs; set ratio_denominator=rollout or level=token"
+        )
+    if algorithm.level == "state" and algorithm.method in ("threshold_grpo", "excess_grpo"):
+        raise UserError(
+            f"config.algorithm.level: got state with method={algorithm.method}, whose threshold is for a discrepancy, "
+            "not for its difference from a baseline; set method=dc_grpo or level=token"
+        )
+    if algorithm.level == "reward" and ":" in algorithm.method:
+        raise UserError(
+            f"config.algorithm.level: got reward with method={algorithm.method}, a function of tokens, of which a "
+            "reward has none; set a method of ours or level=sequence"
         )
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
         raise UserError(
@@ -216,45 +321,58 @@ def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         )
 
 
-def _parse(text: str) -> list[tuple[str, dict[str, float]]]:
-    """`tis(high=2),veto` as [("tis", {"high": 2.0}), ("veto", {})]."""
-    found, position = [], 0
-    while position < len(text):
-        part = _PART.match(text, position)
-        if part is None:
-            raise _error(shorten(text[position:]), "write name or name(parameter=number), joined by commas")
-        position = part.end()
-        found.append((part[1], _parse_parameters(part[1], part[2] or "")))
-    names = [name for name, _ in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise _error(f"{twice[0]} twice", "name it once")
-    return found
+def check_own_remedies(algorithm: AlgorithmSettings) -> None:
+    """Import the functions of a user and compute each on a few tokens.
+
+    Raises:
+        UserError: in one line, naming setting and function, for one that can't be imported or called, raises, or
+            returns something else than its kind does, or values that are not finite.
+    """
+    for name, (kind, _) in _REMEDIES.items():
+        for call in algorithm.calls(name):
+            if call.own:
+                _check_own(name, kind, call)
 
 
-def _parse_parameters(name: str, text: str) -> dict[str, float]:
-    parameters = {}
-    for word in text.split(",") if text.strip() else []:
-        key, equals, value = (piece.strip() for piece in word.partition("="))
-        try:
-            if not (equals and word.isascii()) or key in parameters:
-                raise ValueError
-            parameters[key] = float(value)
-        except ValueError:
-            hint = "parameters are name=number, each once, as in tis(high=2)"
-            raise _error(f"{name}({shorten(text)})", hint) from None
-    return parameters
+def _bind(name: str, call: Call) -> Function:
+    if not call.own:
+        return functools.partial(_REMEDIES[name][1][call.function], **call.parameters)
+    with _said(name):
+        function = load_function(call.function)
+        check_parameters(call, function)
+    return OwnRemedy(call.name, function, call.parameters)
 
 
-def _make(name: str, parameters: dict[str, float]) -> Correction:
-    if name not in CORRECTIONS:
-        near = difflib.get_close_matches(name, CORRECTIONS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(CORRECTIONS)}"
-        raise _error(shorten(name), hint)
+@functools.cache
+def _check_ours(name: str, text: str) -> None:
+    """Check the parameters of a function of ours, by tracing it."""
+    kind, built_in = _REMEDIES[name]
+    (call,) = parse_calls(text)
     try:
-        return make_correction(name, parameters)
+        check_terms(kind, functools.partial(built_in[call.function], **call.parameters))
     except ValueError as error:
-        raise UserError(f"config.algorithm.corrections: {error}") from None
+        raise UserError(f"config.algorithm.{name}: {call}: {error}") from None
 
 
-def _error(got: str, hint: str) -> UserError:
-    return UserError(f"config.algorithm.corrections: got {got}; {hint}")
+def _check_own(name: str, kind: str, call: Call) -> None:
+    function = _bind(name, call)
+    try:
+        check_terms(kind, function)
+        check_values(kind, function)
+    except Exception as error:
+        # JAX's own messages go on for a page.
+        first = (str(error).splitlines() or [""])[0]
+        place = call.function.rpartition(":")[0]
+        hint = "; it is compiled: write jnp.where for `if`, jax.numpy for numpy" * isinstance(error, _TRACING)
+        by_check = type(error) is ValueError and first.startswith("returned ")
+        said = first if by_check else f"raised {type(error).__name__}: {first}{error_place(error, place)}{hint}"
+        raise UserError(f"config.algorithm.{name}: {call}: {said}") from error
+
+
+@contextlib.contextmanager
+def _said(name: str) -> Iterator[None]:
+    """Name the setting in an error."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"config.algorithm.{name}: {error}") from error

@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from dcmdp_jax.config.fields import INT32_MAX, Declared, declared, get_value
-from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, QUANTIZED, RolloutSettings
+from dcmdp_jax.config.arguments import as_settings, of_engine
+from dcmdp_jax.config.engine import check_engine, engine_arguments, find_trainable, forward_scheme
+from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value
 from dcmdp_jax.inputs import shorten
 
-_LONGEST_ROW = 2**21
-_MOST_ROW_LENGTHS = 64
+# A test holds them and the names that `dcmdp_jax.environments` knows together.
+ENVIRONMENTS = ("calculator",)
 _MOST_PARAMETERS = 10**11
 _MOST_SAMPLES = 4096
-_MOST_COMPLETIONS = 2**20
 
 
 def validate(config: Any) -> None:
@@ -27,22 +27,18 @@ def validate(config: Any) -> None:
         UserError: in one line, for the first rule that is broken, naming setting, value and what is allowed.
     """
     settings = declared(type(config))
+    engine = find_trainable(config.rollout.engine)
     for one in settings.values():
-        _check_choice(one.name, get_value(config, one.name), one.about.choices, one.about.why)
-    engine = config.rollout.engine
-    for name, allowed in engine_choices(type(config), engine).items():
-        _check_choice(name, get_value(config, name), allowed, "", f" with rollout.engine={engine}")
+        # An engine by path has choices of its own.
+        if not one.about.engine_choices or engine in TRAINABLE.values():
+            check_choice(one.name, get_value(config, one.name), one.about.choices, one.about.why)
+    for name, allowed in engine.choices.items():
+        with_engine = f" with rollout.engine={config.rollout.engine}"
+        check_choice(f"rollout.{name}", get_value(config.rollout, name), allowed, "", with_engine)
     for one in settings.values():
-        if one.type in (int, float):
-            _check_range(one, get_value(config, one.name))
+        check_range(one, get_value(config, one.name), one.name)
     _check_between(config)
     _check_products(config)
-
-
-def engine_choices(kind: type, engine: str) -> dict[str, tuple[str, ...]]:
-    """Allowed values of the settings that depend on the engine, by dotted name."""
-    settings = declared(kind).values()
-    return {one.name: one.about.engine_choices[engine] for one in settings if engine in one.about.engine_choices}
 
 
 def may_change(name: str, config: Any) -> bool:
@@ -51,25 +47,6 @@ def may_change(name: str, config: Any) -> bool:
         # The learning rate ends with the last step.
         return False
     return declared(type(config))[name].about.free
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...], why: str, when: str = "") -> None:
-    if allowed and value not in allowed:
-        near = [choice for choice in allowed if str(value) and choice.startswith(str(value))]
-        near = near or difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        reason = f" ({why})" if why else ""
-        raise UserError(f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{reason}{hint}")
-
-
-def _check_range(one: Declared, value: float) -> None:
-    low, high, limit = one.about.minimum, one.about.maximum, one.limit()
-    if (low is not None and value < low) or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        reason = f" ({one.about.why})" if one.about.why else ""
-        raise UserError(f"config.{one.name}: got {value}, must be {bounds}{reason}")
-    if limit is not None and value > limit[0]:
-        raise UserError(f"config.{one.name}: got {value}, must be at most {limit[0]} ({limit[1]})")
 
 
 def _check_between(config: Any) -> None:
@@ -81,20 +58,10 @@ def _check_between(config: Any) -> None:
     if wrong := [number for number in config.evaluation.samples if not 1 <= number <= _MOST_SAMPLES]:
         why = f"at most {_MOST_SAMPLES} (avg@4096 of one problem has a standard error of 0.008 at most)"
         raise UserError(f"config.evaluation.samples: got {wrong[0]}, must be {why if wrong[0] > 0 else 'at least 1'}")
-    if config.rollout.engine == "vllm":
-        _check_vllm_dtypes(config.rollout)
-    elif config.rollout.compute_dtype == "float16" and config.rollout.precision in QUANTIZED["local"]:
-        raise UserError(
-            f"config.rollout.compute_dtype: got 'float16' with rollout.precision={config.rollout.precision!r}, whose "
-            "products before scaling leave float16's range; choose bfloat16 or float32"
-        )
-    forward, rollout = config.model.forward_precision, config.rollout
-    if forward != "full" and (rollout.engine, rollout.precision) != ("local", forward):
-        raise UserError(
-            f"config.model.forward_precision: got {forward!r} with rollout.engine={rollout.engine} and "
-            f"rollout.precision={rollout.precision}; it matches the local engine at the same precision, or is 'full'"
-        )
-    training, algorithm = config.training, config.algorithm
+    check_engine(config)
+    forward_scheme(config)
+    _check_lag(config)
+    rollout, training, algorithm = config.rollout, config.training, config.algorithm
     if training.prompts_per_step % training.prompts_per_mini_batch:
         raise UserError(
             f"config.training.prompts_per_mini_batch: got {training.prompts_per_mini_batch}, must divide "
@@ -108,12 +75,6 @@ def _check_between(config: Any) -> None:
     if training.row_lengths:
         if list(training.row_lengths) != sorted(set(training.row_lengths)) or training.row_lengths[0] < 1:
             raise UserError(f"config.training.row_lengths: got {training.row_lengths}, must rise from at least 1")
-        if training.row_lengths[-1] > _LONGEST_ROW or len(training.row_lengths) > _MOST_ROW_LENGTHS:
-            raise UserError(
-                f"config.training.row_lengths: got {len(training.row_lengths)} lengths up to "
-                f"{training.row_lengths[-1]}, must be at most {_MOST_ROW_LENGTHS} (a program is compiled for each) up "
-                f"to {_LONGEST_ROW}"
-            )
         if training.row_lengths[-1] < config.max_total_tokens:
             raise UserError(
                 f"config.training.row_lengths: longest is {training.row_lengths[-1]}, must hold task.max_prompt_tokens "
@@ -126,17 +87,51 @@ def _check_between(config: Any) -> None:
         raise UserError("config.warmup.task: empty; name problems with worked solutions or set warmup.steps=0")
     if not config.task.train:
         raise UserError("config.task.train: empty; name a .jsonl or .parquet file, a Hub dataset, or arithmetic:...")
+    environment, names = config.task.environment, config.rewards.names
+    if environment and environment not in ENVIRONMENTS and not environment.rpartition(":")[0]:
+        raise UserError(
+            f"config.task.environment: got {shorten(environment)}, allowed are {', '.join(ENVIRONMENTS)}, module:Class "
+            "and path.py:Class"
+        )
+    if "environment" in names and not environment:
+        raise UserError("config.rewards.functions: got 'environment' without task.environment, name one there")
+    if environment and rollout.router_replay:
+        raise UserError(
+            "config.rollout.router_replay: got True with task.environment; a later turn reads earlier tokens "
+            "again, with other experts; set one of the two off"
+        )
     if config.evaluation.every_steps and not config.evaluation.task:
         raise UserError("config.evaluation.task: empty; name a task or set evaluation.every_steps=0")
     if not config.run_dir:
         raise UserError("config.run_dir: empty; name the directory that the run writes to")
 
 
+def _check_lag(config: Any) -> None:
+    """What sampling ahead of training allows."""
+    lag = config.rollout.lag
+    if not lag:
+        return
+    said = f"config.rollout.lag: got {lag}"
+    if config.hosts.coordinator and config.rollout.old_logprobs == "current":
+        raise UserError(
+            f"{said} with hosts.coordinator set and rollout.old_logprobs=current, whose copies one host's memory can't "
+            "hold; set old_logprobs=kept"
+        )
+    kind, arguments = engine_arguments(config)
+    with as_settings(of_engine(kind)):
+        kind.check_lag(arguments)
+    if config.algorithm.level == "state":
+        raise UserError(
+            f"{said} with algorithm.level=state, which needs the entropy of the policy that sampled and not only its "
+            "log-probs; set level=token or lag=0"
+        )
+
+
 def _check_products(config: Any) -> None:
     """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
     shape, training, rollout = config.model.architecture, config.training, config.rollout
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-    width = max(shape.intermediate_size, shape.num_experts * shape.moe_intermediate_size)
+    width = max(shape.intermediate_size, shape.num_experts * (shape.moe_intermediate_size + 1))
     parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
         raise UserError(
@@ -144,12 +139,6 @@ def _check_products(config: Any) -> None:
             f"{_MOST_PARAMETERS:,} (1.6 TB of parameters, gradients and Adam's moments)"
         )
     completions = training.prompts_per_step * rollout.group_size
-    if completions > _MOST_COMPLETIONS:
-        raise UserError(
-            f"config.training.prompts_per_step: got {training.prompts_per_step}, with rollout.group_size="
-            f"{rollout.group_size} {completions:,} completions a step, must be at most {_MOST_COMPLETIONS:,} "
-            "(one process judges and packs them; the paper uses 512)"
-        )
     tokens = config.max_total_tokens
     products = (
         ("training.prompts_per_step", f"with rollout.group_size={rollout.group_size} and", completions),
@@ -166,19 +155,4 @@ def _check_products(config: Any) -> None:
         raise UserError(
             f"config.training.steps: got {training.steps}, with {config.mini_batches} updates a step "
             f"{training.steps * config.mini_batches:,} updates, must be at most {INT32_MAX:,} (counted in int32)"
-        )
-
-
-def _check_vllm_dtypes(rollout: RolloutSettings) -> None:
-    """vLLM has one dtype for whatever is not quantized."""
-    precision, dtype = rollout.precision, rollout.compute_dtype
-    if precision in ("float32", "float16", "bfloat16") and precision != dtype:
-        raise UserError(
-            f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM has one dtype for "
-            f"weights and activations, set both alike"
-        )
-    if precision in QUANTIZED["vllm"] and dtype != "bfloat16":
-        raise UserError(
-            f"config.rollout.compute_dtype: got {dtype!r} with rollout.precision={precision!r}; vLLM computes "
-            "quantized layers in bfloat16, set that"
         )

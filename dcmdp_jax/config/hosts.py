@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from dcmdp_jax.config.fields import setting
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import setting
 from dcmdp_jax.inputs import shorten
 
 # A test compares it with the name in `parallel/hosts.py`; importing that would import JAX.
@@ -22,12 +22,12 @@ class HostSettings:
         "finds out from SLURM, a TPU pod or Open MPI. Empty: one process.",
         free=True,
     )  # fmt: skip
-    processes: int = setting(1, "Processes of the run.", minimum=1, limit=(65536, "one for each host"), free=True)
+    processes: int = setting(1, "Processes of the run.", minimum=1, free=True)
     process: int = setting(0, "Number of this process, from 0. The only setting that differs.", minimum=0, free=True)
     timeout_s: float = setting(
         30.0, "A process that has not come for this long at the start, or later gives no sign of life, is taken for "
         "dead, and all others end.",
-        unit="seconds", source="ours", minimum=2, limit=(86400, "a day"), free=True,
+        unit="seconds", source="ours", minimum=2, free=True,
     )  # fmt: skip
 
 

@@ -6,43 +6,46 @@ import dataclasses
 import difflib
 import math
 
-from dcmdp_jax.config.fields import setting
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import setting
 from dcmdp_jax.inputs import shorten
 
 # A test holds them and the names that `dcmdp_jax.rewards` knows together; importing that would import NumPy.
-BUILT_IN = ("math", "math_verify")
+BUILT_IN_REWARDS = ("math", "environment", "math_verify", "reasoning_gym", "verifiers")
 _LARGEST_WEIGHT = 1e6
 _LEAST_MEMORY_GIB = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    """Rewards in training. Evaluation always uses `math`."""
+    """Rewards in training and of held-out tasks."""
 
     functions: str = setting(
         "math",
-        "Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain library), or "
-        "functions of yours as module:function or path.py:function, with TRL's signature (docs/extending.md).",
+        "Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain library), "
+        "reasoning_gym and verifiers (the scores of those libraries' tasks), environment (what task.environment "
+        "gives), or functions of yours as module:function or path.py:function, with TRL's signature or verl's "
+        "(docs/extending.md).",
         source="paper: a verifier of answers",
     )  # fmt: skip
     weights: tuple[float, ...] = setting(
         (), "Factor of each function in the sum, such as (1,0.1). Empty: 1 for each.", source="ours: as TRL"
     )
     timeout: float = setting(
-        300.0, "Time that one call of a function may take, for all completions of one call of the engine.",
-        unit="seconds", source="ours", minimum=0.01, limit=(86400, "a day"), free=True,
+        300.0, "Time that one call of a function may take, for all completions of one call of the engine; and one of "
+        "an environment, for those of a turn.",
+        unit="seconds", source="ours", minimum=0.01, free=True,
     )  # fmt: skip
     memory_limit: float = setting(
         0.0,
-        "Memory (address space) of the process of a function, and of each process that it starts; above it the "
-        "allocation fails. 0: no limit. A function that imports CUDA needs far more address space than memory.",
-        unit="GiB", source="ours", minimum=0.0, limit=(65536, "64 TiB"), free=True,
+        "Memory (address space) of the process of a function or an environment, and of each process that it starts; "
+        "above it the allocation fails. 0: no limit. What imports CUDA needs far more address space than memory.",
+        unit="GiB", source="ours", minimum=0.0, free=True,
     )  # fmt: skip
     on_error: str = setting(
         "error",
-        "A function that raises, is over the time limit or returns no rewards: error saves and stops, none counts its "
-        "completions, which get no value from this function.",
+        "A function or an environment that raises, is over the time limit or returns something else: error saves and "
+        "stops, none counts its completions, which get no value from it.",
         choices=("error", "none"), free=True,
     )  # fmt: skip
 
@@ -57,7 +60,7 @@ class RewardSettings:
         return tuple(zip(self.names, self.weights or (1.0,) * len(self.names), strict=True))
 
 
-def check_rewards(rewards: RewardSettings) -> None:
+def check_reward_settings(rewards: RewardSettings) -> None:
     """Check names and weights. Nothing is imported.
 
     Raises:
@@ -66,12 +69,13 @@ def check_rewards(rewards: RewardSettings) -> None:
     names, weights = rewards.names, rewards.weights
     for name in names:
         place, _, function = name.rpartition(":")
-        if name in BUILT_IN or (place and function.isidentifier()):
+        if name in BUILT_IN_REWARDS or (place and function.isidentifier()):
             continue
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        near = difflib.get_close_matches(name, BUILT_IN_REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"config.rewards.functions: got {shorten(name)}, allowed are {', '.join(BUILT_IN)}, module:function and "
+            f"config.rewards.functions: got {shorten(name)}, allowed are "
+            f"{', '.join(BUILT_IN_REWARDS)}, module:function and "
             f"path.py:function{hint}"
         )
     if len(set(names)) < len(names):

@@ -35,7 +35,7 @@ class Removed:
 REMOVED = {
     "rollout.top_p": Removed(
         1, 1.0, "training samples from the whole distribution: with a nucleus the engine's probabilities could not be "
-        "compared with the trainer's (bin.evaluate has --top_p)",
+        "compared with the trainer's (dcmdp evaluate has --top_p)",
     ),
     "algorithm.dual_window": Removed(2, 1, "the dual update takes each step's own mean, as Eq. 11 does"),
     "algorithm.dual_proportional": Removed(2, 0.0, "PID control of lambda is gone; eta alone moves it"),

@@ -12,22 +12,19 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dcmdp_jax.config.algorithm import AlgorithmSettings, check_algorithm
-from dcmdp_jax.config.checks import engine_choices, validate
-from dcmdp_jax.config.fields import INT32_MAX, build, declared, nearest_name, parse_text, setting
+from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, check_algorithm
+from dcmdp_jax.config.checks import validate
+from dcmdp_jax.config.engine import check_name
 from dcmdp_jax.config.hosts import HostSettings, check_hosts
-from dcmdp_jax.config.rewards import RewardSettings, check_rewards
-from dcmdp_jax.config.rollout import ENGINES, HIGHEST_TEMPERATURE, MOST_TOKENS, QUANTIZED, RolloutSettings
-from dcmdp_jax.config.rollout import VllmSettings as VllmSettings
+from dcmdp_jax.config.rewards import RewardSettings, check_reward_settings
+from dcmdp_jax.config.rollout import HIGHEST_TEMPERATURE, MOST_TOKENS, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import build, declared, nearest_name, parse_text, setting
 from dcmdp_jax.inputs import shorten
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
-
-_MODEL = "no known model comes near it"
-_ADAM = "AdamW moves each parameter by about as much in one update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +32,17 @@ class Architecture:
     """Shape of a freshly initialized model, used when `model.path` is empty."""
 
     model_type: str = setting("qwen3", "Family of the model.", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
-    hidden_size: int = setting(128, "Width of the residual stream.", minimum=1, limit=(65536, _MODEL))
-    intermediate_size: int = setting(384, "Width of the MLP.", minimum=1, limit=(524288, _MODEL))
-    num_layers: int = setting(4, "Layers.", minimum=1, limit=(1024, _MODEL))
-    num_heads: int = setting(4, "Query heads.", minimum=1, limit=(1024, _MODEL))
-    num_kv_heads: int = setting(2, "Key and value heads.", minimum=1, limit=(1024, _MODEL))
-    head_dim: int = setting(32, "Width of a head.", minimum=2, limit=(1024, _MODEL))
-    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1, limit=(1e12, _MODEL))
+    hidden_size: int = setting(128, "Width of the residual stream.", minimum=1)
+    intermediate_size: int = setting(384, "Width of the MLP.", minimum=1)
+    num_layers: int = setting(4, "Layers.", minimum=1)
+    num_heads: int = setting(4, "Query heads.", minimum=1)
+    num_kv_heads: int = setting(2, "Key and value heads.", minimum=1)
+    head_dim: int = setting(32, "Width of a head.", minimum=2)
+    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1)
     tie_word_embeddings: bool = setting(True, "Use the embedding as output layer.")
-    num_experts: int = setting(0, "Experts of each layer of a qwen3_moe.", minimum=0, limit=(1024, _MODEL))
-    num_experts_per_tok: int = setting(0, "Experts that compute each token.", minimum=0, limit=(1024, _MODEL))
-    moe_intermediate_size: int = setting(0, "Width of an expert.", minimum=0, limit=(65536, _MODEL))
+    num_experts: int = setting(0, "Experts of each layer of a qwen3_moe.", minimum=0)
+    num_experts_per_tok: int = setting(0, "Experts that compute each token.", minimum=0)
+    moe_intermediate_size: int = setting(0, "Width of an expert.", minimum=0)
     norm_topk_prob: bool = setting(True, "Divide the probabilities of a token's experts by their sum.")
 
 
@@ -54,7 +51,9 @@ class ModelSettings:
     """The model, its precision and its kernels."""
 
     path: str = setting(
-        "", "Hugging Face directory (config.json, safetensors). Empty: a fresh model of `architecture`."
+        "",
+        "Hugging Face directory (config.json, safetensors), or, where there is no such directory, OWNER/NAME or "
+        "OWNER/NAME@REVISION on the Hub. Empty: a fresh model of `architecture`.",
     )
     tokenizer: str = setting(
         "", "Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for a fresh model."
@@ -72,9 +71,18 @@ class ModelSettings:
     )
     forward_precision: str = setting(
         "full",
-        "Matrices in the forward pass. full: compute_dtype. int8, int4, fp8: the values that the local engine has with "
-        "rollout.precision of the same name, so that both agree; gradients pass straight through to the full weights.",
-        choices=("full", *QUANTIZED["local"]), source="paper: full; Jet-RL, QaRL",
+        "Products in the trainer's forward pass. full: compute_dtype. Else rounded as the engine rounds them, the same "
+        "as rollout.precision: int8, int4, int3, int2, fp8 of local, the weights; int8, fp8, fp8_per_block of vllm, "
+        "weights and activations. Gradients pass straight through to the full weights (docs/remedies.md).",
+        choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated)),
+        source="paper: full; Jet-RL, QaRL",
+    )  # fmt: skip
+    forward_cache: str = setting(
+        "full",
+        "Keys and values in the trainer's forward pass. full: compute_dtype. Else rounded as the engine's cache rounds "
+        "them, the same as rollout.kv_cache_dtype.",
+        choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated_caches)),
+        source="paper: full",
     )  # fmt: skip
     head_dtype: str = setting(
         "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",
@@ -86,16 +94,17 @@ class ModelSettings:
         choices=("none", "dots", "full"), free=True,
     )  # fmt: skip
     scan_unroll: int = setting(
-        1, "Layers in one iteration of the scan over layers. 1 compiles fastest, all of them run fastest on a CPU.",
-        unit="layers", minimum=1, limit=(1024, "a model has at most this many layers"), free=True,
+        0, "Layers in one iteration of the scan over layers. 0: 8 on a CPU, where a step of a small model then takes a "
+        "sixth less time, else 1, which compiles fastest.",
+        unit="layers", minimum=0, free=True,
     )  # fmt: skip
     attention: str = setting(
-        "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, else xla.",
-        choices=("auto", "xla", "cudnn", "splash"),
+        "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, blockwise on a CPU, "
+        "else xla.",
+        choices=("auto", "xla", "blockwise", "cudnn", "splash"),
     )  # fmt: skip
     logprob_chunk: int = setting(
-        1024, "Tokens whose logits exist at one time.", unit="tokens", minimum=1,
-        limit=(2**20, "the logits of a vocabulary of 150,000 would take 600 GB"), free=True,
+        1024, "Tokens whose logits exist at one time.", unit="tokens", minimum=1, free=True,
     )  # fmt: skip
 
 
@@ -104,7 +113,8 @@ class TaskSettings:
     """Where problems come from and how they become prompts and rewards."""
 
     train: str = setting(
-        "", "Problems to train on: a .jsonl or .parquet file, a Hub dataset, or arithmetic:difficulty=...",
+        "", "Problems to train on: a .jsonl or .parquet file, a Hub dataset, or arithmetic:..., reasoning_gym:NAME,... "
+        "Several are joined by commas, each with its share of the prompts as @WEIGHT (docs/data.md).",
         source="paper [6.1]: DAPO-Math-17K",
     )  # fmt: skip
     prompt_suffix: str = setting(
@@ -120,6 +130,18 @@ class TaskSettings:
         1024, "Longest prompt. Longer ones are dropped, counted and reported.", unit="tokens", source="ours",
         minimum=1, limit=MOST_TOKENS,
     )  # fmt: skip
+    environment: str = setting(
+        "", "What the policy talks to in turns: calculator, or a class of yours as module:Class or "
+        "path.py:Class with reset and step (docs/environments.md). Empty: one turn.", source="ours",
+    )  # fmt: skip
+    max_turns: int = setting(
+        4, "Most turns of the policy in one completion, with task.environment.", unit="turns", source="ours",
+        minimum=1, limit=(1024, "each turn is a call of the engine"),
+    )  # fmt: skip
+    max_turn_tokens: int = setting(
+        0, "Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all turns and "
+        "answers together. 0: that divided by max_turns.", unit="tokens", source="ours", minimum=0, limit=MOST_TOKENS,
+    )  # fmt: skip
     on_bad_row: str = setting(
         "error", "A malformed row of data: error stops with its line number, skip counts it.",
         choices=("error", "skip"),
@@ -129,11 +151,11 @@ class TaskSettings:
     )
     verifier_timeout: float = setting(
         5.0, "Processor time that one answer may take; over it the reward is 0.", unit="seconds", source="ours",
-        minimum=0.01, limit=(86400, "a day"),
+        minimum=0.01,
     )  # fmt: skip
     verifier_budget: float = setting(
         120.0, "Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.",
-        unit="seconds", source="ours", minimum=0, limit=(86400, "a day"), free=True,
+        unit="seconds", source="ours", minimum=0, free=True,
     )  # fmt: skip
 
 
@@ -143,39 +165,36 @@ class TrainingSettings:
 
     steps: int = setting(
         500, "Training steps. A resumed run may not change it with a decaying schedule.", unit="steps", source="ours",
-        minimum=1, limit=(INT32_MAX, "steps are counted in int32"), free=True,
+        minimum=1, free=True,
     )  # fmt: skip
     prompts_per_step: int = setting(
         64, "B, prompts of a step.", unit="prompts", source="paper [6.1]: 64", minimum=1,
-        limit=(2**20, "the paper uses 64"),
     )  # fmt: skip
     prompts_per_mini_batch: int = setting(
         16, "Prompts of a mini-batch, which is one optimizer update.", unit="prompts", source="paper [6.1]: 16",
-        minimum=1, limit=(2**20, "the paper uses 16"),
+        minimum=1,
     )  # fmt: skip
     micro_batch_tokens: int = setting(
         16384,
-        "Most tokens, padding included, of one forward and backward pass, per device. Fewer where a mini-batch can't "
-        "fill them.",
-        unit="tokens per device", source="ours", minimum=1, limit=(INT32_MAX, "tokens are counted in int32"), free=True,
+        "Limit of the tokens, padding included, of one forward and backward pass on a device, which its memory grows "
+        "with. At least one row. Micro-batches are smaller where that leaves less padding.",
+        unit="tokens per device", source="ours", minimum=1, free=True,
     )  # fmt: skip
     row_lengths: tuple[int, ...] = setting(
         (),
-        "Lengths of packed rows, rising. Empty: chosen from the length limits and the attention kernel. With one "
-        "length, one segment a row, the xla kernel and mesh.fsdp = mesh.tensor = mesh.expert = 1, the step computes "
-        "each group's prompt once for all its completions (micro_batch_tokens must hold one group, a mini-batch one "
-        "for each device).",
-        unit="tokens",
+        "Lengths of rows, rising; a program is compiled for each. Empty: those that leave least padding for "
+        "completions of very different lengths within the limits, at most 8 (docs/layout.md).",
+        unit="tokens", free=True,
     )  # fmt: skip
     segments_per_row: int = setting(
-        0, "Most completions in one row. 0: unlimited where the kernel skips other segments (splash), else 1.",
-        unit="completions", minimum=0,
+        0, "Most completions in one row. 0: unlimited where the kernel skips other segments, else 1. cudnn "
+        "skips them with 2 to 32, and has a mask in memory with more.",
+        unit="completions", minimum=0, free=True,
     )  # fmt: skip
     seed: int = setting(
         0,
         "Seed of the initial weights, the sampling and the order of problems.",
         minimum=0,
-        limit=(INT32_MAX, "seeds are int32"),
     )
     max_skipped_in_row: int = setting(
         8, "Updates with a gradient that is not finite are skipped; this many in a row stop the run.", unit="updates",
@@ -191,9 +210,7 @@ class TrainingSettings:
 class OptimizerSettings:
     """AdamW, its schedule, and gradient clipping."""
 
-    learning_rate: float = setting(
-        1e-6, "Learning rate of AdamW.", source="paper [6.1]: 1e-6", minimum=0, limit=(1, _ADAM)
-    )
+    learning_rate: float = setting(1e-6, "Learning rate of AdamW.", source="paper [6.1]: 1e-6", minimum=0)
     schedule: str = setting(
         "constant", "Learning rate over all updates: constant, or linear or cosine decay to 0.", source="ours",
         choices=("constant", "linear", "cosine"),
@@ -209,15 +226,13 @@ class OptimizerSettings:
     )
     epsilon: float = setting(
         1e-15, "Added to the root of AdamW's second moment.", source="paper [6.1]: 1e-15", minimum=1e-30,
-        limit=(1, "a larger one hides every gradient"),
     )  # fmt: skip
     weight_decay: float = setting(
         0.0, "Decoupled weight decay.", source="paper [6.1]: 0", minimum=0,
-        limit=(1000, "AdamW takes learning_rate x weight_decay of each parameter away in one update"),
     )  # fmt: skip
     max_grad_norm: float = setting(
         1.0, "Global norm that gradients are clipped to. 0: no clipping.",
-        source="ours: as in the framework the paper trained with", minimum=0, limit=(1e9, "0 clips nothing"),
+        source="ours: as in the framework the paper trained with", minimum=0,
     )  # fmt: skip
 
 
@@ -244,13 +259,14 @@ class MeshSettings:
 class WarmupSettings:
     """Supervised start on worked solutions, for a model without a policy to improve."""
 
-    task: str = setting("", "Problems with worked solutions to learn from before training, as `task.train`.")
+    task: str = setting(
+        "", "Problems with worked solutions to learn from before training; several locations are joined by commas."
+    )
     steps: int = setting(0, "Supervised steps. 0: none.", unit="steps", minimum=0)
     batch_size: int = setting(
         128, "Solutions of a supervised step.", unit="solutions", minimum=1,
-        limit=(65536, "a batch is computed in one piece"),
     )  # fmt: skip
-    learning_rate: float = setting(3e-3, "Highest learning rate of the warm-up.", minimum=0, limit=(1, _ADAM))
+    learning_rate: float = setting(3e-3, "Highest learning rate of the warm-up.", minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +275,7 @@ class EvaluationSettings:
 
     task: str = setting(
         "", "Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation, with "
-        "32,768 tokens: bin.evaluate.", free=True,
+        "32,768 tokens: dcmdp evaluate.", free=True,
     )  # fmt: skip
     every_steps: int = setting(0, "Steps between evaluations. 0: none.", unit="steps", minimum=0, free=True)
     samples: tuple[int, ...] = setting(
@@ -292,8 +308,23 @@ class ObserveSettings:
     samples_every_steps: int = setting(
         10, "Steps between sample completions in samples.jsonl.", unit="steps", minimum=1, free=True
     )
+    rollouts_every_steps: int = setting(
+        10, "Steps between recordings of all tokens with both probabilities in rollouts/step_N.parquet, for bin.probe; "
+        "about 13 bytes a token. 0: none.", unit="steps", minimum=0, free=True,
+    )  # fmt: skip
+    rollouts_max_gib: float = setting(
+        1.0, "Size of rollouts/. The oldest recordings above it are deleted.", unit="GiB", minimum=0,
+        limit=(2**20, "a petabyte"), free=True,
+    )  # fmt: skip
     samples: int = setting(4, "Sample completions written each time.", unit="completions", minimum=0, free=True)
+    on_alarm: str = setting(
+        "warn", "What an alarm does (docs/probe.md lists them). warn: a line on the console. stop: it also saves the "
+        "state and ends the run; the same command goes on.", choices=("warn", "stop"), free=True,
+    )  # fmt: skip
     wandb_project: str = setting("", "Weights & Biases project. Empty: not used.", free=True)
+    trackio_project: str = setting(
+        "", "Trackio project; local unless TRACKIO_SPACE_ID names a Space. Empty: not used.", free=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,13 +357,15 @@ class Config:
         return self.training.prompts_per_mini_batch * self.rollout.group_size
 
     @property
+    def turn_tokens(self) -> int:
+        """Most tokens that the policy samples in one turn."""
+        limit = self.rollout.max_completion_tokens
+        return min(self.task.max_turn_tokens or max(1, limit // self.task.max_turns), limit)
+
+    @property
     def max_total_tokens(self) -> int:
         """Longest prompt and completion together."""
         return self.task.max_prompt_tokens + self.rollout.max_completion_tokens
-
-
-ENGINE_CHOICES = {engine: engine_choices(Config, engine) for engine in ENGINES}
-"""What each engine has of the settings that depend on it: engine -> dotted name -> allowed values."""
 
 
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -343,8 +376,9 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
             right one), a wrong type, a value out of range, or two settings that do not fit.
     """
     made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
+    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
     validate(made)
-    check_rewards(made.rewards)
+    check_reward_settings(made.rewards)
     check_hosts(made.hosts, made.training.prompts_per_step)
     check_algorithm(made.algorithm, made.rollout.max_completion_tokens)
     return made
@@ -401,6 +435,6 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
             meaning, or a value of a wrong type.
     """
     made = build(Config, without_removed(saved), unknown_setting)
-    if made.rollout.engine not in ENGINES:
-        raise UserError(f"config.rollout.engine: got {shorten(made.rollout.engine)}, allowed are {', '.join(ENGINES)}")
+    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
+    check_name(made.rollout.engine)
     return made

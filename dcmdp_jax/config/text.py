@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import typing
 
-from dcmdp_jax.config.fields import Declared, declared, get_value
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.fields import Declared, declared, get_value
 
 _INTRODUCTION = """\
 # Settings
@@ -18,8 +18,8 @@ Written by `python -m bin.settings > docs/settings.md` from the declarations in 
 `--config.section.name=value` overrides a setting of a config file; `--print_config` prints all of them and marks what
 differs from the defaults below. "paper" is the DC-GRPO paper with its section in brackets, "ours" a reading or a choice
 of this project. A resumed run may change the settings marked *; it alters what is recorded, where the run is computed
-and in what portions, or what happens to broken input, not what is learned. Further rules hold between settings; a
-broken one is named at the start.
+and in what portions, or what happens to broken input, not what is learned. Every number is finite and at most
+2^31 - 1, a time at most a week. Further rules hold between settings; a broken one is named at the start.
 """
 
 

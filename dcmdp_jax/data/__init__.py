@@ -1,0 +1,1 @@
+"""Problems, prompts, episodes, and the packing of episodes into rows."""

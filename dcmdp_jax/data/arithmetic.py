@@ -15,7 +15,7 @@ import random
 import zlib
 from typing import Any, Literal
 
-from dcmdp_jax.data.problems import problem_from_row
+from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.rewards.protocol import Problem
 
@@ -151,7 +151,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
 
 
 def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
-    """`arithmetic_rows` as problems, read like the rows of any dataset.
+    """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, no messages.
 
     Args:
         spec: which problems.
@@ -161,7 +161,9 @@ def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> 
         UserError: as `arithmetic_rows`.
     """
     return [
-        problem_from_row(row, source="arithmetic", index=index, keep_columns=keep_columns)
+        problem_from_row(
+            row | {"prompt": row["prompt"][0]["content"]}, source="arithmetic", index=index, keep_columns=keep_columns
+        )
         for index, row in enumerate(arithmetic_rows(spec))
     ]
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.data.packing import PackingPlan
-from dcmdp_jax.types import Batch, Rows, SharedPrompts
-
-_INTEGERS = ("input_ids", "position_ids", "segment_ids", "completion_index", "policy_versions")
-_DTYPES = dict.fromkeys(_INTEGERS, jnp.int32) | {"completion_mask": jnp.bool_, "rollout_logprobs": jnp.float32}
+from dcmdp_jax.data.columns import COLUMNS, ROW_LAYOUT, Shape
+from dcmdp_jax.data.row_layout import RowShapes
+from dcmdp_jax.types import Batch, Rows
 
 
-def abstract_batch(packing: PackingPlan, routed_shape: tuple[int, int] | None = None) -> Batch:
+def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
     """Shapes of the batch that `packing.pack` makes.
 
     Args:
-        packing: its plan.
-        routed_shape: layers and k of the experts that episodes name; None if they name none.
+        packing: its shapes.
+        columns: name -> shape of an entry, of the columns that the completions have; see `columns.columns_of_run`.
     """
     shapes = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
-    rows = tuple(_abstract_rows(packing, *shape, routed_shape) for shape in shapes)
+    rows = tuple(_abstract_rows((packing.mini_batches, *shape), columns) for shape in shapes)
     completions = packing.mini_batches, packing.completions
     per_completion = {
         "rewards": jnp.float32, "group_ids": jnp.int32, "completion_lengths": jnp.int32, "loss_mask": jnp.bool_,
@@ -31,19 +31,9 @@ def abstract_batch(packing: PackingPlan, routed_shape: tuple[int, int] | None = 
     return Batch(rows=rows, micro_batches=counts, **rest)
 
 
-def _abstract_rows(
-    packing: PackingPlan, micro_batches: int, rows: int, length: int, routed_shape: tuple[int, int] | None
-) -> Rows:
-    def routed(*shape: int) -> jax.ShapeDtypeStruct | None:
-        return None if routed_shape is None else jax.ShapeDtypeStruct((*shape, *routed_shape), jnp.int16)
-
-    shape = (packing.mini_batches, micro_batches, rows, length)
-    prompts = None
-    if packing.group_size:
-        groups = (packing.mini_batches, micro_batches, rows // packing.group_size)
-        read = (*groups, packing.prompt_length)
-        prompts = SharedPrompts(
-            jax.ShapeDtypeStruct(read, jnp.int32), jax.ShapeDtypeStruct(groups, jnp.int32), routed(*read)
-        )
-    fields = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in _DTYPES.items()}
-    return Rows(**fields, prompts=prompts, routed_experts=routed(*shape))
+def _abstract_rows(shape: Shape, columns: Mapping[str, Shape]) -> Rows:
+    layout = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in ROW_LAYOUT.items()}
+    return Rows(
+        **layout,
+        columns={name: jax.ShapeDtypeStruct((*shape, *entry), COLUMNS[name].dtype) for name, entry in columns.items()},
+    )

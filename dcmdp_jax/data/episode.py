@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+
+from dcmdp_jax.data.columns import over_sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Episode:
     """A prompt and everything after it.
 
-    The policy sampled the tokens of `sampled_mask`. The others are given: the prompt, or the output of a tool. The
-    arrays have one entry per token, [T] each.
+    The policy sampled the tokens of `sampled_mask`. The others are given: the prompt, or the output of a tool.
 
     Attributes:
-        token_ids: int32, the end-of-sequence token included when it was sampled.
-        sampled_mask: bool; the first token is never sampled.
-        rollout_logprobs: float32 nats, under the distribution sampled from; undefined where not sampled.
-        policy_versions: int32, the training step whose weights sampled the token; -1 where not sampled.
+        token_ids: [T] int32, the end-of-sequence token included when it was sampled.
+        sampled_mask: [T] bool; the first token is never sampled.
         group: index of the prompt in the call of `generate`.
         member: 0 .. group_size - 1, which completion of its group.
         finish_reason: "stop" (sampled an end token) or "length".
-        routed_experts: None, or [T, layers, k] int16, the experts of each layer that the engine sent each token to when
-            it read it; -1 for a token that it did not read, such as the last.
+        columns: name -> [T, ...], the further arrays with an entry for each token, as declared in `columns.COLUMNS`.
+            Entries of tokens that a column says nothing about are undefined.
     """
 
     token_ids: np.ndarray
     sampled_mask: np.ndarray
-    rollout_logprobs: np.ndarray
-    policy_versions: np.ndarray
     group: int
     member: int
     finish_reason: str
-    routed_experts: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray]
+
+    @property
+    def rollout_logprobs(self) -> np.ndarray:
+        """[T] float32 nats, under the distribution sampled from; undefined where not sampled."""
+        return self.columns["rollout_logprobs"]
+
+    @property
+    def policy_versions(self) -> np.ndarray:
+        """[T] int32, the training step whose weights sampled the token; undefined where not sampled."""
+        return self.columns["policy_versions"]
+
+    def with_columns(self, **columns: np.ndarray) -> Episode:
+        """The episode with columns added or replaced, [T, ...] each."""
+        return dataclasses.replace(self, columns={**self.columns, **columns})
 
     @property
     def prompt_length(self) -> int:
@@ -67,7 +78,7 @@ def single_turn(
     group: int,
     member: int,
     finish_reason: str,
-    routed_experts: np.ndarray | None = None,
+    **columns: np.ndarray | None,
 ) -> Episode:
     """Make the episode of one completion: all tokens after the prompt are sampled, by one version of the policy.
 
@@ -76,20 +87,15 @@ def single_turn(
         completion_ids: [C] int32, at least one token.
         logprobs: [C] float32 nats.
         policy_version, group, member, finish_reason: see `Episode`.
-        routed_experts: None, or [P + C - 1, layers, k] integers, of all tokens but the last.
+        columns: further columns by their names in `columns.COLUMNS`; of a column that given tokens have [P + C, ...] or
+            fewer, without the last tokens; else [C, ...]. None: the engine has none.
     """
-    given = len(prompt_ids)
     token_ids = np.concatenate([prompt_ids, completion_ids], dtype=np.int32)
-    sampled_mask = np.arange(token_ids.size) >= given
-    rollout_logprobs = np.zeros(token_ids.size, np.float32)
-    rollout_logprobs[given:] = logprobs
-    policy_versions = np.where(sampled_mask, policy_version, -1).astype(np.int32)
-    if routed_experts is not None:
-        unread = token_ids.size - len(routed_experts)
-        routed_experts = np.pad(routed_experts.astype(np.int16), ((0, unread), (0, 0), (0, 0)), constant_values=-1)
-    return Episode(
-        token_ids, sampled_mask, rollout_logprobs, policy_versions, group, member, finish_reason, routed_experts
-    )
+    sampled_mask = np.arange(token_ids.size) >= len(prompt_ids)
+    versions = np.full(len(completion_ids), policy_version, np.int32)
+    found = {"rollout_logprobs": logprobs, "policy_versions": versions, **columns}
+    whole = {name: over_sequence(name, values, sampled_mask) for name, values in found.items() if values is not None}
+    return Episode(token_ids, sampled_mask, group, member, finish_reason, whole)
 
 
 class OpenGroups:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import has_tokenizer, read_json_object, shorten, shorten_name
-from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.rewards.protocol import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,16 @@ class EncodedPrompts:
     token_ids: list[np.ndarray]
     dropped: int
     with_control_tokens: int
+
+
+def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
+    """Several sets of prompts as one, in order."""
+    return EncodedPrompts(
+        problems=[problem for part in parts for problem in part.problems],
+        token_ids=[ids for part in parts for ids in part.token_ids],
+        dropped=sum(part.dropped for part in parts),
+        with_control_tokens=sum(part.with_control_tokens for part in parts),
+    )
 
 
 def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -160,11 +170,10 @@ def encode_prompts(
     texts = []
     instructed = 0
     for problem in problems:
-        messages = [{"role": role, "content": content} for role, content in problem.context]
-        messages.append({"role": "user", "content": with_suffix(problem, prompt_suffix)})
-        instructed += bool(prompt_suffix) and messages[-1]["content"] == problem.prompt
+        instructed += bool(prompt_suffix) and with_suffix(problem, prompt_suffix) == problem.prompt
         what = f"problem {problem.index} of {problem.source}"
-        texts.append(_render(tokenizer, messages, "the chat template", what, variables))
+        messages = chat_messages(problem, prompt_suffix)
+        texts.append(_render(tokenizer, messages, "the chat template", what, variables, problem.tools))
     with_control_tokens = _count_control_tokens(problems, tokenizer)
     if instructed:
         _LOG.warning(
@@ -197,10 +206,7 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
     names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    found = [
-        (problem, set(pattern.findall("\0".join((problem.prompt, *(content for _, content in problem.context))))))
-        for problem in problems
-    ]
+    found = [(problem, set(pattern.findall("\0".join(_texts(problem))))) for problem in problems]
     counts = Counter(name for _, held in found for name in held)
     holding = [problem for problem, held in found if held]
     if holding:
@@ -214,15 +220,16 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], template: str, what: str,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, what: str,
+    variables: Mapping[str, Any] = MappingProxyType({}), tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:  # fmt: skip
-    """The text of a chat up to the assistant's turn; refused without the text of each message.
+    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's name.
 
-    A template may leave out an assistant's earlier thoughts, so the assistant's messages are not looked for.
+    A chat that ends with the assistant's message goes on in it. A template may leave out an assistant's earlier
+    thoughts, so the assistant's messages are not looked for.
     """
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        text = render_chat(tokenizer, messages, tools, **variables)
     except Exception as error:  # jinja2's errors, and any that a template raises
         raise UserError(f"{template} can't render {what}: {shorten_name(one_line(error))}") from error
     for message in messages:
@@ -231,7 +238,51 @@ def _render(
                 f"{template} leaves out the text of the {shorten_name(message['role'])} in {what}; it must write each "
                 "message's content: compare chat_template.jinja with the model's own"
             )
+    for tool in tools:
+        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), Mapping) else None
+        if not isinstance(name, str) or name not in text:
+            raise UserError(
+                f"{template} leaves out the tool {shorten(name)} in {what}; use a template that describes tools, or "
+                "name the column something else than tools"
+            )
     return text
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    generation: bool = True,
+    **variables: Any,
+) -> str:
+    """A chat as its template writes it, up to the assistant's turn, or within it if the last message is its.
+
+    Raises:
+        Exception: what the template raises.
+    """
+    continued = messages[-1]["role"] == "assistant"
+    return tokenizer.apply_chat_template(
+        [dict(message) for message in messages], tools=[dict(tool) for tool in tools] or None, tokenize=False,
+        add_generation_prompt=generation and not continued, continue_final_message=continued, **variables,
+    )  # fmt: skip
+
+
+def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
+    """The chat of a problem, with the suffix at the end of the user's last message."""
+    asked = {"role": "user", "content": with_suffix(problem, prompt_suffix)}
+    if not problem.messages:
+        return [asked]
+    messages = list(problem.messages)
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if users:
+        messages[users[-1]] = {**messages[users[-1]], **asked}
+    return messages
+
+
+def _texts(problem: Problem) -> list[str]:
+    """The problem's own texts."""
+    return [problem.prompt, *(message["content"] for message in problem.messages)]
 
 
 def with_suffix(problem: Problem, prompt_suffix: str) -> str:
@@ -239,8 +290,7 @@ def with_suffix(problem: Problem, prompt_suffix: str) -> str:
 
     An example's "Answer: 4", or a box in a puzzle, does not say so.
     """
-    texts = (problem.prompt, *(content for _, content in problem.context))
-    twice = _ANSWER_FORM.search(prompt_suffix) and any(_ANSWER_FORM.search(text) for text in texts)
+    twice = _ANSWER_FORM.search(prompt_suffix) and any(_ANSWER_FORM.search(text) for text in _texts(problem))
     return problem.prompt if twice else problem.prompt + prompt_suffix
 
 

@@ -38,6 +38,7 @@ def sample_alone(
         [other] = collect(engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row))
         length = min(len(episode.completion_ids), len(other.completion_ids))
         same = np.cumprod(episode.completion_ids[:length] == other.completion_ids[:length]).astype(bool)
+        same &= episode.sampled_mask[episode.prompt_length :][:length]
         together.append(episode.rollout_logprobs[episode.prompt_length :][:length][same])
         again.append(other.rollout_logprobs[other.prompt_length :][:length][same])
     return np.concatenate(together), np.concatenate(again)

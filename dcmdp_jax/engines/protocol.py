@@ -9,12 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.errors import EngineError as EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.types import Params
-
-
-class EngineError(RuntimeError):
-    """The engine gave something that must not be trained on, or broke."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dcmdp_jax.errors import UserError
 
 # The first version that works, and the first that was not tried.
 _SUPPORTED = ((0, 32), (0, 34))
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
+TEMPERATURES = (0.01, 2.0)
+"""The smallest and the largest that vLLM samples at as they are, besides 0."""
 
 
 def unsupported_version(version: str) -> str:
@@ -20,13 +21,12 @@ def unsupported_version(version: str) -> str:
     return f">={low},<{high}"
 
 
-def check_temperature(temperature: float, name: str = "temperature") -> None:
-    """Refuse a temperature that vLLM would change (below 0.01) or refuse (above 2).
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that vLLM would change or refuse.
 
     Raises:
-        ValueError: under the name of the setting it comes from.
+        UserError: naming it.
     """
-    if temperature and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE:
-        raise UserError(
-            f"{name}: got {temperature}, vLLM takes 0 (greedy) or {_LEAST_TEMPERATURE} .. {_MOST_TEMPERATURE}"
-        )
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise UserError(f"temperature: got {temperature}, vLLM takes 0 (greedy) or {low} .. {high}")

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
-from dcmdp_jax.rewards.grading import Grading
 from dcmdp_jax.rewards.math.answers import extract_answer
-from dcmdp_jax.rewards.math.verifier import Verifier
+from dcmdp_jax.rewards.protocol import BEGINNING, MATH, Problem, TrainerState
+from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, add_logged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,14 @@ class EvaluationResult:
 
     Attributes:
         task: its name.
-        scores: float32, 1 where the answer is right.
+        scores: float32, the weighted sum of the rewards; with `math` alone 1 where the answer is right.
         lengths: int32, sampled tokens.
         truncated: bool, cut by the length limit.
-        unparsed: bool, without a box or an Answer line; scored 0.
+        unparsed: bool, without a box or an Answer line, which `math` scores 0; false where it is no reward.
         verifier_timeouts, verifier_errors, verifier_over_budget: answers over the time limit, answers that the verifier
             raised on, answers undecided when the budget of the batch ran out; they count as wrong.
+        values: with several rewards, short name of each -> float32, NaN where it has no value.
+        logged: name -> sum and count of what reward functions logged.
     """
 
     task: str
@@ -39,6 +42,8 @@ class EvaluationResult:
     verifier_timeouts: int
     verifier_errors: int
     verifier_over_budget: int
+    values: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -56,6 +61,11 @@ class EvaluationResult:
         return float(self.scores.mean())
 
     @property
+    def solved(self) -> np.ndarray:
+        """[problems, K] bool: the answer is right, or the reward is above 0 where `math` is no reward."""
+        return self.values.get(MATH, self.scores) > 0
+
+    @property
     def pass_at(self) -> np.ndarray:
         """[K] float64, unbiased pass@k for k = 1 .. K."""
         return self.problem_pass_at.mean(axis=0)
@@ -63,12 +73,12 @@ class EvaluationResult:
     @property
     def problem_pass_at(self) -> np.ndarray:
         """[problems, K] float64, unbiased pass@k of each problem."""
-        return pass_at_every_k((self.scores > 0).sum(axis=1), self.samples)
+        return pass_at_every_k(self.solved.sum(axis=1), self.samples)
 
     @property
     def pass_at_k(self) -> float:
-        """pass@K: share of problems with at least one right answer among the K."""
-        return float((self.scores > 0).any(axis=1).mean())
+        """pass@K: share of problems that at least one of the K solved."""
+        return float(self.solved.any(axis=1).mean())
 
     @property
     def standard_error(self) -> float:
@@ -98,7 +108,8 @@ class EvaluationResult:
     def select(self, problems: Sequence[int]) -> EvaluationResult:
         """The same task on some of its problems. The verifier's counts are those of all."""
         chosen = {name: getattr(self, name)[list(problems)] for name in _PER_COMPLETION}
-        return dataclasses.replace(self, **chosen)
+        values = {name: each[list(problems)] for name, each in self.values.items()}
+        return dataclasses.replace(self, **chosen, values=values)
 
 
 _PER_COMPLETION = ("scores", "lengths", "truncated", "unparsed")
@@ -110,63 +121,80 @@ def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
     """One task's result from those of its problems in several parts, in order."""
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_COMPLETION}
     counts = {name: sum(getattr(part, name) for part in parts) for name in VERIFIER_COUNTS}
-    return EvaluationResult(parts[0].task, **arrays, **counts)
+    values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
+    logged = add_logged([part.logged for part in parts])
+    return EvaluationResult(parts[0].task, **arrays, **counts, values=values, logged=logged)
 
 
 def evaluate(
     engine: Engine,
-    verifier: Verifier,
+    scorer: RewardScorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[np.ndarray],
-    answers: Sequence[str],
+    problems: Sequence[Problem],
     sampling: SamplingParams,
     *,
     task: str,
     seed: int,
     first_prompt: int = 0,
+    state: TrainerState = BEGINNING,
+    turns: TurnSampler | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
-    """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has, and judge them.
+    """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has, and score them.
 
     The random numbers are those of (seed, step 0) whenever it is called, so that two policies are compared on the
     same draws.
 
     Args:
         engine: with weights pushed.
-        verifier: judges completions. Its budget holds for all samples of the task together.
+        scorer: scores completions. Its verifier's budget holds for all samples of the task together.
         tokenizer: turns token ids into text.
         prompts: token ids of each problem.
-        answers: the right answer of each.
+        problems: the problems.
         sampling: K, temperature, length limit.
         task: name for the record.
         seed: of the samples.
         first_prompt: number of the first prompt, where these are a share of the task.
-        check_stop: called now and then while sampling; what it raises ends the evaluation.
-    """
-    grading = Grading(verifier, tokenizer, [answer for answer in answers for _ in range(sampling.group_size)])
+        state: what reward functions learn about the run.
+        turns: samples in turns with an environment; None for one turn.
+        check_stop: called now and then while sampling and scoring; what it raises ends the evaluation.
 
+    Raises:
+        RewardError: in one line, if a reward function failed and the scorer stops then.
+    """
+    scoring = BatchScoring(scorer, tokenizer, [each for each in problems for _ in range(sampling.group_size)], state)
     shape = len(prompts), sampling.group_size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
     with contextlib.ExitStack() as stack:
         groups: Iterable[list[Episode]] = ()
         if prompts:  # a process of several may have no share of a short task
-            sampled = engine.generate(prompts, sampling, seed=seed, step=0, first_prompt=first_prompt)
+            numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
+            if turns is None:
+                sampled = engine.generate(prompts, sampling, **numbers)
+            else:
+                sampled = turns.generate(prompts, problems, sampling, **numbers, check_stop=check_stop)
             groups = stack.enter_context(contextlib.closing(sampled))
         for episodes in groups:
             check_stop()
             rows = [episode.group * sampling.group_size + episode.member for episode in episodes]
-            grading.begin(rows, [episode.completion_ids for episode in episodes])
+            scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in episodes])
             for episode in episodes:
                 lengths[episode.group, episode.member] = episode.num_sampled
                 truncated[episode.group, episode.member] = episode.finish_reason == "length"
-    grades = grading.grade()
+    if turns is not None and prompts:
+        scoring.add_played(turns.played)
+    texts, scores = scoring.finish(check_stop)
+    judged = scores.grades is not None
     return EvaluationResult(
         task=task,
-        scores=np.asarray(grades.rewards, np.float32).reshape(shape),
+        scores=scores.totals.reshape(shape),
         lengths=lengths,
         truncated=truncated,
-        unparsed=np.array([extract_answer(text) is None for text in grading.texts()]).reshape(shape),
-        verifier_timeouts=grades.timeouts,
-        verifier_errors=grades.errors,
-        verifier_over_budget=grades.over_budget,
+        unparsed=np.array([judged and extract_answer(text) is None for text in texts], bool).reshape(shape),
+        verifier_timeouts=scores.grades.timeouts if judged else 0,
+        verifier_errors=scores.grades.errors if judged else 0,
+        verifier_over_budget=scores.grades.over_budget if judged else 0,
+        values={name: each.reshape(shape) for name, each in scores.values.items()} if len(scores.values) > 1 else {},
+        logged=scores.logged,
     )

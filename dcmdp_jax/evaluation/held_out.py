@@ -1,13 +1,15 @@
-"""The held-out tasks of a run: their names, their problems, and K of each."""
+"""The held-out tasks of a run: their names, their problems, K of each, and what is recorded beside avg@K."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import NamedTuple
 
-from dcmdp_jax.data.problems import source_name, split_locations
+import numpy as np
+
+from dcmdp_jax.data.mixtures import is_weighted, location_names, split_locations
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.table import paper_samples
 from dcmdp_jax.inputs import shorten
 
@@ -38,24 +40,27 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
     """
     locations = split_locations(task)
     if not all(locations):
-        raise UserError(f"config.evaluation.task: got {shorten(task)}, an empty name is no task")
+        raise UserError(f"task: got {shorten(task)}, an empty name is no task")
+    if weighted := [location for location in locations if is_weighted(location)]:
+        raise UserError(f"task: got {shorten(weighted[0])}; weights are for training, K of each task is in `samples`")
     if len(samples) not in (0, 1, len(locations)):
         raise UserError(
-            f"config.evaluation.samples: got {len(samples)} numbers for {len(locations)} tasks; give one for all, one "
-            "for each, or none"
+            f"samples: got {len(samples)} numbers for {len(locations)} tasks; give one for all, one for each, or none"
         )
-    names = _names(locations)
+    names = location_names(locations)
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"config.evaluation.task: two tasks are called {shorten(repeated[0])}; rename one")
+        raise UserError(f"task: two tasks are called {shorten(repeated[0])}; rename one")
     each = samples if len(samples) == len(locations) else samples * len(locations)
     each = each or tuple(paper_samples(name) for name in names)
     return [HeldOutTask(*one) for one in zip(names, locations, each, strict=True)]
 
 
-def _names(locations: list[str]) -> list[str]:
-    """Names of sources; built-in tasks beside each other are told apart by their arguments."""
-    several = sum(location.startswith("arithmetic") for location in locations) > 1
-    return [
-        re.sub(r"[^\w.=-]", "_", location) if several and location.startswith("arithmetic") else source_name(location)
-        for location in locations
-    ]
+def held_out_rewards(result: EvaluationResult) -> dict[str, float]:
+    """Metrics of a task beside avg@K: the mean of each reward where there are several, and of what functions logged."""
+    task = result.task.removeprefix("eval/")
+    valued = {name: values[np.isfinite(values)] for name, values in result.values.items()}
+    means = {name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size}
+    return {
+        **{f"eval_reward/{task}/{name}": mean for name, mean in means.items()},
+        **{f"eval_logged/{task}/{name}": total / count for name, (total, count) in result.logged.items()},
+    }

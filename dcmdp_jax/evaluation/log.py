@@ -78,7 +78,7 @@ class EvaluationLog:
                 "task": result.task,
                 "row": row,
                 "average": float(result.problem_averages[index]),
-                "scores": result.scores[index].astype(int).tolist(),
+                "scores": [int(score) if score == int(score) else score for score in result.scores[index].tolist()],
                 "lengths": result.lengths[index].tolist(),
                 "truncated": result.truncated[index].astype(int).tolist(),
                 "unparsed": result.unparsed[index].astype(int).tolist(),

@@ -8,10 +8,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
 from dcmdp_jax.evaluation.log import EvaluationLog
-from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.rewards.scoring import RewardScorer
 
 _ROUNDS = 4
 """Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""
@@ -24,7 +25,7 @@ def default_part(samples: int, max_rows: int) -> int:
 
 def evaluate_in_parts(
     engine: Engine,
-    verifier: Verifier,
+    scorer: RewardScorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[np.ndarray],
     problems: Sequence[Problem],
@@ -34,6 +35,7 @@ def evaluate_in_parts(
     seed: int,
     problems_per_part: int,
     log: EvaluationLog,
+    turns: TurnSampler | None = None,
     report: Callable[[int, int], None] = lambda done, all_parts: None,
 ) -> EvaluationResult:
     """`evaluate`, part by part; parts that the log has are not sampled again.
@@ -42,12 +44,13 @@ def evaluate_in_parts(
     continued equals what was not interrupted, bit for bit, and a task of one part equals `evaluate`.
 
     Args:
-        engine, verifier, tokenizer, sampling: as of `evaluate`.
+        engine, scorer, tokenizer, sampling: as of `evaluate`.
         prompts, problems: token ids and the problems they come from.
         task: its name.
         seed: in [0, 2^32).
         problems_per_part: at least 1.
         log: takes each part as it is done.
+        turns: samples in turns with an environment; None for one turn.
         report: called with (parts done, parts) after each part.
     """
     starts = range(0, len(problems), problems_per_part)
@@ -58,13 +61,14 @@ def evaluate_in_parts(
         if result is None:
             result = evaluate(
                 engine,
-                verifier,
+                scorer,
                 tokenizer,
                 prompts[start : start + problems_per_part],
-                [problem.answer for problem in chosen],
+                chosen,
                 sampling,
                 task=task,
                 seed=part_seed(seed, part),
+                turns=turns,
             )
             log.append(part, [problem.index for problem in chosen], result)
         results.append(result)

@@ -147,7 +147,7 @@ class Scores(NamedTuple):
 
 
 def read_scores(path: Path) -> Scores:
-    """Read what `format_comparison` needs from a JSON file of bin.evaluate.
+    """Read what `format_comparison` needs from a JSON file of `dcmdp evaluate`.
 
     Raises:
         UserError: if the file is no such record.
@@ -159,7 +159,7 @@ def read_scores(path: Path) -> Scores:
         averages = {name: float(task["average"]) for name, task in tasks.items()}
         return Scores(str(record["method"]), averages, {name: int(task["samples"]) for name, task in tasks.items()})
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: no evaluation that bin.evaluate wrote ({error!r})") from None
+        raise UserError(f"{path}: no evaluation that dcmdp evaluate wrote ({error!r})") from None
 
 
 def format_comparison(runs: Sequence[Scores]) -> str:

@@ -1,42 +1,44 @@
-"""Memory of a run, by arithmetic: parts of a `plan.MemoryPlan`, before anything is allocated."""
+"""Memory of a run, by arithmetic: parts of a `use.MemoryUse`, before anything is allocated."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
+from jax.sharding import Mesh
 
+from dcmdp_jax.config.engine import find_trainable, forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.batch_shapes import abstract_batch
-from dcmdp_jax.data.packing import PackingPlan
-from dcmdp_jax.engines.sidecar.bridge import WeightBridge
-from dcmdp_jax.engines.vllm import launch
-from dcmdp_jax.memory.engine import LOGITS_HELD, EngineMemory, product_item
-from dcmdp_jax.memory.plan import MORE_DEVICES, Machine, MemoryPlan, Part, certain, exact
+from dcmdp_jax.data.columns import COLUMNS, columns_of_run
+from dcmdp_jax.data.row_layout import RowShapes
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
+from dcmdp_jax.machine import LOGITS_HELD, MORE_DEVICES, Machine, Part, certain, exact
+from dcmdp_jax.memory.use import MemoryUse, with_engine
+from dcmdp_jax.models.attention import has_scores
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
-from dcmdp_jax.parallel.mesh import AXES, row_shards, sampling_mesh
+from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
 
 
-def plan_memory(
+def memory_of_run(
     config: Config,
     model: ModelConfig,
     compute: Compute,
     mesh: Mesh,
-    packing: PackingPlan,
+    packing: RowShapes,
     machine: Machine,
     *,
+    engine: EngineArguments,
     prompt_lengths: Sequence[int],
     completions: int,
-    vllm_on_cpu: bool = False,
-) -> MemoryPlan:
+) -> MemoryUse:
     """The parts of a run.
 
     Args:
@@ -46,84 +48,44 @@ def plan_memory(
         mesh: the training devices.
         packing: shapes of a batch.
         machine: the memory available.
+        engine: arguments of `rollout.engine`.
         prompt_lengths: tokens of each prompt.
         completions: maximum number sampled in one call of the engine.
-        vllm_on_cpu: whether vLLM is the CPU build.
     """
-    parts = [*_training_parts(config, model, mesh, machine), *_step_parts(model, compute, mesh, packing, machine)]
+    scheme = forward_scheme(config, machine.platform, model=model)
+    parts = _training_parts(config, model, mesh, machine) + _step_parts(model, compute, scheme, mesh, packing, machine)
     parts += _batch_parts(config, model, mesh, packing, machine, completions)
-    note, rows = "", 0
-    if config.rollout.engine == "vllm":
-        parts += _vllm_parts(config, model, machine, on_cpu=vllm_on_cpu)
-        if not vllm_on_cpu:
-            note = (
-                f"besides: vLLM takes {config.rollout.vllm.memory_share:g} of each of its GPUs "
-                f"(rollout.vllm.memory_share){', while it samples' * (config.rollout.vllm.sleep > 0)}"
-            )
-    else:
-        local = config.rollout.local
-        engine = EngineMemory(
-            model,
-            machine,
-            mesh=sampling_mesh(mesh, tensor=local.tensor, expert=local.expert).abstract_mesh,
-            precision=config.rollout.precision,
-            compute_dtype=config.rollout.compute_dtype,
-            kv_cache_dtype=config.rollout.kv_cache_dtype,
-            param_dtype=config.model.param_dtype,
-            completions=completions,
-            prompt_lengths=prompt_lengths,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-            router_replay=config.rollout.router_replay,
-            options="rollout.",
-        )
-        rows = engine.fitting_rows(config.rollout.max_rows, parts)
-        parts += engine.parts(rows)
-    return MemoryPlan(tuple(parts), machine, note, rows)
+    return with_engine(
+        find_trainable(config.rollout.engine), engine, workload(config, prompt_lengths, completions), machine, parts,
+        fitted_rows=config.rollout.fitted_rows,
+    )  # fmt: skip
 
 
-def plan_engine_memory(
-    model: ModelConfig,
-    machine: Machine,
-    *,
-    precision: str,
-    compute_dtype: str,
-    kv_cache_dtype: str,
-    param_dtype: str,
-    max_rows: int,
-    completions: int,
-    prompt_lengths: Sequence[int],
-    max_completion_tokens: int,
-) -> MemoryPlan:
-    """The parts of bin.evaluate's embedded engine on all devices, with parameters loaded onto the first.
+def plan_evaluation(
+    kind: EngineKind, arguments: EngineArguments, load: Workload, machine: Machine, names: Mapping[str, str]
+) -> MemoryUse:
+    """The parts of an engine alone, with parameters that were loaded onto the first device.
 
     Args:
-        model: the model's shape.
+        kind, arguments: the engine.
+        load: what it is asked.
         machine: the memory available.
-        precision, compute_dtype, kv_cache_dtype: the engine's settings.
-        param_dtype: dtype of the loaded parameters.
-        max_rows: maximum number of completions decoded at a time.
-        completions: maximum number sampled in one call.
-        prompt_lengths: tokens of each prompt.
-        max_completion_tokens: limit of each completion.
+        names: of the arguments for people, see `config.arguments`.
     """
-    size = num_params(model) * jnp.dtype(param_dtype).itemsize
-    loaded = exact("parameters", **machine.on_first(size), phases=frozenset({"push"}), lower="a smaller model")
-    engine = EngineMemory(
-        model,
-        machine,
-        mesh=AbstractMesh((machine.devices, 1, 1, 1), AXES),
-        precision=precision,
-        compute_dtype=compute_dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        param_dtype=param_dtype,
-        completions=completions,
-        prompt_lengths=prompt_lengths,
-        max_completion_tokens=max_completion_tokens,
-        router_replay=False,
-        options="--",
-    )
-    rows = engine.fitting_rows(max_rows, [loaded])
-    return MemoryPlan((loaded, *engine.parts(rows)), machine, rows=rows)
+    loaded = []
+    if kind.pushes:
+        size = num_params(arguments.model) * jnp.dtype(load.param_dtype).itemsize
+        push = frozenset({"push"})
+        loaded.append(exact("parameters", **machine.on_first(size), phases=push, lower="a smaller model"))
+    return with_engine(kind, arguments, load, machine, loaded, names=names)
+
+
+def workload(config: Config, prompt_lengths: Sequence[int], completions: int) -> Workload:
+    """What a run asks its engine. Arguments as of `memory_of_run`."""
+    return Workload(
+        completions, config.rollout.group_size, prompt_lengths, config.rollout.max_completion_tokens,
+        config.model.param_dtype,
+    )  # fmt: skip
 
 
 def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[Part]:
@@ -146,7 +108,7 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
         copies = max(1, machine.devices // mesh.shape[DATA])
     else:
         copies = 1 if data_parallel_only(mesh) else mesh.size
-    saved = 3 * values * item * copies
+    saved = (3 + config.rollout.lag) * values * item * copies
 
     def on_mesh(size: int) -> dict[str, int]:
         return machine.on_each(size, mesh.size)
@@ -167,27 +129,33 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
         Part("checkpoint's copy of the state", host=saved, lower=state_lower),
         Part("checkpoint being written", host=saved, lower=state_lower),
     ]
+    if lag := config.rollout.lag:
+        if config.rollout.old_logprobs == "kept":
+            kept, lower = on_mesh(lag * values * item), "rollout.lag, or rollout.old_logprobs=current"
+        else:
+            kept, lower = {"host": lag * num_params(model) * item}, "rollout.lag"
+        parts.append(exact(f"parameters of {lag} older version(s)", **kept, lower=lower))
     if config.algorithm.kl_coefficient:
         parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
     return parts
 
 
-def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: PackingPlan, machine: Machine) -> list[Part]:
+def _step_parts(
+    model: ModelConfig, compute: Compute, scheme: Scheme, mesh: Mesh, packing: RowShapes, machine: Machine
+) -> list[Part]:
     """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
-    shards, item = row_shards(mesh), product_item(compute.dtype, machine)
+    shards, item = row_shards(mesh), machine.product_item(compute.dtype)
     most, step = (0, 0), frozenset({"step"})
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
         rows //= shards
-        keys, tokens = length, rows * length
-        if packing.group_size:
-            keys += packing.prompt_length
-            tokens += rows // packing.group_size * packing.prompt_length
+        tokens = rows * length
         queries, width = model.num_heads * model.head_dim, model.hidden_size
         projected = queries + 2 * model.num_kv_heads * model.head_dim
         # A token's hidden state is copied to each of its experts and back.
         copies = 2 * model.num_experts_per_tok * width
         whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
-        scores = rows * model.num_heads * length * keys if compute.attention == "xla" else 0
+        scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
+        scores = rows * model.num_heads * length**2 if scored else 0
         saved = {
             "full": tokens * item * width,
             "dots": tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies),
@@ -203,6 +171,18 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
              lower=f"training.micro_batch_tokens{remat}"),
         Part("logits", **machine.on_each(logits, mesh.size), phases=step, lower="model.logprob_chunk"),
     ]  # fmt: skip
+    queries, ways = model.num_heads * model.head_dim, mesh.shape["tensor"]
+    matrices = model.hidden_size * (2 * queries + 2 * model.num_kv_heads * model.head_dim + 3 * model.stored_mlp_width)
+    rounded = 0
+    if scheme.weights:
+        output = model.vocab_size * model.hidden_size
+        rounded = 4 * (model.num_layers * matrices + output) // (mesh.size // mesh.shape[DATA])
+    elif scheme.products:
+        # Of one layer at a time: float32 values and those times their scale, and a micro-batch's tokens alike.
+        rounded = 8 * (matrices + most[1] * max(model.hidden_size, queries, model.intermediate_size)) // ways
+    if rounded:
+        copies = machine.on_each(rounded, mesh.size)
+        parts.append(Part("rounded factors", **copies, phases=step, lower="model.forward_precision=full"))
     if item != jnp.dtype(compute.dtype).itemsize:
         copies = machine.on_each(2 * 4 * model.vocab_size * model.hidden_size, mesh.size)
         lower = "model.compute_dtype=float32"
@@ -211,46 +191,22 @@ def _step_parts(model: ModelConfig, compute: Compute, mesh: Mesh, packing: Packi
 
 
 def _batch_parts(
-    config: Config, model: ModelConfig, mesh: Mesh, packing: PackingPlan, machine: Machine, completions: int
+    config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, machine: Machine, completions: int
 ) -> list[Part]:
-    """The batch, on the devices and before, and the experts of each token that an engine returns for router replay."""
-    routed = model.routing[:2] if config.rollout.router_replay else None
-    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_batch(packing, routed).rows))
+    """The batch, on the devices and before, and the columns of its completions that have a vector for each token."""
+    columns = columns_of_run(config, model)
+    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_batch(packing, columns).rows))
     step, lower = frozenset({"step"}), "training.prompts_per_step or rollout.max_completion_tokens"
     parts = [
         exact("batch", **machine.on_each(rows // row_shards(mesh), mesh.size), phases=step, lower=lower),
         Part("batch, before it is split over devices", host=rows, phases=step, lower=lower),
     ]
-    if routed:
-        lower += ", or rollout.router_replay=False"
-        tokens = completions * 2 * math.prod(routed)
-        parts.append(Part("experts of the completions' tokens", host=tokens * config.max_total_tokens,
-                          phases=frozenset({"sample", "step"}), lower=lower))  # fmt: skip
-        if config.rollout.engine == "local":
-            parts.append(Part("engine's record of them", host=tokens * config.rollout.max_completion_tokens,
-                              phases=frozenset({"sample"}), lower=lower))  # fmt: skip
-    return parts
-
-
-def _vllm_parts(config: Config, model: ModelConfig, machine: Machine, *, on_cpu: bool) -> list[Part]:
-    """Two copies of the weights in shared memory, and the memory of vLLM's CPU build."""
-    rollout = config.rollout
-    bridge = WeightBridge(model, dtype=rollout.compute_dtype, int8=rollout.precision == "int8")
-    lower = "a smaller model" + ", or rollout.compute_dtype=bfloat16" * (rollout.compute_dtype == "float32")
-    parts = [exact("two copies of the weights for vLLM", host=2 * bridge.num_bytes, lower=lower)]
-    if on_cpu:
-        settings = dataclasses.replace(rollout.vllm, replicas=rollout.vllm.replicas or 1)
-        arguments = launch.engine_arguments(
-            model, settings, Path(config.run_dir) / "vllm", precision=rollout.precision,
-            compute_dtype=rollout.compute_dtype, kv_cache_dtype=rollout.kv_cache_dtype,
-            max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows, cpu=True,
-            available=max(0, (machine.host_bytes or 0) - 2 * bridge.num_bytes),
-        )  # fmt: skip
-        count = settings.replicas
-        fewer = "rollout.vllm.replicas, " * (count > 1)
-        parts.append(exact("vLLM's weights", host=count * bridge.num_bytes, lower=fewer + lower))
-        parts.append(
-            exact("vLLM's key-value cache", host=count * arguments["kv_cache_memory_bytes"],
-                  lower=f"{fewer}rollout.vllm.kv_cache_gib or rollout.max_rows")
-        )  # fmt: skip
+    if lag := config.rollout.lag:
+        ahead = machine.on_each(lag * rows // row_shards(mesh), mesh.size)
+        parts.append(exact(f"{lag} batch(es) sampled ahead", **ahead, lower=f"{lower}, or rollout.lag"))
+    for name in (name for name, entry in columns.items() if entry):
+        tokens = completions * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(columns[name])
+        parts.append(Part(f"{name.replace('_', ' ')} of the completions' tokens",
+                          host=tokens * config.max_total_tokens, phases=frozenset({"sample", "step"}),
+                          lower=f"{lower}, or rollout.router_replay=False"))  # fmt: skip
     return parts

@@ -1,0 +1,1 @@
+"""The decoder: parameters declared once, Hugging Face files, attention, log-probs."""

@@ -12,24 +12,33 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.ops import Ops, blockwise
+from dcmdp_jax.models.ops.gpu import packed_attention
 from dcmdp_jax.models.ops.tpu import splash_attention
 
-KERNELS = ("xla", "cudnn", "splash")
+KERNELS = ("xla", "blockwise", "cudnn", "splash")
+SKIP_SEGMENTS = frozenset({"blockwise", "splash"})
+"""Kernels whose time does not grow with the other segments of a row: one row length, with many segments, serves all."""
 _SPLASH_BLOCK = 128
+_SHORT = 192
+# Of cuDNN's packed layout, whose backward pass keeps a float32 value of each token and head for each segment of a row.
+_MOST_SEGMENTS = 32
 
 AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]."""
 
 
 def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK) -> str:
-    """The kernel for the setting: "auto" is splash on TPU, cudnn on GPU in half precision, else xla.
+    """The kernel for the setting.
+
+    "auto" is splash on TPU, cudnn on GPU in half precision, blockwise on CPU, else xla. Short rows are xla's.
 
     Args:
         setting: "auto" or one of `KERNELS`.
         dtype: of the activations.
         platform: of the devices.
-        length: of the rows; "auto" gives those that splash does not take to xla.
+        length: of the longest rows. "auto" gives those to xla that splash does not take, and on CPU those of fewer than
+            192 tokens.
 
     Raises:
         ValueError: for a setting that is neither "auto" nor one of `KERNELS`.
@@ -42,7 +51,7 @@ def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _
         return "splash"
     if platform in ("gpu", "cuda") and dtype in (jnp.bfloat16, jnp.float16):
         return "cudnn"
-    return "xla"
+    return "blockwise" if platform == "cpu" and length >= _SHORT else "xla"
 
 
 def row_attention(
@@ -54,6 +63,7 @@ def row_attention(
     kernel: str,
     one_segment: bool,
     ops: Ops,
+    segments: int = 0,
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
@@ -61,24 +71,53 @@ def row_attention(
     Args:
         query: [R, L, H, h].
         key, value: [R, L, K, h]; H is a multiple of K.
-        segment_ids: [R, L] int32; 0 is padding, which only sees padding.
-        kernel: "xla", "cudnn" or "splash".
+        segment_ids: [R, L] int32, equal ids side by side; 0 is padding, whose outputs are not used.
+        kernel: one of `KERNELS`. "blockwise" computes some rows as "xla" does, see `has_scores`.
         one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
             cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
+        segments: segments of a row at most; 0 for any number. With 2 to 32, cudnn runs without a mask too.
         ops: of the platform; its attention is the kernel "xla".
-        mesh: the devices that rows and heads are split over, for cudnn and splash; None where the arguments are one
+        mesh: the devices that rows and heads are split over, for all but xla; None where the arguments are one
             device's own.
 
     Returns:
         [R, L, H, h], the dtype of `query`.
     """
-    if kernel in ("cudnn", "splash"):
-        attend = splash_attention if kernel == "splash" else functools.partial(_cudnn, one_segment=one_segment)
+    if not has_scores(kernel, *query.shape[:3], mesh):
+        attend = {
+            "blockwise": blockwise.attention,
+            "cudnn": functools.partial(_cudnn, one_segment=one_segment, segments=segments),
+            "splash": splash_attention,
+        }[kernel]
         return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids)
     visible = _causal(query.shape[1])
     if not one_segment:
         visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return ops.attention(query, key, value, visible)
+
+
+def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | None) -> bool:
+    """Whether a kernel computes the scores [length, length] of whole rows, for each head, in memory.
+
+    "xla" does. "blockwise" does so for rows of fewer than 192 tokens, whose blocks save nothing on a CPU, and for rows
+    or query heads that a mesh doesn't split evenly, which only the compiler can split.
+
+    Args:
+        kernel: one of `KERNELS`.
+        rows, length, heads: of the queries, all devices together but for the axes of a shard_map around.
+        mesh: see `row_attention`.
+    """
+    if kernel != "blockwise" or length < _SHORT:
+        return kernel in ("xla", "blockwise")
+    if mesh is None:
+        return False
+    return bool(rows % math.prod(mesh.shape[axis] for axis in _free_rows(mesh)) or heads % mesh.shape["tensor"])
+
+
+def _free_rows(mesh: Mesh) -> tuple[str, ...]:
+    """Axes that rows are split over, without those of a shard_map around."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in ("data", "fsdp", "expert") if axis not in manual)
 
 
 def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> AttendRows:
@@ -107,7 +146,7 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
         # A shard_map over data may surround this one: then only the other axes are left to map over.
         around = jax.sharding.get_abstract_mesh()
         free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
-        rows = tuple(axis for axis in ("data", "fsdp", "expert") if axis in free)
+        rows = _free_rows(mesh)
         split = P(rows, None, "tensor", None)
         return jax.shard_map(
             attend, mesh=around if around.manual_axes else mesh, in_specs=(split, split, split, P(rows, None)),
@@ -118,56 +157,15 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
 
 
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, one_segment: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, one_segment: bool, segments: int
 ) -> jax.Array:
+    if not one_segment and 2 <= segments <= _MOST_SEGMENTS:
+        return packed_attention(query, key, value, segment_ids, segments=segments)
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     scale = 1.0 / math.sqrt(query.shape[-1])
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
     )
-
-
-def shared_prompt_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    visible: jax.Array,
-    shape: tuple[int, int, int, int],
-    *,
-    ops: Ops,
-) -> jax.Array:
-    """`row_attention` where the R / P rows of a group share the S tokens of their prompt.
-
-    Args:
-        query: [1, P S + R L, H, h], the tokens of all prompts and then those of all rows.
-        key, value: [1, P S + R L, K, h].
-        visible: from `visible_of_shared`.
-        shape: P, S, R, L.
-        ops: of the platform.
-
-    Returns:
-        [1, P S + R L, H, h].
-    """
-    prompts, prompt_length, rows, length = shape
-    in_prompts, in_rows = [], []
-    for x in (query, key, value):
-        shared, own = ops.split(x[0], prompts * prompt_length, 0)
-        in_prompts.append(shared.reshape(prompts, prompt_length, *x.shape[2:]))
-        in_rows.append(own.reshape(rows, length, *x.shape[2:]))
-    for i in (1, 2):
-        repeated = jnp.repeat(in_prompts[i], rows // prompts, axis=0)
-        in_rows[i] = ops.concatenate((repeated, in_rows[i]), 1)
-    attended = ops.attention(*in_prompts, _causal(prompt_length)), ops.attention(*in_rows, visible)
-    return ops.concatenate(tuple(x.reshape(-1, *query.shape[2:]) for x in attended), 0)[None]
-
-
-def visible_of_shared(prompt_lengths: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
-    """The keys that each query of `shared_prompt_attention`'s rows sees, [R, L, S + L] bool: the real tokens of its
-    prompt, of which there are `prompt_lengths` [P], and its own row up to itself."""
-    prompts, prompt_length, rows, length = shape
-    real = jnp.repeat(jnp.arange(prompt_length) < prompt_lengths[:, None], rows // prompts, axis=0)
-    parts = jnp.broadcast_to(real[:, None], (rows, length, prompt_length)), _causal(length)
-    return jnp.concatenate([parts[0], jnp.broadcast_to(parts[1], (rows, length, length))], axis=-1)
 
 
 def _causal(length: int) -> jax.Array:

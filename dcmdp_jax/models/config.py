@@ -367,7 +367,7 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     return fields
 
 
-def read_config(directory: str | Path) -> ModelConfig:
+def read_model_config(directory: str | Path) -> ModelConfig:
     """Read `directory`/config.json.
 
     Raises:

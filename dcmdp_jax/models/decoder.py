@@ -17,14 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from dcmdp_jax.models.attention import choose_kernel, row_attention, shared_prompt_attention, visible_of_shared
+from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_tables
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.ops.reference import rms_norm
-from dcmdp_jax.types import Params, SharedPrompts
+from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.models.scheme_products import round_cache, with_scheme
+from dcmdp_jax.types import Params
 
 HF_OUTPUT, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -47,11 +49,12 @@ class Compute:
     Attributes:
         dtype: "float32", "bfloat16" or "float16", of activations and products.
         remat: "none" saves all, "dots" saves matrix products, "full" saves only each layer's input.
-        attention: "auto", "xla", "cudnn" or "splash".
+        attention: "auto" or one of `attention.KERNELS`.
         scan_unroll: layers in one iteration of the scan over layers. 1 compiles fastest; all of them halves the time of
             a backward pass on CPU, where a loop carries saved activations by copying.
         logprob_chunk: tokens whose [chunk, V] logits exist at one time.
         one_segment: rows hold one completion each (see `row_attention`).
+        segments: completions of a row at most; 0 for any number.
     """
 
     dtype: str = "float32"
@@ -60,6 +63,7 @@ class Compute:
     scan_unroll: int = 1
     logprob_chunk: int = 1024
     one_segment: bool = False
+    segments: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
@@ -196,28 +200,15 @@ class Decoder(nnx.Module):
         constrain: Constrain,
         look_up: LookUp | None,
         mesh: Mesh | None,
-        prompts: SharedPrompts | None,
         counted: jax.Array | None,
         replayed: jax.Array | None,
+        scheme: Scheme,
     ) -> tuple[jax.Array, Aux]:
         """As `hidden_states_and_aux`."""
         config, dtype = self.config, jnp.dtype(compute.dtype)
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         kernel, ops = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]), choose_ops(platform)
-        shape, counted = (), segment_ids > 0 if counted is None else counted
-        if prompts is not None:
-            # Prompts and rows concatenated to one long row: all but attention treats every token alike.
-            shape = (*prompts.input_ids.shape, input_ids.shape[0], input_ids.shape[1] - 1)
-            prompt_positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
-            input_ids, position_ids = (
-                jnp.concatenate([shared.reshape(-1), own[:, :-1].reshape(-1)])[None]
-                for shared, own in ((prompts.input_ids, input_ids), (prompt_positions, position_ids))
-            )
-            visible = visible_of_shared(prompts.lengths, shape)
-            counted = jnp.concatenate([jnp.zeros(shape[0] * shape[1], bool), counted[:, :-1].reshape(-1)])[None]
-            if replayed is not None:
-                own = replayed[:, :-1].reshape(-1, *replayed.shape[2:])
-                replayed = jnp.concatenate([prompts.routed_experts.reshape(-1, *replayed.shape[2:]), own])[None]
+        counted = segment_ids > 0 if counted is None else counted
         # The barrier keeps XLA from recomputing cosines in every layer's fusion.
         rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
         # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
@@ -225,14 +216,17 @@ class Decoder(nnx.Module):
         axes = ("rows", "length", "hidden")
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-            if shape:
-                return shared_prompt_attention(query, key, value, visible, shape, ops=ops), None
-            options = {"kernel": kernel, "one_segment": compute.one_segment, "ops": ops, "mesh": mesh}
-            return row_attention(query, key, value, segment_ids, **options), None
+            key, value = (round_cache(x, scheme.cache) for x in (key, value))
+            attended = row_attention(
+                query, key, value, segment_ids, kernel=kernel, one_segment=compute.one_segment, ops=ops,
+                segments=compute.segments, mesh=mesh,
+            )  # fmt: skip
+            return attended, None
 
         def layer(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
             layer_params, replayed = xs
             used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
+            used = with_scheme(used, scheme)
             x, _, aux = apply_block(used, config, x, rotary, attend, ops, mesh=mesh, replayed=replayed)
             return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
 
@@ -246,8 +240,6 @@ class Decoder(nnx.Module):
         layers = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
         replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
         x, aux = jax.lax.scan(layer, x, (layers, replayed), unroll=compute.scan_unroll)
-        if shape:
-            x = x[0, shape[0] * shape[1] :].reshape(*shape[2:], -1)
         return self.norm(x), aux
 
 
@@ -281,9 +273,9 @@ def hidden_states_and_aux(
     constrain: Constrain = _identity,
     look_up: LookUp | None = None,
     mesh: Mesh | None = None,
-    prompts: SharedPrompts | None = None,
     counted: jax.Array | None = None,
     replayed: jax.Array | None = None,
+    scheme: Scheme = FULL,
 ) -> tuple[jax.Array, Aux]:
     """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts token t + 1.
 
@@ -296,19 +288,18 @@ def hidden_states_and_aux(
         look_up: the lookup in an embedding whose width is split over devices, see `embedding.look_up`; None: the
             compiler's own.
         mesh: the mesh, for kernels that need `shard_map`.
-        prompts: the rows' shared prompts [P, S], if they have any. Computed on one device with the "xla" kernel.
-        counted: [R, L] bool, the tokens that the layers report on; None: all but padding and shared prompts.
-        replayed: [R, L, layers, k] integers, the experts of each token, see `moe.MoE`; None: the router's choice. With
-            shared prompts those have theirs too.
+        counted: [R, L] bool, the tokens that the layers report on; None: all but padding.
+        replayed: [R, L, layers, k] integers, the experts of each token, see `moe.MoE`; None: the router's choice.
+        scheme: roundings of an engine: its `products`, of a dense model alone, and its `cache`.
 
     Returns:
-        [R, L, D] in the compute dtype; [R, L - 1, D] with shared prompts, as no one reads a row's last token. And
-        `moe.router_sums` of each layer, stacked on the first axis; nothing from a dense model.
+        [R, L, D] in the compute dtype; and `moe.router_sums` of each layer, stacked on the first axis; nothing from a
+        dense model.
     """
     decoder = _merge(_decoder_graph(config), params)
     return decoder(
         input_ids, position_ids, segment_ids, compute, constrain=constrain, look_up=look_up, mesh=mesh,
-        prompts=prompts, counted=counted, replayed=replayed,
+        counted=counted, replayed=replayed, scheme=scheme,
     )  # fmt: skip
 
 
@@ -322,11 +313,6 @@ def output_kernel(params: Params) -> jax.Array:
     return params["output"] if "output" in params else params["embedding"].T
 
 
-def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
-    """One parameter dict per layer, for decoding with the layers unrolled (twice the speed of a scan there)."""
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(config.num_layers)]
-
-
 def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     """Concatenate W_q, W_k, W_v of a layer to one matrix "qkv", and with `mlp` W_gate and W_up to "gate_up".
 
@@ -334,7 +320,7 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     fused MLP would concatenate both gradients, which costs more than the product saves.
 
     Args:
-        layer_params: one entry of `unstack_layers`; kernels may be `QuantizedKernel`s.
+        layer_params: parameters of one layer; kernels may be `QuantizedKernel`s.
         mlp: fuse the MLP too.
     """
 
@@ -366,7 +352,7 @@ def apply_block(
     """Run one layer with the caller's attention, for training and for engines that keep a key-value cache.
 
     Args:
-        layer_params: one entry of `unstack_layers`, also after `fuse_projections`; kernels may be `QuantizedKernel`s.
+        layer_params: parameters of one layer, also after `fuse_projections`; kernels may be `QuantizedKernel`s.
         config: the model.
         x: [B, T, D] residual stream.
         rotary: `rotary_tables(config, positions)`.

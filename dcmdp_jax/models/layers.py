@@ -15,12 +15,13 @@ from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
 from dcmdp_jax.models.rope import yarn_attention_factor
+from dcmdp_jax.models.scheme_products import SchemeKernel, scheme_matmul
 
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 class Linear(nnx.Module):
-    """y = x W + b with W [in, out]; W may be a `QuantizedKernel` in an inference engine.
+    """y = x W + b with W [in, out]; W may be a `QuantizedKernel` in an inference engine, a `SchemeKernel` in training.
 
     Products run in the dtype of `x`, parameters are cast to it.
     """
@@ -57,8 +58,12 @@ class Linear(nnx.Module):
         kernel = self.kernel.get_value()
         # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that contracts two.
         tokens = x.reshape(-1, x.shape[-1])
-        quantized = isinstance(kernel, QuantizedKernel)
-        y = quantized_matmul(tokens, kernel) if quantized else tokens @ kernel.astype(x.dtype)
+        if isinstance(kernel, SchemeKernel):
+            y = scheme_matmul(tokens, kernel)
+        elif isinstance(kernel, QuantizedKernel):
+            y = quantized_matmul(tokens, kernel)
+        else:
+            y = tokens @ kernel.astype(x.dtype)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 

@@ -95,7 +95,7 @@ def token_logprobs(
     of the second.
 
     Args:
-        hidden: [R, L, D] final normed hidden states, or [R, L - 1, D] as those of the last tokens predict nothing.
+        hidden: [R, L, D] final normed hidden states.
         kernel: [D, V] output matrix, cast to the dtype of `hidden`; the device's part of it under `kernel_axes`.
         input_ids: [R, L] int32.
         mask: [R, L] bool, the tokens whose log-prob is wanted. The first token of a row or of a segment has no
@@ -114,7 +114,7 @@ def token_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature: got {temperature}, must be above 0")
     rows, length = input_ids.shape
-    if hidden.shape[:2] not in ((rows, length), (rows, length - 1)) or input_ids.shape != mask.shape:
+    if hidden.shape[:2] != input_ids.shape or input_ids.shape != mask.shape:
         raise ValueError(f"hidden {hidden.shape}, input_ids {input_ids.shape}, mask {mask.shape}: rows must agree")
     width = hidden.shape[-1]
     previous = hidden[:, : length - 1]

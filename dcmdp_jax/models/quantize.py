@@ -1,4 +1,4 @@
-"""Weights of an inference engine in int8, int4 or float8, one scale per output channel."""
+"""Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcmdp_jax.types import Params
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; beyond it a cast gives NaN, not infinity."""
-_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": FP8_MAX}
+_LIMITS = {"int8": 127.0, "int4": 7.0, "int3": 3.0, "int2": 1.0, "fp8": FP8_MAX}
 PRECISIONS = tuple(_LIMITS)
 
 
@@ -19,7 +19,7 @@ class QuantizedKernel(NamedTuple):
     """A matrix stored as W ~ values * scale.
 
     Attributes:
-        values: [in, out] int8 (for int4 too, a byte each) or float8_e4m3fn.
+        values: [in, out] int8 (fewer bits too, a byte each) or float8_e4m3fn.
         scale: [out] float32, positive.
     """
 
@@ -59,14 +59,14 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
 
         scale = max_in |W| / M,    values = round(W / scale),
 
-    M = 127 for "int8" and 7 for "int4", rounded to integers; M = 448 for "fp8", to the nearest float8_e4m3fn; ties to
-    even. So |W - values * scale| <= scale / 2 in int8 and int4; in fp8 at most 2^-4 |W|, or 2^-10 scale where W / scale
-    is below 2^-6.
+    M = 127, 7, 3, 1 for "int8", "int4", "int3", "int2", rounded to integers; M = 448 for "fp8", to the nearest
+    float8_e4m3fn; ties to even. So |W - values * scale| <= scale / 2 in integers; in fp8 at most 2^-4 |W|, or
+    2^-10 scale where W / scale is below 2^-6.
     A column of zeros, or one too small for its scale to be a normal float32, gets scale 1 and values 0.
 
     Args:
         kernel: [..., in, out], any float dtype; computed in float32.
-        precision: "int8", "int4" or "fp8".
+        precision: of `PRECISIONS`.
 
     Returns:
         values [..., in, out] int8 or float8_e4m3fn, scale [..., out] float32. A column with a NaN has a NaN scale.
@@ -107,7 +107,7 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
     Args:
         tree: parameters, or a part of them.
         quantized: the same tree of bools; see `params.quantized_leaves`.
-        precision: "int8", "int4" or "fp8".
+        precision: of `PRECISIONS`.
     """
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:

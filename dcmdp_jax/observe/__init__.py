@@ -1,0 +1,1 @@
+"""Metrics, alarms, progress and reports of a run."""

@@ -18,6 +18,16 @@ _OVER_BUDGET = 1.5
 _JUMP, _USUAL_STEPS = 5.0, 5
 _GROWTH, _ENTROPY_CHANGE, _RANK_CORRELATION = 2.0, 0.4, 0.6
 _MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
+_STALENESS, _MOST_STALENESS = "staleness/log_ratio_abs_mean", 0.2
+_BROKEN, _BROKEN_TIMES, _BROKEN_STEPS = 0.1, 10.0, 3
+
+ALARMS = ("noise", "mismatch", "staleness", "weight_sync", "support", "retokenization", "collapse")
+"""Every alarm's name."""
+WATCHED = (
+    "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
+    "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
+)  # fmt: skip
+"""Metrics that the alarms look at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +35,7 @@ class Alarm:
     """One problem of a run.
 
     Attributes:
-        name: "noise", "mismatch", "staleness", "weight_sync", "support" or "collapse".
+        name: of `ALARMS`.
         text: what was seen and what to do, for people.
     """
 
@@ -36,13 +46,14 @@ class Alarm:
 def alarms(series: Series) -> list[Alarm]:
     """The alarms of a run, from its metrics so far; empty for a healthy one.
 
-    c is `dual/tolerance`, delta `discrepancy/mean`. All but the last look at the last 10 steps.
+    c is `dual/tolerance`, delta `discrepancy/mean`. Unless it is said, a rule looks at the last 10 steps.
 
     | alarm | rule |
     |---|---|
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
-    | staleness | delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, and the entropy does not move as under collapse |
+    | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
+    | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
+    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, and the entropy does not move as under collapse |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
@@ -50,12 +61,29 @@ def alarms(series: Series) -> list[Alarm]:
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
     window raises none.
     """  # noqa: E501 - a table
-    found = [alarm for rule in (_support, _staleness, _weight_sync, _noise) if (alarm := rule(series))]
+    found = [alarm for rule in (_support, _retokenization, _staleness, _noise) if (alarm := rule(series))]
+    if not any(alarm.name == "retokenization" for alarm in found) and (alarm := _weight_sync(series)):
+        found.append(alarm)
     if not found and (alarm := _mismatch(series)):
         found.append(alarm)
     if not any(alarm.name == "weight_sync" for alarm in found) and (alarm := _collapse(series)):
         found.append(alarm)
     return found
+
+
+def broken_completions(discrepancy: np.ndarray) -> float:
+    """Share of the completions that stand apart: mean discrepancy above 0.1 and 10 times the median completion's.
+
+    A precision or other weights reach all completions alike. Tokens that another engine decoded and encoded again
+    are wild from there on, in the completions that it happened to.
+
+    Args:
+        discrepancy: mean of each completion; 0 on padding, which does not count. Any shape.
+    """
+    values = discrepancy[discrepancy > 0]
+    if not len(values):
+        return 0.0
+    return float(np.mean(values > max(_BROKEN, _BROKEN_TIMES * float(np.median(values)))))
 
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray | None:
@@ -81,6 +109,11 @@ def _over(series: Series) -> tuple[float, float] | None:
     return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
 
 
+def _mixed_lag(series: Series, count: int) -> np.ndarray | None:
+    """Age of the oldest token of each of the last steps, where delta mixes it in; None where the two are apart."""
+    return None if _STALENESS in series else _last(series, "rollout/staleness_max", count)
+
+
 def _support(series: Series) -> Alarm | None:
     k1, k3 = _last(series, "mismatch/k1"), _last(series, "mismatch/k3")
     size = _last(series, "mismatch/effective_sample_size")
@@ -92,12 +125,33 @@ def _support(series: Series) -> Alarm | None:
     return Alarm(
         "support",
         f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is cut "
-        "(top-p, top-k), or completions are tokenized again. Sample with top_p=1 and no top_k, and pass token ids on.",
+        "(top-p, top-k). Sample with top_p=1 and no top_k.",
+    )
+
+
+def _retokenization(series: Series) -> Alarm | None:
+    broken = _last(series, "discrepancy/broken_completions", _BROKEN_STEPS)
+    lag = _mixed_lag(series, _BROKEN_STEPS)
+    if broken is None or not broken.min() > 0 or (lag is not None and lag.max() > 0):
+        return None
+    return Alarm(
+        "retokenization",
+        f"{broken.mean():.1%} of the completions disagree wildly while the others agree: they were decoded and encoded "
+        "again on their way, or their prompts were. Pass the sampled token ids on.",
     )
 
 
 def _staleness(series: Series) -> Alarm | None:
-    lag, over = _last(series, "rollout/staleness_max"), _over(series)
+    moved = _last(series, _STALENESS)
+    if moved is not None:
+        if moved.mean() <= _MOST_STALENESS:
+            return None
+        return Alarm(
+            "staleness",
+            f"Since its tokens were sampled the policy moved by {moved.mean():.2g} nats a token: the clip stops many. "
+            "Lower rollout.lag or the learning rate, or set algorithm.ratio_denominator=proximal.",
+        )
+    lag, over = _mixed_lag(series, WINDOW), _over(series)
     if lag is None or over is None or not lag.max() > 0:
         return None
     return Alarm(
@@ -111,7 +165,7 @@ def _weight_sync(series: Series) -> Alarm | None:
     if "discrepancy/mean" not in series:
         return None
     values = np.asarray(series["discrepancy/mean"][1], np.float64)
-    lag = _last(series, "rollout/staleness_max")
+    lag = _mixed_lag(series, WINDOW)
     if len(values) < WINDOW + _USUAL_STEPS or not np.isfinite(values).all() or (lag is not None and lag.max() > 0):
         return None
     usual = float(np.median(values[:-WINDOW]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dcmdp_jax.observe.alarms import ALARMS
+
 
 class Metric(NamedTuple):
     """One recorded quantity.
@@ -36,6 +38,7 @@ _TABLE = (
     Metric("reward/no_answer_fraction", "fraction", "completions without a box or an Answer line; they get reward 0"),
     Metric("completion/length_mean", "tokens", "mean sampled tokens of a completion, end-of-sequence included"),
     Metric("completion/length_min", "tokens", "shortest completion"),
+    *(Metric(f"completion/length_p{p}", "tokens", f"{p}th percentile of the lengths") for p in (10, 25, 50, 75, 90)),
     Metric("completion/length_max", "tokens", "longest completion"),
     Metric("completion/truncated_fraction", "fraction", "completions cut by the length limit"),
     Metric(
@@ -45,6 +48,11 @@ _TABLE = (
     Metric("discrepancy/p99", "discrepancy", "99th percentile over sampled tokens"),
     Metric("discrepancy/max", "discrepancy", "largest over sampled tokens"),
     Metric("discrepancy/completions_over_tolerance", "fraction", "completions whose own mean exceeds the tolerance"),
+    Metric(
+        "discrepancy/broken_completions",
+        "fraction",
+        "completions whose own mean is above 0.1 and 10 times the median completion's",
+    ),
     Metric("mismatch/k1", "nats", "mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative"),
     Metric("mismatch/k3", "nats", "the same KL by the non-negative low-variance estimator"),
     Metric("mismatch/pearson", "correlation", "Pearson correlation of train and rollout token probabilities"),
@@ -56,7 +64,7 @@ _TABLE = (
     Metric(
         "mismatch/noise_floor",
         "discrepancy",
-        "mean discrepancy of the engine against itself in another batch shape, measured at the first step",
+        "mean discrepancy of the engine against itself in another batch shape, at steps 1, 17, 65, 257, ...",
     ),
     Metric(
         "mismatch/probe",
@@ -64,6 +72,15 @@ _TABLE = (
         "mean |log p_train - log p_engine| on fixed sequences, right after the push",
     ),
     Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
+    *(
+        Metric(f"{part}/log_ratio_{name}", "nats", f"{meaning}, {how} over sampled tokens; recorded with rollout.lag")
+        for part, meaning in (
+            ("staleness", "log p_train now - log p_train under the weights that sampled"),
+            ("mismatch", "log p_train under the weights that sampled - log p_engine"),
+            ("gap", "log p_train now - log p_engine, the sum of staleness and mismatch"),
+        )
+        for name, how in (("mean", "mean"), ("abs_mean", "mean absolute value"), ("max", "largest absolute value"))
+    ),
     Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
     Metric(
         "rollout/sampled_prompts", "prompts", "prompts sampled by dynamic sampling, those of replaced groups included"
@@ -108,6 +125,8 @@ _TABLE = (
     Metric("correction/truncated_fraction", "fraction", "kept tokens whose weight a bound of a correction changed"),
     Metric("correction/weight_mean", "1", "mean weight by corrections over all tokens, 0 where dropped"),
     Metric("correction/effective_sample_size", "fraction", "effective share of tokens under those weights; 1 is best"),
+    Metric("environment/turns_mean", "1", "turns of the policy in a completion, mean"),
+    Metric("environment/done_fraction", "fraction", "completions that the environment ended, not a limit"),
     Metric("optimizer/grad_norm", "norm", "global gradient norm before clipping"),
     Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
     Metric("optimizer/skipped_updates", "updates", "updates skipped because the gradient was not finite"),
@@ -119,13 +138,33 @@ _TABLE = (
     Metric("time/verify", "seconds", "verifying the answers"),
     Metric("time/pack", "seconds", "packing tokens into rows"),
     Metric("time/step", "seconds", "the compiled training step"),
+    Metric("time/wait", "seconds", "with rollout.lag: the trainer waits for the sampler"),
+    Metric("time/engine_idle", "seconds", "with rollout.lag: the sampler waits for the trainer, pushes included"),
+    Metric("time/overlap", "seconds", "with rollout.lag: the parts of a step in turn, less its time: what overlap won"),
+    *(
+        Metric(f"time/start_{phase}", "seconds", f"with rollout.lag: Unix time at which {what} began")
+        for phase, what in (
+            ("wait", "the trainer's wait"),
+            ("push", "the push"),
+            ("step", "the training step"),
+            ("generate", "sampling this step's completions"),
+            ("verify", "the rest of the rewards"),
+            ("pack", "packing"),
+        )
+    ),
+    Metric("time/clock", "seconds", "Unix time at which the line was written"),
     Metric("time/total", "seconds", "the whole step, from prompts to record"),
     Metric("throughput/tokens_per_second", "tokens / s", "prompt and completion tokens over the whole step's time"),
     Metric("throughput/sampled_tokens_per_second", "tokens / s", "sampled tokens over the time spent generating"),
 )
 
+_TABLE += tuple(
+    Metric(f"alarm/{name}", "0 or 1", f"1 while the alarm {name} is raised; observe/alarms.py has its rule")
+    for name in ALARMS
+)
+
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
-"""Name to `Metric`, in the order to show them. Names with a task, a reward or a data source in them: see `describe`."""
+"""Name to `Metric`, in the order to show them. Those that name a task, a reward or a data source: see `metric_of`."""
 
 _OF_REWARDS = {
     "mean": ("reward", "mean of the reward {}, before its weight, over the completions it gave a value"),
@@ -136,14 +175,21 @@ _OF_SOURCES = {
     "mean": ("reward", "mean reward over the completions of data source {}"),
     "std": ("reward", "standard deviation of the reward over the completions of data source {}"),
 }
+_PREFIXES = {
+    "logged/": ("as logged", "{}: what reward functions logged under this name (log_metric), mean of the step"),
+    "eval_logged/": ("as logged", "{}: what reward functions logged on a held-out task (log_metric)"),
+    "eval_reward/": ("reward", "held-out {}: mean of this one of several rewards, before its weight"),
+    "discrepancy/source/": ("discrepancy", "mean discrepancy of the completions of data source {}, each counted once"),
+    "completion/source/": ("tokens", "mean length of the completions of data source {}"),
+}
 
-PHASES = ("push", "generate", "verify", "pack", "step")
+STEP_PHASES = ("push", "generate", "verify", "pack", "step")
 """The parts of `time/total`, in the order a step runs them."""
 
 
-def describe(name: str) -> Metric:
+def metric_of(name: str) -> Metric:
     """The table's row for `name`, made up from the name for `eval/<task>/avg@K` and `eval/<task>/pass@K`,
-    `reward/<name>/mean`, `/std` and `/failed`, `reward/source/<source>/mean` and `/std`.
+    `reward/<name>/mean`, `/std` and `/failed`, `reward/source/<source>/mean` and `/std`, and those of `_PREFIXES`.
 
     Args:
         name: a metric name. One that is in no table gets an empty unit and description, so that a reader
@@ -156,9 +202,13 @@ def describe(name: str) -> Metric:
     kind, at, samples = score.partition("@")
     if head == "eval" and task and at:
         if kind == "avg":
-            return Metric(name, "fraction", f"held-out {task}: mean reward over {samples} samples a problem")
+            return Metric(name, "reward", f"held-out {task}: mean reward over {samples} samples a problem")
         if kind == "pass":
             return Metric(name, "fraction", f"held-out {task}: problems solved by at least one of {samples} samples")
+    for prefix, (unit, meaning) in _PREFIXES.items():
+        if name.startswith(prefix) and (rest := name.removeprefix(prefix)):
+            source = rest.rpartition("/")[0] if "/source/" in prefix else rest
+            return Metric(name, unit, meaning.format(source))
     if head == "reward" and task:
         is_source = task.startswith("source/")
         if row := (_OF_SOURCES if is_source else _OF_REWARDS).get(score):

@@ -1,10 +1,12 @@
-"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, Weights & Biases; read back.
+"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, trackers; read back.
 
 A run directory holds
 
     metrics.jsonl   {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and one more of the same
                     step for an evaluation; readers merge by step
+    rollouts/       tokens with both probabilities of some steps, see `dcmdp_jax.observe.rollouts`
     samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ..., "rewards": ..., ...}
+    starts.jsonl    {"step": 0, "time": ..., "command": ..., "commit": ..., "machine": ...}: one line for a start
     tensorboard/    the same scalars ("@" of a name becomes "_": TensorBoard allows no such character)
 
 `step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the initial policy.
@@ -13,10 +15,9 @@ A run directory holds
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import uuid
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -26,11 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
+from dcmdp_jax.observe import jsonl, trackers
+from dcmdp_jax.observe.rollouts import RolloutWriter
+from dcmdp_jax.observe.run_files import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
+from dcmdp_jax.observe.starts import record_start
+from dcmdp_jax.observe.trackers import Tracker
 
 _LOG = logging.getLogger(__name__)
 
+CLOCK = "time/clock"
+"""Metric of each line of metrics.jsonl: when it was written."""
 _TENSORBOARD_FLUSH_SECONDS = 10
 _TENSORBOARD_QUEUE = 10_000
 
@@ -50,14 +56,15 @@ class MetricsWriter:
 
     Args:
         run_dir: made if absent.
-        wandb_project: Weights & Biases project to mirror the scalars to; None for no W&B.
+        wandb_project, trackio_project: where to mirror scalars and samples to (`trackers`); None for neither.
         resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
+        rollouts_every_steps, rollouts_max_bytes: of `RolloutWriter`; by default nothing is recorded.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
         ValueError: if `resume_step` is negative.
-        UserError: if the run directory can't be written, or W&B is requested and is not installed or does not start.
+        UserError: if the run directory can't be written, or a tracker is not installed or does not start.
     """
 
     def __init__(
@@ -65,14 +72,18 @@ class MetricsWriter:
         run_dir: str | Path,
         *,
         wandb_project: str | None = None,
+        trackio_project: str | None = None,
         resume_step: int | None = None,
         listener: Callable[[int, Mapping[str, float]], None] | None = None,
+        rollouts_every_steps: int = 0,
+        rollouts_max_bytes: float = 0,
     ) -> None:
         if resume_step is not None and resume_step < 0:
             raise ValueError(f"resume_step is {resume_step}; allowed: 0 or more, or None for a new run")
-        if wandb_project is not None:
-            require_wandb(wandb_project)
-        self._wandb = None
+        projects = {"wandb": wandb_project, "trackio": trackio_project}
+        projects = {kind: project for kind, project in projects.items() if project is not None}
+        for kind, project in projects.items():
+            trackers.require(kind, project)
         self._listener = listener
         self._step = 0
         self._closed = False
@@ -83,10 +94,13 @@ class MetricsWriter:
                 _prepare(run_dir / name, resume_step)
             self._metrics = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
             self._samples = open(run_dir / SAMPLES_FILE, "a", encoding="utf-8")  # noqa: SIM115
+            self._rollouts = RolloutWriter(
+                run_dir, every_steps=rollouts_every_steps, max_bytes=rollouts_max_bytes, resume_step=resume_step
+            )
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
-        if wandb_project is not None:
-            self._wandb = _start_wandb(run_dir, wandb_project)
+        record_start(run_dir, resume_step or 0)
+        self._trackers = [Tracker(kind, project, run_dir) for kind, project in projects.items()]
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
         from tensorboardX import SummaryWriter
 
@@ -127,14 +141,14 @@ class MetricsWriter:
         # would come back sorted.
         host = jax.device_get(list(metrics.values()))
         values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
-        self._metrics.write(jsonl.encode({"step": step, **values}))
+        self._metrics.write(jsonl.encode({"step": step, **values, CLOCK: round(time.time(), 3)}))
         self._metrics.flush()
         if (tensorboard := self._live_tensorboard()) is not None:
             for name, value in values.items():
                 if np.isfinite(value):
                     tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **values})
+        for tracker in self._trackers:
+            tracker.write(step, values)
         if self._listener is not None:
             self._listener(step, values)
 
@@ -143,7 +157,8 @@ class MetricsWriter:
 
         Args:
             step: finished training steps.
-            records: host data: "prompt", "completion", "answer", "reward", "rewards", "discrepancy_mean".
+            records: host data: "prompt", "completion", "answer", "reward", "rewards", "source", "discrepancy_mean",
+                and "extra" where reward functions logged something about the completion.
 
         Raises:
             ValueError: if JSON can't represent a value of a record, or the writer is closed.
@@ -152,6 +167,16 @@ class MetricsWriter:
             raise ValueError(f"samples of step {step} came after close()")
         self._samples.writelines([jsonl.encode({"step": step, **record}) for record in records])
         self._samples.flush()
+        for tracker in self._trackers:
+            tracker.write_samples(step, records)
+
+    def records(self, step: int) -> bool:
+        """Whether the tokens of this step are to be recorded."""
+        return self._rollouts.due(step)
+
+    def write_rollouts(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Record the tokens of a step; see `dcmdp_jax.observe.rollouts`."""
+        self._rollouts.write(step, completions)
 
     def _live_tensorboard(self) -> Any:
         """The TensorBoard writer, or None once its thread has died.
@@ -176,8 +201,8 @@ class MetricsWriter:
         self._samples.close()
         if (tensorboard := self._live_tensorboard()) is not None:
             tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,6 +218,13 @@ class NoWriter:
         """Do nothing."""
 
     def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing."""
+
+    def records(self, step: int) -> bool:
+        """Nothing is recorded here."""
+        return False
+
+    def write_rollouts(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing."""
 
 
@@ -263,36 +295,3 @@ def _warn_of_gaps(path: Path, finished: int) -> None:
             "%s has records of %d of the %d finished steps: the others are lost to figures and report",
             path, len(recorded), finished,
         )  # fmt: skip
-
-
-def require_wandb(project: str) -> None:
-    """Raise UserError if Weights & Biases is not installed."""
-    try:
-        import wandb  # noqa: F401 - only whether it can be imported
-    except ImportError:
-        raise UserError(
-            f"wandb_project is {project!r} but Weights & Biases is not installed: pip install -e '.[wandb]'"
-        ) from None
-
-
-def _start_wandb(run_dir: Path, project: str) -> Any:
-    import wandb
-
-    identity = run_dir / "wandb_run_id"
-    if not identity.exists():
-        identity.write_text(uuid.uuid4().hex)
-    config = run_dir / CONFIG_FILE
-    try:
-        run = wandb.init(
-            project=project,
-            name=run_dir.resolve().name,
-            id=identity.read_text().strip(),
-            resume="allow",
-            dir=str(run_dir),
-            config=json.loads(config.read_text()) if config.exists() else None,
-        )
-    except wandb.errors.Error as error:
-        raise UserError(f"Weights & Biases did not start ({error}); log in, or set WANDB_MODE=offline") from error
-    # W&B refuses steps that go backwards, as they do after a resume: its own step counts lines, ours is the axis.
-    run.define_metric("*", step_metric="step")
-    return run

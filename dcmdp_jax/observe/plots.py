@@ -14,11 +14,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
-from dcmdp_jax.observe.metric_names import PHASES
+from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.observe.metrics_io import Series
 
 Runs = Mapping[str, Series]
+
+# Okabe and Ito's, distinguishable with common color blindness; without yellow, which is faint on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+INK, MUTED, GRID = "#222222", "#666666", "#e3e3e3"
+
+
+def style_axes(axes: Axes) -> None:
+    """Draw a faint grid behind the data, and of the frame the bottom alone."""
+    axes.set_axisbelow(True)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#bbbbbb")
+
 
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -73,6 +87,31 @@ def draw_reward(runs: Runs) -> Figure | None:
             )
     _finish(axes, "mean reward", from_zero=True)
     return figure
+
+
+def draw_sources(runs: Runs) -> Figure | None:
+    """Plot mean reward, discrepancy and length of each data source's completions, where a run has several."""
+    kinds = {
+        kind: row for kind, row in _OF_SOURCES.items() if any(_sources(series, *row[:2]) for series in runs.values())
+    }
+    if not kinds:
+        return None
+    figure, panels = _panels("By data source", len(kinds))
+    for axes, (kind, (prefix, suffix, unit)) in zip(panels, kinds.items(), strict=True):
+        for index, (label, series) in enumerate(runs.items()):
+            for place, source in enumerate(_sources(series, prefix, suffix)):
+                # A run's color where there are several, a source's where there is one.
+                color, variant, shown = (index, place, f"{label}: {source}") if len(runs) > 1 else (place, 0, source)
+                _line(axes, series, f"{prefix}{source}{suffix}", shown, color, variant)
+        axes.set_title(kind, **_PANEL_TITLE)
+        _finish(axes, unit, from_zero=True)
+    return figure
+
+
+def _sources(series: Series, prefix: str, suffix: str) -> list[str]:
+    """Data sources that a metric of theirs was recorded of."""
+    names = sorted(name for name in series if name.startswith(prefix) and name.endswith(suffix))
+    return [name.removeprefix(prefix).removesuffix(suffix) for name in names]
 
 
 def draw_evaluation(runs: Runs) -> Figure | None:
@@ -199,7 +238,7 @@ def draw_optimization(runs: Runs) -> Figure | None:
 
 def draw_time(runs: Runs) -> Figure | None:
     """Plot seconds per phase (median over steps, which excludes compilation) and the throughput by step."""
-    phases = [phase for phase in PHASES if _recorded(runs, f"time/{phase}")]
+    phases = [phase for phase in STEP_PHASES if _recorded(runs, f"time/{phase}")]
     if not phases:
         return None
     throughput = "throughput/tokens_per_second"
@@ -228,17 +267,80 @@ def draw_time(runs: Runs) -> Figure | None:
     return figure
 
 
+def draw_gap(runs: Runs) -> Figure | None:
+    """Plot the two parts of the gap between trainer and engine where sampling runs ahead of training."""
+    return _grid(
+        runs,
+        "Staleness and mismatch",
+        (
+            ("mean absolute log-ratio of a token", "nats", tuple(f"{part}/log_ratio_abs_mean" for part in _PARTS)),
+            ("largest absolute log-ratio", "nats", tuple(f"{part}/log_ratio_max" for part in _PARTS)),
+        ),
+        by_group=True,
+    )
+
+
+def draw_timeline(runs: Runs) -> Figure | None:
+    """Plot three steps of each run that samples ahead as bars in time: which phase when, in which process."""
+    shown = {label: chosen for label, series in runs.items() if (chosen := _three_steps(series)) is not None}
+    if not shown:
+        return None
+    figure, panels = _panels("Three steps", len(shown), columns=1)
+    for axes, (label, steps) in zip(panels, shown.items(), strict=True):
+        series, drawn = runs[label], set()
+        at = {name: np.nan_to_num(_at(series[f"time/{name}"], steps), posinf=0, neginf=0) for name in _OF_TIMELINE}
+        begin = min(at[f"start_{phase}"].min() for phase in _TIMELINE)
+        for index, (phase, process) in enumerate(_TIMELINE.items()):
+            starts, seconds = at[f"start_{phase}"], at[phase]
+            for step, start, length in zip(steps.tolist(), starts - begin, seconds, strict=True):
+                name = None if phase in drawn else phase
+                drawn.add(phase)
+                axes.barh(process, length, left=start, height=0.6, color=_color(index), edgecolor="white", label=name)
+                if phase in ("step", "generate"):
+                    axes.text(start + length / 2, process, f"{step}", ha="center", va="center", fontsize=9, color=INK)
+        axes.set_yticks((0, 1), ("trainer", "sampler"))
+        axes.set_title(f"{label}: numbers are steps", **_PANEL_TITLE)
+        style_axes(axes)
+        axes.set_xlabel("seconds", color=MUTED, fontsize=9)
+        axes.legend(**_LEGEND, ncols=len(_TIMELINE), loc="upper left")
+        axes.set_ylim(-0.6, 2.2)
+    return figure
+
+
+def _three_steps(series: Series) -> np.ndarray | None:
+    """Three steps in a row of one process, from the middle of a run that samples ahead."""
+    if not all(f"time/{name}" in series for name in _OF_TIMELINE):
+        return None
+    steps = series["time/start_step"][0]
+    place = max(0, len(steps) // 2 - 1)
+    return steps[place : place + 3]
+
+
 FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
     "reward": ("Mean reward of the training completions; points are held-out evaluations.", draw_reward),
+    "sources": ("Training completions by data source.", draw_sources),
     "discrepancy": ("Mean discrepancy between the engines against the budget c.", draw_discrepancy),
     "multiplier": ("The price of discrepancy: it rises while the budget is exceeded and falls after.", draw_multiplier),
     "lengths": ("Completion lengths and the share cut by the limit.", draw_lengths),
     "evaluation": ("Scores on held-out problems.", draw_evaluation),
     "mismatch": ("Mismatch of the engines' probabilities on the same tokens.", draw_mismatch),
+    "gap": ("What the policy moved since its tokens were sampled, and what the engine computes otherwise.", draw_gap),
     "optimization": ("The policy update.", draw_optimization),
     "time": ("Time per phase and throughput.", draw_time),
+    "timeline": ("Which phase ran when: the trainer and the sampler of later steps.", draw_timeline),
 }
 """File stem to (caption, function), in display order."""
+
+_PARTS = ("staleness", "mismatch", "gap")
+# Phase -> line of its process: 0 is the trainer, 1 what samples.
+_TIMELINE = {"wait": 0, "push": 0, "step": 0, "generate": 1, "verify": 1, "pack": 1}
+_OF_TIMELINE = (*_TIMELINE, *(f"start_{phase}" for phase in _TIMELINE))
+# Panel -> begin and end of its metrics' names, unit.
+_OF_SOURCES = {
+    "reward": ("reward/source/", "/mean", "mean reward"),
+    "discrepancy": ("discrepancy/source/", "/mean", "mean discrepancy"),
+    "length": ("completion/source/", "/length_mean", "tokens"),
+}
 
 _PANEL_TITLE = {"fontsize": 10, "color": INK, "loc": "left", "pad": 6}
 _LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": INK}
@@ -331,14 +433,16 @@ def _horizontal(axes: Axes, level: float, **style: Any) -> None:
     axes.autoscale_view(scalex=False)
 
 
-def _grid(runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]], ...]) -> Figure | None:
+def _grid(
+    runs: Runs, title: str, cells: tuple[tuple[str, str, tuple[str, ...]], ...], *, by_group: bool = False
+) -> Figure | None:
     cells = tuple(cell for cell in cells if any(_recorded(runs, name) for name in cell[2]))
     if not cells:
         return None
     figure, panels = _panels(title, len(cells), columns=min(2, len(cells)))
     for axes, (heading, unit, names) in zip(panels, cells, strict=True):
         for place, name in enumerate(names):
-            short = name.rpartition("/")[2].replace("_", " ")
+            short = name.partition("/")[0] if by_group else name.rpartition("/")[2].replace("_", " ")
             for index, (label, series) in enumerate(runs.items()):
                 text = label if len(names) == 1 else short if len(runs) == 1 else f"{label}: {short}"
                 _line(axes, series, name, text, *((place, 0) if len(runs) == 1 else (index, place)))

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dcmdp_jax.number_format import duration, number
+from dcmdp_jax.number_format import duration, number, score
 
 _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
@@ -131,7 +131,7 @@ class Progress:
 
     def _evaluation(self) -> str:
         return "  ".join(
-            f"{name.removeprefix('eval/').replace('/', ' ')} {number(100 * value, '.1f')}%"
+            f"{name.removeprefix('eval/').replace('/', ' ')} {score(value)}"
             for name, value in sorted(self._values.items())
             if name.startswith("eval/") and "/avg@" in name
         )

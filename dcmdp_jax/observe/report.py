@@ -1,23 +1,26 @@
-"""The report of one or several runs: plots as PNG and one self-contained HTML page."""
+"""The report of one or several runs: plots as PNG, and one self-contained HTML page with the same curves."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config.fields import flatten
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.html_page import render_page
+from dcmdp_jax.observe.interactive import figure_data
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.report_content import report_content
 from dcmdp_jax.observe.run_files import CONFIG_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE
+from dcmdp_jax.observe.starts import describe_starts
 
 _DPI = 130
 
@@ -31,12 +34,14 @@ class RecordedRun:
         series: its metrics.
         config: dotted key to value; empty if the run saved none.
         samples: sample completions, in the order written.
+        starts: sentences about command, code, machine and date.
     """
 
     label: str
     series: Series
     config: dict[str, Any]
     samples: list[dict[str, Any]]
+    starts: list[str]
 
 
 def read_run(run_dir: str | Path, label: str | None = None) -> RecordedRun:
@@ -54,7 +59,8 @@ def read_run(run_dir: str | Path, label: str | None = None) -> RecordedRun:
     series = read_metrics(run_dir)
     path = run_dir / CONFIG_FILE
     config = flatten(read_json_object(path)) if path.exists() else {}
-    return RecordedRun(label or run_dir.resolve().name, series, config, jsonl.read(run_dir / SAMPLES_FILE))
+    name, samples = label or run_dir.resolve().name, jsonl.read(run_dir / SAMPLES_FILE)
+    return RecordedRun(name, series, config, samples, describe_starts(run_dir))
 
 
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
@@ -65,7 +71,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
         out_dir: created if absent; an existing report in it is replaced.
 
     Returns:
-        Path of report.html. The page embeds its images, runs no script and makes no request.
+        Path of report.html. The page embeds its data and its one script, and makes no request.
 
     Raises:
         ValueError: if no directory is given, one is given twice, or one is not a readable run (see `read_run`).
@@ -77,24 +83,30 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     for place, path in enumerate(paths):
         if path in paths[:place]:
             raise UserError(f"run directory {path} is given twice")
-    runs = [read_run(path, label) for path, label in zip(paths, _labels(paths), strict=True)]
+    runs = [read_run(path, label) for path, label in zip(paths, labels_of(paths), strict=True)]
     plots = Path(out_dir) / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
-    images = []
-    for stem, (caption, draw) in FIGURES.items():
-        figure = draw({run.label: run.series for run in runs})
-        if figure is None:
-            continue
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=_DPI)
-        (plots / f"{stem}.png").write_bytes(buffer.getvalue())
-        images.append((caption, buffer.getvalue()))
+    figures = []
+    for stem, caption, figure in _drawn(runs):
+        figure.savefig(plots / f"{stem}.png", dpi=_DPI)
+        figures.append((stem, caption, figure_data(figure)))
     report = Path(out_dir) / REPORT_FILE
-    atomic_write(report, render_page("report.html", images=images, **report_content(runs)))
+    atomic_write(report, render_page("report.html", scripts=["charts.js"], figures=figures, **report_content(runs)))
     return report
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
+def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, caption and data of each figure that the runs have metrics for, as `parts.html` charts them."""
+    return [(stem, caption, figure_data(figure)) for stem, caption, figure in _drawn(runs)]
+
+
+def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:
+    for stem, (caption, draw) in FIGURES.items():
+        if (figure := draw({run.label: run.series for run in runs})) is not None:
+            yield stem, caption, figure
+
+
+def labels_of(paths: Sequence[Path]) -> list[str]:
     """Return the shortest path suffixes that are unique."""
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):

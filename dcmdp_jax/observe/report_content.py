@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcmdp_jax.number_format import duration, number, percent
-from dcmdp_jax.observe.metric_names import METRICS, describe
-from dcmdp_jax.observe.run_summary import Summary, summarize, warnings
+from dcmdp_jax.number_format import score as shown
+from dcmdp_jax.observe.metric_names import METRICS, metric_of
+from dcmdp_jax.observe.run_summary import Summary, overlap, summarize, warnings
 
 if TYPE_CHECKING:
     from dcmdp_jax.observe.report import RecordedRun
@@ -31,7 +32,12 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         "title": " / ".join(run.label for run in runs),
         "labels": [run.label for run in runs],
         "steps": max(summary.steps for summary in summaries),
-        "cards": _cards(summaries[0]),
+        "verdicts": [
+            f"{run.label}: {_verdict(run, summary)}" if several else _verdict(run, summary)
+            for run, summary in zip(runs, summaries, strict=True)
+        ],
+        "provenance": [fact for run in runs for fact in run.starts] if not several else [],
+        "cards": _cards(summaries[0]) + _overlap_card(runs[0]),
         "comparison": _comparison(summaries),
         "problems": [f"{run.label}: {text}" if several else text for run in runs for text in warnings(run.series)],
         "samples": _samples(runs),
@@ -48,8 +54,8 @@ def _cards(summary: Summary) -> list[tuple[str, str, str]]:
         cards.append(("Training reward", f"{summary.first_reward:.3f} → {summary.last_reward:.3f}", window))
     for score in summary.scores:
         gained = f"{score.points_gained:+.1f} points from step {score.first_step} to {score.last_step}"
-        more = f"{gained}; best {percent(score.best)} at step {score.best_step}"
-        cards.append((f"Held-out {score.name}", f"{percent(score.first)} → {percent(score.last)}", more))
+        more = f"{gained}; best {shown(score.best)} at step {score.best_step}"
+        cards.append((f"Held-out {score.name}", f"{shown(score.first)} → {shown(score.last)}", more))
     if not math.isnan(summary.mean_discrepancy):
         over = f"budget c = {number(summary.tolerance)}, exceeded in {percent(summary.share_over_tolerance)} of steps"
         more = "no budget" if math.isnan(summary.tolerance) else over
@@ -62,6 +68,11 @@ def _cards(summary: Summary) -> list[tuple[str, str, str]]:
         more = f"median step; {duration(summary.seconds)} in training steps"
         cards.append(("Throughput", f"{number(summary.tokens_per_second, ',.0f')} tokens/s", more))
     return cards
+
+
+def _overlap_card(run: RecordedRun) -> list[tuple[str, str, str]]:
+    found = overlap(run.series)
+    return [("Overlap won", *found)] if found else []
 
 
 def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:
@@ -83,9 +94,9 @@ def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:
     for name in dict.fromkeys(score.name for summary in summaries for score in summary.scores):
         found = [next((score for score in summary.scores if score.name == name), None) for summary in summaries]
         for heading, show in (
-            ("first", lambda score: percent(score.first)),
-            ("last", lambda score: f"{percent(score.last)} ({score.points_gained:+.1f} points)"),
-            ("best", lambda score: f"{percent(score.best)} (step {score.best_step})"),
+            ("first", lambda score: shown(score.first)),
+            ("last", lambda score: f"{shown(score.last)} ({score.points_gained:+.1f} points)"),
+            ("best", lambda score: f"{shown(score.best)} (step {score.best_step})"),
         ):
             cells.append([f"held-out {name}, {heading}", *["-" if score is None else show(score) for score in found]])
     return cells + [[name, *[show(summary) for summary in summaries]] for name, show in rows]
@@ -120,7 +131,7 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     names = sorted({name for run in runs for name in run.series}, key=lambda name: (order.get(name, len(order)), name))
     rows = []
     for name in names:
-        metric = describe(name)
+        metric = metric_of(name)
         if len(runs) == 1:
             values = runs[0].series[name][1]
             finite = values[np.isfinite(values)]
@@ -131,3 +142,27 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         rows.append([name, *shown, metric.unit, metric.description])
     columns = ["first", "last", "lowest", "highest"] if len(runs) == 1 else [f"last, {run.label}" for run in runs]
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
+
+
+def _verdict(run: RecordedRun, summary: Summary) -> str:
+    """One sentence that says what happened in a run."""
+    said = [f"{summary.steps} training steps"]
+    if summary.scores:
+        score = summary.scores[0]
+        said.append(f"held-out {score.name} went from {percent(score.first)} to {percent(score.last)}")
+    elif not math.isnan(summary.first_reward):
+        said.append(f"the training reward went from {number(summary.first_reward)} to {number(summary.last_reward)}")
+    steps = run.series.get("discrepancy/mean", ((), ()))[0]
+    if not math.isnan(summary.share_over_tolerance):
+        over = round(summary.share_over_tolerance * len(steps))
+        said.append(f"the constraint was violated in {over} of {len(steps)} steps")
+    if not math.isnan(summary.multiplier_low):
+        first = run.series["dual/multiplier"][1]
+        moved = summary.multiplier_low != summary.multiplier_high
+        said.append(
+            f"lambda began at {number(float(first[0]))}, was at most {number(summary.multiplier_high)} and ended at "
+            f"{number(float(first[-1]))}"
+            if moved
+            else f"lambda stayed at {number(summary.multiplier_high)}"
+        )
+    return f"{said[0]}: {'; '.join(said[1:])}." if said[1:] else f"{said[0]}."

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from dcmdp_jax.number_format import number
 from dcmdp_jax.observe.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series
 
@@ -95,6 +96,24 @@ def summarize(series: Series) -> Summary:
         tokens_per_second=_median(_finite(series, "throughput/tokens_per_second")),
         seconds=float(_finite(series, "time/total").sum()) if "time/total" in series else math.nan,
     )
+
+
+def overlap(series: Series) -> tuple[str, str] | None:
+    """What sampling ahead of training won in a median step, and how; None for a run that does not."""
+    if "time/overlap" not in series:
+        return None
+
+    def seconds(*phases: str) -> float:
+        return sum(_median(_finite(series, f"time/{phase}")) for phase in phases)
+
+    sampling, training = seconds("generate", "verify", "pack"), seconds("push", "step")
+    wait, idle = seconds("wait"), seconds("engine_idle")
+    waits = "the trainer waits" if wait > idle else "the sampler waits"
+    more = (
+        f"a step with {number(sampling)} s of sampling and {number(training)} s of training takes "
+        f"{number(seconds('total'))} s; {waits}: the trainer {number(wait)} s, the sampler {number(idle)} s"
+    )
+    return f"{number(seconds('overlap'))} s a step", more
 
 
 def warnings(series: Series) -> list[str]:

@@ -1,46 +1,185 @@
-"""Figures of a study: each arm's mean curve with its interval, and differences to the baseline by seed."""
+"""Figures of a study: each arm's mean curve beside the baseline's, differences by seed, and doses."""
 
 from __future__ import annotations
 
+import math
+import re
+import zlib
 from collections.abc import Mapping
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dcmdp_jax.observe.figure_style import COLORS, INK, MUTED, style_axes
+from dcmdp_jax.observe.plots import COLORS, INK, MUTED, style_axes
 
-_STYLES = ("-", "--", ":", "-.")
+_BASELINE = "#8a8a8a"
+_MOST_COLUMNS = 4
+_FAMILY = re.compile(r"^ascent_|(_one)?(_[0-9.]+)?$")
+_COLORS = {
+    "grpo": _BASELINE, "grpo_perturbed": "#000000", "dc_grpo": "#0072B2", "dual_grpo": "#56B4E9",
+    "threshold_grpo": "#009E73", "tis": "#D55E00", "icepop": "#E69F00", "dppo": "#CC79A7", "exact": "#000000",
+    "matched": "#7a5195", "token": "#0072B2", "sequence": "#D55E00", "reward": "#009E73", "state": "#CC79A7",
+}  # fmt: skip
+"""Arms that several studies have."""
+
+
+def color_of(name: str) -> str:
+    """The color of an arm, by its name alone: the same in every panel, figure and study.
+
+    An arm that is named after a charge and its strength has the charge's, `token_10` that of `token`.
+    """
+    family = _FAMILY.sub("", name)
+    return _COLORS.get(family) or COLORS[zlib.crc32(family.encode()) % len(COLORS)]
 
 
 def draw_curves(
-    title: str, unit: str, arms: Mapping[str, np.ndarray], level: Mapping[str, float] | None = None
+    title: str, unit: str, arms: Mapping[str, np.ndarray], level: Mapping[str, float] | None = None, *, baseline: str
 ) -> Figure:
-    """Plot mean and 95% interval over seeds by training step.
+    """Plot mean and 95% interval over seeds by training step: a panel for each arm, the baseline in gray in each.
 
     Args:
         title: heading.
         unit: of the values.
         arms: label -> [n, 3]: step, mean, half width of the interval; no band where that is NaN.
         level: label -> value of a horizontal dashed line in the arm's color, such as its budget.
+        baseline: label of the arm that the others are compared with.
     """
-    figure = Figure(figsize=(8.6, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for index, (label, curve) in enumerate(arms.items()):
-        color, style = COLORS[index % len(COLORS)], _STYLES[index // len(COLORS) % len(_STYLES)]
-        steps, mean, half = curve.T
-        marker = "o" if len(steps) <= 12 else None
-        axes.plot(steps, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label)
-        if np.isfinite(half).any():
-            axes.fill_between(steps, mean - half, mean + half, color=color, alpha=0.13, linewidth=0)
+    shown = [label for label in arms if label != baseline] or list(arms)
+    columns = min(_MOST_COLUMNS, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(2.9 * columns + 0.4, 2.1 * rows + 0.7), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for place, axes in enumerate(panels.flat):
+        if place >= len(shown):
+            axes.set_visible(False)
+            continue
+        label = shown[place]
+        if baseline in arms and label != baseline:
+            _curve(axes, arms[baseline], _BASELINE)
+        _curve(axes, arms[label], color_of(label))
         if level and label in level:
-            axes.axhline(level[label], color=color, linestyle=(0, (5, 2)), linewidth=1)
-    axes.set_title(title, fontsize=12, fontweight="bold", color=INK, loc="left")
-    axes.set_xlabel("training step", color=MUTED, fontsize=9)
-    axes.set_ylabel(unit, color=MUTED, fontsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+            axes.axhline(level[label], color=color_of(label), linestyle=(0, (5, 2)), linewidth=1)
+        axes.set_title(label, fontsize=9, color=INK, loc="left")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+        style_axes(axes)
+    figure.suptitle(f"{title} (gray: {baseline})", fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+    figure.supxlabel("training step", color=MUTED, fontsize=9)
+    figure.supylabel(unit, color=MUTED, fontsize=9)
+    return figure
+
+
+def _curve(axes: Axes, curve: np.ndarray, color: str) -> None:
+    steps, mean, half = curve.T
+    marker = "o" if len(steps) <= 12 else None
+    axes.plot(steps, mean, color=color, linewidth=1.5, marker=marker, markersize=3)
+    if np.isfinite(half).any():
+        axes.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
+
+
+def draw_doses(
+    title: str, baseline: str, panels: Mapping[str, tuple[float, float, Mapping[str, np.ndarray]]]
+) -> Figure:
+    """Plot what a fixed lambda does: a panel for each response, a line for each charge, the baseline in gray.
+
+    Args:
+        title: heading.
+        baseline: label of the runs without a charge.
+        panels: heading -> the baseline's mean and half width, and charge -> [n, 3]: lambda, mean, half width.
+    """
+    columns = math.ceil(len(panels) / 2)
+    figure = Figure(figsize=(3.2 * columns + 0.4, 5.8), layout="constrained")
+    places = figure.subplots(2, columns, squeeze=False).flat
+    for axes, (heading, panel) in zip(places, panels.items(), strict=False):
+        _doses(axes, heading, baseline, panel)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.suptitle(title, fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+    return figure
+
+
+def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, Mapping[str, np.ndarray]]) -> None:
+    """One response by fixed lambda."""
+    mean, half, charges = panel
+    axes.axhline(mean, color=_BASELINE, linewidth=1.5, label=baseline)
+    if math.isfinite(half):
+        axes.axhspan(mean - half, mean + half, color=_BASELINE, alpha=0.25, linewidth=0)
+    for charge, points in charges.items():
+        strength, values, widths = points.T
+        widths = np.where(np.isfinite(widths), widths, 0)
+        axes.errorbar(
+            strength, values, yerr=widths, color=color_of(charge), marker="o", markersize=4, capsize=3, linewidth=1.5,
+            label=charge, linestyle="--" if charge.endswith("_one") else "-",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlabel("lambda, fixed", color=MUTED, fontsize=9)
+    axes.set_title(heading, fontsize=9, color=INK, loc="left")
     style_axes(axes)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+
+
+def draw_oracle(title: str, panels: Mapping[str, tuple[str, Mapping[str, tuple[float, float, float]]]]) -> Figure:
+    """Plot an oracle's bias against its variance: a panel for each engine, the smallest squared error marked.
+
+    Args:
+        title: heading.
+        panels: engine -> the best, and remedy -> variance, bias, the bias's standard error.
+    """
+    figure = Figure(figsize=(3.6 * len(panels) + 0.4, 3.9), layout="constrained")
+    places = figure.subplots(1, len(panels), squeeze=False).flat
+    for axes, (engine, (best, points)) in zip(places, panels.items(), strict=True):
+        for name, (variance, bias, error) in points.items():
+            color = color_of(name)
+            axes.errorbar(variance, bias, yerr=error, fmt="o", color=color, markersize=4, elinewidth=0.8)
+            # The others are within the circle or beside it.
+            if max(variance, bias) > 1.5 * points[best][0]:
+                axes.annotate(
+                    name, (variance, bias), xytext=(4, 3), textcoords="offset points", fontsize=6, color=MUTED
+                )
+        axes.plot(*points[best][:2], "o", markersize=12, fillstyle="none", color=INK)
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=-0.6)
+        axes.set_xlabel("variance of one batch's gradient / |G|^2", color=MUTED, fontsize=8)
+        axes.set_title(f"{engine}\nbias |E g - G| / |G|; best: {best}", fontsize=8, color=INK, loc="left")
+        style_axes(axes)
+    figure.suptitle(title, fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+    return figure
+
+
+def draw_answer(
+    title: str,
+    baseline: str,
+    panels: Mapping[str, tuple[float, float, Mapping[str, np.ndarray]]],
+    multipliers: Mapping[str, np.ndarray],
+    discrepancies: Mapping[str, np.ndarray],
+    budget: float,
+) -> Figure:
+    """Plot whether the charge lowers the discrepancy: by fixed lambda above, by dual ascent below.
+
+    Args:
+        title: heading.
+        baseline: label of the runs without a charge.
+        panels: two of `draw_doses`.
+        multipliers, discrepancies: label -> [n, 3]: step, mean, half width, of arms with dual ascent; the second has
+            the baseline too.
+        budget: c of these arms.
+    """
+    figure = Figure(figsize=(8.6, 6.2), layout="constrained")
+    above, below = figure.subplots(2, 2)
+    for axes, (heading, panel) in zip(above, panels.items(), strict=True):
+        _doses(axes, heading, baseline, panel)
+    above[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    headings = {"lambda by dual ascent": multipliers, "delta under dual ascent; dashed: c": discrepancies}
+    for axes, (heading, curves) in zip(below, headings.items(), strict=True):
+        for label, curve in curves.items():
+            _curve(axes, curve, _BASELINE if label == baseline else color_of(label))
+            axes.lines[-1].set_label(label)
+        axes.set_title(heading, fontsize=9, color=INK, loc="left")
+        axes.set_xlabel("training step", color=MUTED, fontsize=9)
+        style_axes(axes)
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    below[1].axhline(budget, color=INK, linestyle=(0, (5, 2)), linewidth=1)
+    figure.suptitle(title, fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
     return figure
 
 
@@ -55,8 +194,8 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, tuple[float, floa
     figure = Figure(figsize=(8.6, 0.6 * len(arms) + 1.5), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color=INK, linewidth=1)
-    for place, (mean, half, values) in enumerate(arms.values()):
-        color = COLORS[place % len(COLORS)]
+    for place, (label, (mean, half, values)) in enumerate(arms.items()):
+        color = color_of(label)
         axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=color, alpha=0.45, markersize=5)
         axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=color, capsize=4)
     axes.set_yticks(range(len(arms)), list(arms))

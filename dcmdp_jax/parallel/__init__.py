@@ -1,0 +1,1 @@
+"""Meshes, sharding, and several hosts."""

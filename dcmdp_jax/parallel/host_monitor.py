@@ -114,7 +114,7 @@ class HostMonitor:
                 if now - at > self._timeout_s and index not in failed_at:
                     self._end_process(
                         f"{_who(index, self._names)} has given no sign of life for {self._timeout_s:g} s "
-                        "(hosts.timeout_s) and is taken for dead; the same commands resume the run",
+                        "(`timeout_s`) and is taken for dead; the same commands resume the run",
                         others_live=False,
                     )
 

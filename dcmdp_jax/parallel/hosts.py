@@ -205,8 +205,8 @@ def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
     found = ClusterEnv.auto_detect_unset_distributed_params(*given)
     if None in found[:3]:
         raise UserError(
-            "config.hosts.coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open MPI here; give host:port of "
-            "process 0, config.hosts.processes and config.hosts.process"
+            "coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open MPI here; give host:port of "
+            "process 0, `processes` and `process`"
         )
     return found
 
@@ -243,7 +243,7 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
             heartbeat_timeout_seconds=max(100, int(2 * timeout_s)),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"config.hosts.coordinator: got {coordinator!r}: {one_line(error)}") from error
+        raise UserError(f"coordinator: got {coordinator!r}: {one_line(error)}") from error
     hosts = SeveralHosts(timeout_s)
     try:
         yield hosts

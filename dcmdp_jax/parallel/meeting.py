@@ -80,10 +80,10 @@ class _Process0:
                     now = time.monotonic()
                     if now - started > self._timeout_s:
                         raise UserError(
-                            f"config.hosts.coordinator: {self._missing()} of {self._processes} did not come to "
+                            f"coordinator: {self._missing()} of {self._processes} did not come to "
                             f"{self._coordinator} in {self._timeout_s:g} s; start the same command there with its own "
-                            "config.hosts.process, check that this address is reached from there, or raise "
-                            "config.hosts.timeout_s"
+                            "`process`, check that this address is reached from there, or raise "
+                            "`timeout_s`"
                         )
                     if now - last_said >= _SAY_EVERY_S:
                         last_said = now
@@ -109,13 +109,13 @@ class _Process0:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise UserError(
-                f"config.hosts.coordinator: got {self._listen_at!r}, whose name is not known on process 0's host "
+                f"coordinator: got {self._listen_at!r}, whose name is not known on process 0's host "
                 f"({error.strerror or error}); give host:port of process 0"
             ) from error
         if host != "localhost" and all(_is_loopback(place[0]) for *_, place in found) and not _is_number(host):
             # /etc/hosts of Debian gives a machine's own name an address that no other machine reaches.
             self._say(
-                f"config.hosts.coordinator: {host} is {found[0][4][0]} on its own host, so process 0 listens on all "
+                f"coordinator: {host} is {found[0][4][0]} on its own host, so process 0 listens on all "
                 "its interfaces; give an address to listen on that one alone"
             )
             found, address = [(socket.AF_INET, None, None, None, ("", port))], f"{_ALL_INTERFACES}:{port}"
@@ -134,7 +134,7 @@ class _Process0:
             else:
                 return listener, address
         raise UserError(
-            f"config.hosts.coordinator: got {self._listen_at!r}, where process 0 can not listen ({problem.strerror}); "
+            f"coordinator: got {self._listen_at!r}, where process 0 can not listen ({problem.strerror}); "
             "give an address of the host that runs process 0 with a port that is free there; where the others reach it "
             "by an address that it does not have itself, JAX_COORDINATOR_BIND_ADDRESS is where it listens"
         ) from problem
@@ -152,12 +152,12 @@ class _Process0:
             problem = ""
             if processes != self._processes or not 0 < number < processes:
                 problem = (
-                    f"config.hosts.processes: process {number} on {name} has {processes}, process 0 has "
+                    f"processes: process {number} on {name} has {processes}, process 0 has "
                     f"{self._processes}; start all hosts alike"
                 )
             elif number in self._here and self._here[number] is not caller:
                 problem = (
-                    f"config.hosts.process: {number} on both {self._here[number].name} and {name}; each process has a "
+                    f"process: {number} on both {self._here[number].name} and {name}; each process has a "
                     "number of its own"
                 )
             if problem:
@@ -209,8 +209,8 @@ class _OtherProcess:
             self._remind(reason)
             time.sleep(_RETRY_S)
         raise UserError(
-            f"config.hosts.coordinator: process {self._process} did not find process 0 at {self._coordinator} in "
-            f"{self._timeout_s:g} s ({reason}); give host:port of process 0, start it, or raise config.hosts.timeout_s"
+            f"coordinator: process {self._process} did not find process 0 at {self._coordinator} in "
+            f"{self._timeout_s:g} s ({reason}); give host:port of process 0, start it, or raise `timeout_s`"
         )
 
     def _talk(self, host: _Caller) -> bool:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import jax
 
+from dcmdp_jax.parallel.lowerable import Lowerable
 from dcmdp_jax.plan.collectives import Collective, collectives
 from dcmdp_jax.plan.flops import CompiledFlops, compiled_flops
 from dcmdp_jax.plan.hlo import Array, parse, walk
-from dcmdp_jax.plan.step_program import Lowerable
 from dcmdp_jax.plan.traffic import memory_traffic
 from dcmdp_jax.training.accumulate import MICRO_BATCHES
 

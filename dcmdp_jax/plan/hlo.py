@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from dcmdp_jax.parallel.lowerable import TripCounts
 
 _BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
@@ -130,10 +132,6 @@ class Visit(NamedTuple):
     def inside(self, scope: str) -> bool:
         """Whether a loop of that name scope surrounds it."""
         return any(in_scope(loop.op_name, scope) for loop in self.loops)
-
-
-TripCounts = Callable[[str], float | None]
-"""The number of iterations of a loop whose end is data, from its op_name; None if there is nothing to say."""
 
 
 def in_scope(op_name: str, scope: str) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_config
-from dcmdp_jax.training.setup import fresh_model
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
+from dcmdp_jax.training.run_files import fresh_model
 
 _QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rope_theta": 1000000, "rms_norm_eps": 1e-6,
@@ -55,8 +55,8 @@ def model_of(config: Config) -> ModelConfig:
     if not path:
         return fresh_model(config, build_tokenizer())
     if Path(path).is_dir():
-        return read_config(path)
-    fields = PUBLISHED.get(Path(path).name)
+        return read_model_config(path)
+    fields = PUBLISHED.get(Path(path.partition("@")[0]).name)
     if fields is None:
         raise UserError(
             f"config.model.path: no directory {path}, and no published shape of that name; known are "

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
+from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.engines.vllm.devices import check_shares, trainer_share
-from dcmdp_jax.engines.vllm.launch import check_planned
-from dcmdp_jax.engines.vllm_limits import check_temperature
+from dcmdp_jax.engines.kind import DeviceShare, EngineArguments, EngineKind, EnginePlan
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.memory.engine import PREEMPTED_CACHES
-from dcmdp_jax.memory.parts import plan_memory
-from dcmdp_jax.memory.plan import Machine, MemoryPlan
+from dcmdp_jax.machine import PREEMPTED, Machine
+from dcmdp_jax.memory.parts import memory_of_run, workload
+from dcmdp_jax.memory.use import MemoryUse
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh
+from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, sampling_mesh
 from dcmdp_jax.plan.compiled import Compiled, compile_program
-from dcmdp_jax.plan.engine_programs import EnginePlan, plan_engine
 from dcmdp_jax.plan.flops import step_flops
 from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import Topology
-from dcmdp_jax.training.model_checks import check_engine_mesh, check_experts, check_lengths, platform_kernel
+from dcmdp_jax.training.model_checks import check_experts, check_lengths, platform_kernel
 
 GIB = 2**30
 PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
-# Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
-_UNUSED_SHARE = 0.1
 
 
 class Phase(NamedTuple):
@@ -55,14 +53,14 @@ class Phase(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunPlan:
+class CompiledRun:
     """Memory, communication and time of a run on a topology.
 
     Attributes:
         topology, mesh: the devices.
         config, model: the run.
         step: the training step.
-        engine: the embedded engine; None with vLLM, whose programs are not ours.
+        engine: of an engine in the trainer's process; None with another, whose programs are not ours.
         memory: by arithmetic, as `bin.train --dry_run` has it.
         programs: compiled, by name.
         least: the least communication of the step.
@@ -77,7 +75,7 @@ class RunPlan:
     model: ModelConfig
     step: StepPlan
     engine: EnginePlan | None
-    memory: MemoryPlan
+    memory: MemoryUse
     programs: dict[str, Compiled]
     least: LeastBytes
     model_flops: float
@@ -88,13 +86,12 @@ class RunPlan:
     def phases(self) -> list[Phase]:
         """Every compiled program with what stays in memory beside its arguments, and the phases without a program."""
         found = [Phase(name, compiled.peak, self._beside(name)) for name, compiled in self.programs.items()]
-        vllm = self.config.rollout.vllm
         if self.engine is not None:
             parts = [part for part in self.memory.parts if "push" in part.phases and part.each]
             found.append(Phase("push", 0, {part.name: part.each for part in parts}))
-        elif vllm.sleep and not vllm.visible_devices:
-            share = int(vllm.memory_share * self.topology.chip.memory_gib * GIB)
-            found.append(Phase("sample", 0, self.step.program.held | {"vLLM's share": share}))
+        elif (shared := _share(self.config)) is not None and shared.sampling:
+            share = int(shared.sampling * self.topology.chip.memory_gib * GIB)
+            found.append(Phase("sample", 0, self.step.program.held | {"the engine's share": share}))
         return found
 
     def _beside(self, name: str) -> dict[str, int]:
@@ -104,8 +101,8 @@ class RunPlan:
         beside = dict(self.step.program.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
-            preempted = sum(part.each for part in self.memory.parts if part.name == PREEMPTED_CACHES)
-            beside |= {PREEMPTED_CACHES: preempted} if preempted else {}
+            preempted = sum(part.each for part in self.memory.parts if part.name == PREEMPTED)
+            beside |= {PREEMPTED: preempted} if preempted else {}
             beside |= {"engine's cache": self.engine.cache_bytes} if name == "prefill" else {}
         return beside
 
@@ -145,27 +142,33 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     model = model_of(config)
     check_lengths(config, model)
     check_experts(config, model)
-    check_engine_mesh(config, model)
     platform_kernel(config, platform)
-    if config.rollout.engine == "vllm":
-        check_planned(config, model, platform)
-        check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
-    sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    check_training_mesh(
-        mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
-    )
+    kind, arguments = _engine(config, model, platform)
+    with as_settings(of_engine(kind)):
+        kind.check_model(arguments, arguments.platform)
+    with as_settings(MESH):
+        sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        check_training_mesh(
+            mesh, num_heads=model.num_heads, num_experts=model.num_experts,
+            completions=config.completions_per_mini_batch,
+        )  # fmt: skip
     return model
 
 
-def plan_run(
+def _engine(config: Config, model: ModelConfig, platform: str) -> tuple[EngineKind, EngineArguments]:
+    """The engine on a platform that is not here, "tpu" or "gpu"."""
+    return engine_arguments(config, model=model, platform={"gpu": "cuda"}.get(platform, platform))
+
+
+def compile_run(
     config: Config,
     topology: Topology,
     *,
     only: Sequence[str] = (),
     on_program: Callable[[str], None] = lambda name: None,
     refuse: bool = False,
-) -> RunPlan:
+) -> CompiledRun:
     """Compile the programs of a run for a topology.
 
     Args:
@@ -182,18 +185,20 @@ def plan_run(
     model = check_run(config, topology.platform, len(topology.devices))
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     mesh = make_mesh(*sizes, devices=topology.devices)
+    kind, arguments = _engine(config, model, topology.platform)
+    arguments = dataclasses.replace(arguments, mesh=functools.partial(sampling_mesh, mesh))
     usable, reason = usable_memory(config, topology)
     step = plan_step(config, model, mesh)
-    memory = plan_memory(
+    memory = memory_of_run(
         config, model, step.compute, mesh, step.packing, Machine(topology.platform, mesh.size, usable, None),
-        prompt_lengths=[config.task.max_prompt_tokens],
+        engine=arguments, prompt_lengths=[config.task.max_prompt_tokens],
         completions=config.training.prompts_per_step * config.rollout.group_size,
     )  # fmt: skip
     if refuse:
         memory.check()
-    engine = plan_engine(config, model, mesh, max_rows=memory.rows) if config.rollout.engine == "local" else None
+    engine = plan_engine(config, model, mesh, max_rows=memory.rows)
     if only and engine is None and "step" not in only:
-        raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, and rollout.engine is vllm")
+        raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, and rollout.engine is {kind.name}")
     programs: dict[str, Compiled] = {}
     for program in (step.program, *(engine.programs if engine else ())):
         if not only or program.name in only:
@@ -205,7 +210,7 @@ def plan_run(
     recomputed = updates - step.micro_batches
     # As the step's trip counts: every completion has the longest length.
     tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
-    return RunPlan(
+    return CompiledRun(
         topology=topology,
         mesh=mesh,
         config=config,
@@ -226,18 +231,40 @@ def plan_run(
     )  # fmt: skip
 
 
+def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int) -> EnginePlan | None:
+    """The programs of the engine on the devices of the training mesh; None where they are not ours.
+
+    Args:
+        config: the settings.
+        model: the model.
+        mesh: the training devices.
+        max_rows: completions decoded at a time, at most.
+
+    Raises:
+        UserError: if the engine's settings do not divide the devices or the model.
+    """
+    kind, arguments = engine_arguments(config, model=model, mesh=functools.partial(sampling_mesh, mesh))
+    load = workload(
+        config, [config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size
+    )
+    with as_settings(of_engine(kind)):
+        return kind.programs(dataclasses.replace(arguments, max_rows=max_rows), load)
+
+
 def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
     """Bytes of each device that JAX may use, and a note on them.
 
     Raises:
-        UserError: if a sidecar on the same GPUs leaves too little.
+        UserError: if an engine on the same devices leaves too little.
     """
-    chip, vllm = topology.chip, config.rollout.vllm
-    if config.rollout.engine != "vllm" or vllm.visible_devices:
+    chip, share = topology.chip, _share(config)
+    if share is None:
         return int(chip.usable_gib * GIB), f"of {chip.memory_gib:g} GiB"
-    if vllm.sleep:
-        share, reason = 1 - _UNUSED_SHARE, "less a tenth, while vLLM sleeps"
-    else:
-        share, reason = trainer_share(vllm), f"less vLLM's share of {vllm.memory_share:g} and a tenth"
-        check_shares(vllm, share)
-    return int(chip.memory_gib * share * GIB), f"{chip.memory_gib:g} GiB {reason}"
+    return int(chip.memory_gib * share.trainer * GIB), f"{chip.memory_gib:g} GiB {share.reason}"
+
+
+def _share(config: Config) -> DeviceShare | None:
+    """How an engine on the same devices shares them; None where it has others, or is in the trainer's process."""
+    kind, arguments = engine_arguments(config)
+    with as_settings(of_engine(kind)):
+        return kind.device_share(arguments)

@@ -10,7 +10,7 @@ from dcmdp_jax.config.settings import Config, MeshSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.roofline import roofline
-from dcmdp_jax.plan.run_plan import GIB, RunPlan, plan_run
+from dcmdp_jax.plan.run_plan import GIB, CompiledRun, compile_run
 from dcmdp_jax.plan.topologies import Topology
 
 _WIDEST_TENSOR = 8
@@ -32,7 +32,7 @@ class Tried(NamedTuple):
 
     mesh: MeshSettings
     micro_batch_tokens: int
-    plan: RunPlan | None
+    plan: CompiledRun | None
     refused: str = ""
     seconds_per_token: float = float("inf")
 
@@ -125,7 +125,7 @@ def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) ->
         config, mesh=mesh, training=dataclasses.replace(config.training, micro_batch_tokens=tokens)
     )
     try:
-        plan = plan_run(changed, topology, only=("step",), refuse=True)
+        plan = compile_run(changed, topology, only=("step",), refuse=True)
     except UserError as error:
         return Tried(mesh, tokens, None, str(error))
     seconds = float("inf")
@@ -137,5 +137,5 @@ def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) ->
     return Tried(mesh, tokens, plan, seconds_per_token=seconds)
 
 
-def _peak(plan: RunPlan) -> int:
+def _peak(plan: CompiledRun) -> int:
     return max(phase.total for phase in plan.phases)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,41 +11,24 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.batch_shapes import abstract_batch
-from dcmdp_jax.data.packing import PackingPlan
+from dcmdp_jax.data.columns import columns_of_run
+from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
-from dcmdp_jax.models.ops.blocks import BLOCKS
+from dcmdp_jax.models.ops.blocks import expert_blocks
+from dcmdp_jax.models.ops.blockwise import attention_blocks
 from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.parallel.lowerable import Lowerable, TripCounts, bytes_per_device, sharded
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.plan.hlo import TripCounts, in_scope
+from dcmdp_jax.plan.hlo import in_scope
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
-from dcmdp_jax.training.programs import make_step_programs
+from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.row_logprobs import kernel_axes
 from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings, new_state
 from dcmdp_jax.training.step import OLD_LOGPROBS
 from dcmdp_jax.types import TrainState
-
-
-class Lowerable(NamedTuple):
-    """A program of the run, not compiled yet.
-
-    Attributes:
-        name: "step", "prefill", ...
-        trace: gives the traced program.
-        trip_counts: of loops whose end is data, in the worst case.
-        held: bytes on each device of its arguments that live longer than it, by kind.
-        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
-        tokens: of one device at least, in a forward pass.
-    """
-
-    name: str
-    trace: Callable[[], jax.stages.Traced]
-    trip_counts: TripCounts
-    held: dict[str, int]
-    row_lengths: tuple[int, ...]
-    tokens: int
 
 
 class StepPlan(NamedTuple):
@@ -62,7 +43,7 @@ class StepPlan(NamedTuple):
 
     program: Lowerable
     compute: Compute
-    packing: PackingPlan
+    packing: RowShapes
     params_bytes: int
     optimizer_bytes: int
     micro_batches: int
@@ -85,7 +66,7 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
     )
     state: TrainState = sharded(state, programs.shardings)
-    batch = abstract_batch(packing, model.routing[:2] if config.rollout.router_replay else None)
+    batch = abstract_batch(packing, columns_of_run(config, model))
     if config.algorithm.tolerance_steps:
         batch = batch._replace(noise_floor=jax.ShapeDtypeStruct((), jnp.float32))
     batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
@@ -108,38 +89,23 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     )  # fmt: skip
 
 
-def sharded(tree: Any, shardings: Any) -> Any:
-    """Shapes with shardings, of which `shardings` has one for each leaf or for a whole subtree."""
-
-    def attach(sharding: Any, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
-
-    return jax.tree.map(attach, shardings, tree)
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Bytes that each device holds of arrays with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _predicted(packing: PackingPlan, mesh: Mesh) -> list[int]:
+def _predicted(packing: RowShapes, mesh: Mesh) -> list[int]:
     """Tokens of a device that a micro-batch predicts, of each bucket: all of a row but the first."""
     shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
 
 
-def expert_blocks(op_name: str) -> int | None:
-    """Iterations, at most, of a loop over blocks of rows of one expert each; None for another loop.
+def blocks_at_most(op_name: str) -> float | None:
+    """Iterations of a loop over blocks of experts' rows, at most, or of blockwise attention; None for another loop.
 
     Args:
         op_name: of the loop.
     """
-    found = re.search(rf"\b{BLOCKS}_(\d+)\b", op_name)
-    return int(found.group(1)) if found else None
+    return attention_blocks(op_name) or expert_blocks(op_name)
 
 
 def step_trip_counts(
-    model: ModelConfig, compute: Compute, packing: PackingPlan, mesh: Mesh, micro_batches: Sequence[int]
+    model: ModelConfig, compute: Compute, packing: RowShapes, mesh: Mesh, micro_batches: Sequence[int]
 ) -> TripCounts:
     """Lengths of a step's loops whose end is data.
 
@@ -157,7 +123,7 @@ def step_trip_counts(
     def trips(op_name: str) -> float | None:
         if in_scope(op_name, CHUNKS):
             return blocks
-        if (most := expert_blocks(op_name)) is not None:
+        if (most := blocks_at_most(op_name)) is not None:
             return most
         if not in_scope(op_name, MICRO_BATCHES):
             return None

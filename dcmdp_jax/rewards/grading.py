@@ -19,18 +19,26 @@ class Grading:
     Args:
         verifier: grades the texts.
         tokenizer: turns token ids into text.
-        answers: the right answer of each row, `prompt * group_size + member`.
+        answers: the right answer of each row, `prompt * group_size + member`; None for a row without one.
     """
 
-    def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> None:
+    def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str | None]) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._texts: dict[int, str] = {}
-        self.answers = answers
+        self._answers = answers
+
+    @property
+    def judged(self) -> list[int]:
+        """The rows that have an answer."""
+        return [row for row, answer in enumerate(self._answers) if answer is not None]
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """Start to grade completions, each row once."""
         texts = self.decode(rows, completion_ids)
-        self._verifier.begin(texts, [self.answers[row] for row in rows])
+        known = [
+            (text, answer) for row, text in zip(rows, texts, strict=True) if (answer := self._answers[row]) is not None
+        ]
+        self._verifier.begin([text for text, _ in known], [answer for _, answer in known])
 
     def decode(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> list[str]:
         """Texts of completions, each row once; they are kept for `texts`."""
@@ -41,8 +49,9 @@ class Grading:
 
     def texts(self) -> list[str]:
         """Texts of all rows, in their order, once each was decoded."""
-        return [self._texts[row] for row in range(len(self.answers))]
+        return [self._texts[row] for row in range(len(self._answers))]
 
     def grade(self) -> Grades:
-        """Rewards of all rows, in their order."""
-        return self._verifier.grade(self.texts(), self.answers)
+        """Rewards of the rows of `judged`, in their order."""
+        texts, rows = self.texts(), self.judged
+        return self._verifier.grade([texts[row] for row in rows], [self._answers[row] for row in rows])

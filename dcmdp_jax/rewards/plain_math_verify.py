@@ -8,23 +8,29 @@ from typing import Any
 
 import math_verify as library
 
+from dcmdp_jax.rewards.verl_signature import completion_text
+
 # It warns about each time limit that it is given.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math_verify(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float | None]:
-    """1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer.
+def math_verify(
+    completions: Sequence[Any], reference_answer: Sequence[str | None], **columns: Any
+) -> list[float | None]:
+    """1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer, or
+    there is none.
 
     The library's own time limits apply: 5 seconds to parse a text and 5 to compare; an answer over them gets 0. They
     replace the pool's alarm, so a call over the pool's limit ends a minute late.
 
     Args:
-        completions: texts.
-        answer: the reference answers.
+        completions: texts, or lists of messages.
+        reference_answer: the reference answers.
+        columns: not used.
     """
     del columns
-    golds = [library.parse(rf"\boxed{{{text}}}") for text in answer]
+    golds = [None if text is None else library.parse(rf"\boxed{{{text}}}") for text in reference_answer]
     return [
-        float(library.verify(gold, library.parse(text))) if gold else None
-        for gold, text in zip(golds, completions, strict=True)
+        float(library.verify(gold, library.parse(completion_text(completion)))) if gold else None
+        for gold, completion in zip(golds, completions, strict=True)
     ]

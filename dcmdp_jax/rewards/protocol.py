@@ -2,11 +2,15 @@
 
 The signature is TRL's, so a function written for it works here unchanged:
 
-    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+    def reward(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns)
+        -> list[float | None]
 
-`prompts` and `completions` are texts, `completion_ids` lists of token ids. Every other column of the data is a keyword
-argument, and so are `answer`, the reference answer, and `source`, the data source. All have one element per completion.
-The function may be `async def`.
+`prompts` and `completions` have a text for each completion whose prompt is text in the data, and a list of messages for
+one whose prompt is messages there; `completion_ids` has lists of token ids. Every other column of the data is a keyword
+argument as it is, and so are `answer`, `source` and `reference_answer` (`scoring.OWN_COLUMNS`). All have one element
+per completion. The function may be `async def`.
+
+A function with the signature of verl's `compute_score` works too (`verl_signature`).
 
 None means that the completion has no value of this reward. As in TRL, it adds nothing to the weighted sum, and a
 completion without any value gets 0.
@@ -16,30 +20,41 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import itertools
 import math
 import numbers
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.rewards.verl_signature import from_verl, has_verl_signature
+from dcmdp_jax.user_code import load_function
 
 MATH = "math"
 """The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's workers."""
 
-BUILT_IN = {"math_verify": "dcmdp_jax.rewards.plain_math_verify:math_verify"}
+ENVIRONMENT = "environment"
+"""The sum of what the environment of `task.environment` gave to the turns of a completion."""
+
+BUILT_IN_REWARDS = {
+    "math_verify": "dcmdp_jax.rewards.plain_math_verify:math_verify",
+    "reasoning_gym": "dcmdp_jax.rewards.reasoning_gym_score:reasoning_gym",
+    "verifiers": "dcmdp_jax.rewards.verifiers_score:verifiers",
+}
 """Reward functions with short names."""
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")
+NEED_ANSWERS = (MATH, "math_verify")
+"""Rewards that compare with the reference answer."""
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+"""Keyword arguments of every call, besides the columns."""
+
 _LARGEST = 1e9
+_LONGEST_NAME = 200
 
 RewardFunction = Callable[..., Any]
+Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +62,101 @@ class Problem:
     r"""One task: what the model is asked and what a right answer equals.
 
     Attributes:
-        prompt: text of the last user message, before any prompt suffix.
-        answer: reference answer in the verifier's notation (see `math.answers`).
+        prompt: text of the last user message, before any prompt suffix; of the last message if none is the user's.
+        answer: reference answer in the verifier's notation (see `math.answers`); None for a row without one.
         source: where it comes from: the row's `data_source`, else the file's name without suffix.
         index: 0-based row number in its source.
-        context: (role, content) of the messages before the prompt, a system message say.
+        messages: the chat, where the row's prompt is messages; each has `role` and `content`, both text, and what else
+            its template reads, such as `tool_calls`. Empty where the prompt is text.
+        tools: the tools that the chat template describes, as JSON schemas.
         solution: a worked solution where the row has one, else empty; supervised warm-up learns from it.
         columns: the row's fields for reward functions, without the prompt; empty unless they were asked for.
     """
 
     prompt: str
-    answer: str
+    answer: str | None
     source: str
     index: int
-    context: tuple[tuple[str, str], ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
     solution: str = ""
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def given(self) -> str | list[Message]:
+        """What reward functions get as the prompt: the text, or the messages."""
+        return list(self.messages) or self.prompt
+
+    def as_completion(self, text: str) -> str | list[Message]:
+        """What reward functions get as a completion of this problem: its text, or a message where the prompt is some.
+
+        As in TRL, the completion of a chat is a list of one message of the assistant.
+        """
+        return [{"role": "assistant", "content": text}] if self.messages else text
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerState:
+    """What a reward function learns about the run, by the names of transformers' `TrainerState`.
+
+    Attributes:
+        global_step: finished training steps.
+        max_steps: training steps of the run.
+        epoch: passes over the training problems that the finished steps have made.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+BEGINNING = TrainerState()
+"""The state before the first step of a run of no known length."""
+
+
+class Logged:
+    """What a reward function logs in one call, by TRL's `log_metric` and `log_extra`.
+
+    Args:
+        count: completions of the call.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.metrics: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number of this call. Several under one name are averaged.
+
+        Raises:
+            TypeError: if the name is no text or the value no number.
+        """
+        plain = plain_value(value)
+        if not isinstance(plain, numbers.Real):
+            raise TypeError(f"log_metric({name!r:.80}, {value!r:.80}): the value must be a number")
+        self.metrics.setdefault(_log_name("log_metric", name), []).append(float(plain))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a value for each completion, for samples.jsonl. The last values under one name count.
+
+        Raises:
+            TypeError: if the name is no text.
+            ValueError: if there is not one value for each completion.
+        """
+        values = list(values)
+        if len(values) != self._count:
+            raise ValueError(
+                f"log_extra({column!r:.80}, ...): got {len(values)} values for {self._count} completions, must be one "
+                "for each"
+            )
+        self.extra[_log_name("log_extra", column)] = values
+
+
+def _log_name(function: str, name: Any) -> str:
+    if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST_NAME:
+        raise TypeError(f"{function}({name!r:.80}, ...): the name must be text of at most {_LONGEST_NAME} characters")
+    return name
 
 
 class RewardError(UserError):
@@ -86,7 +180,7 @@ class Reward:
     """A reward and its weight in the total.
 
     Attributes:
-        function: `math`, a name in `BUILT_IN`, `module:function` or `path.py:function`.
+        function: `math`, a name in `BUILT_IN_REWARDS`, `module:function` or `path.py:function`.
         weight: factor in the weighted sum of all rewards.
     """
 
@@ -104,26 +198,24 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
     """Import a reward function and check that it accepts its arguments.
 
     Args:
-        function: a name in `BUILT_IN`, `module:function`, or `path.py:function` relative to the working directory.
+        function: a name in `BUILT_IN_REWARDS`, `module:function`, or `path.py:function` from the working directory.
         columns: names of the columns that it will get.
 
     Raises:
         RewardError: if the file, the module or the function is missing, the import raises, or the function takes
             other arguments.
     """
-    place, _, name = BUILT_IN.get(function, function).rpartition(":")
+    name = function.rpartition(":")[2]
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
-        raise RewardError(f"reward {function}: can't import {place}: {describe_error(error, place)}") from error
-    loaded = getattr(module, name, None)
-    if not callable(loaded):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise RewardError(f"reward {function}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        loaded = load_function(BUILT_IN_REWARDS.get(function, function))
+    except UserError as error:
+        raise RewardError(f"reward {error}") from error
     try:
         signature = inspect.signature(loaded)
     except ValueError:  # some functions written in C have no signature
         return loaded
+    if has_verl_signature(signature):
+        return from_verl(loaded)
     try:
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
     except TypeError as error:
@@ -136,18 +228,31 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
 
 def call_reward(
     function: RewardFunction,
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[str | list[Message]],
+    completions: Sequence[str | list[Message]],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
+    state: TrainerState = BEGINNING,
+    logged: Logged | None = None,
 ) -> list[float | None]:
     """Call a reward function, async or not, and check what it returns.
+
+    Args:
+        function: the function.
+        prompts, completions, completion_ids: one per completion.
+        columns: the other columns, one element per completion.
+        state: of the run.
+        logged: takes what the function logs.
 
     Raises:
         BadValue: if it does not return one finite number or None per completion.
         Exception: any exception of the function.
     """
-    values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+    logged = Logged(len(completions)) if logged is None else logged
+    values = function(
+        prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=state,
+        log_metric=logged.log_metric, log_extra=logged.log_extra, **columns,
+    )  # fmt: skip
     if inspect.isawaitable(values):
         values = asyncio.run(_wait_for(values))
     # A dict gives its keys and a set has no order; text gives letters.
@@ -182,36 +287,6 @@ def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[f
     ]
 
 
-def describe_error(error: BaseException, place: str) -> str:
-    """`KeyError: 'x' (length_reward.py, line 12)`, the last line of the user's file that ran.
-
-    Args:
-        error: what was raised.
-        place: the file, or the module, of the function.
-    """
-    module = sys.modules.get(place)
-    file = place if place.endswith(".py") else getattr(module, "__file__", None)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and _same_file(frame.filename, file)]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _same_file(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
-
-
-def _load_file(path: Path) -> Any:
-    # A unique name: a file math.py must not replace the module `math`.
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path.resolve())
-    assert spec is not None and spec.loader is not None  # the name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    if (directory := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(directory)  # the modules beside the file, as when Python runs it
-    spec.loader.exec_module(module)
-    return module
-
-
 async def _wait_for(values: Any) -> Any:
     return await values
 
@@ -220,7 +295,7 @@ def _check_value(row: int, value: Any) -> float | None:
     if value is None:
         return None
     # NumPy's and torch's scalars have item().
-    plain = _plain(value)
+    plain = plain_value(value)
     if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
         raise BadValue(f"returned {value!r:.80}, needs a finite number or None", row)
     if abs(plain) > _LARGEST:
@@ -228,7 +303,8 @@ def _check_value(row: int, value: Any) -> float | None:
     return float(plain)
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python's; anything else as it is."""
     try:
         return value.item() if hasattr(value, "item") else value
     except (TypeError, ValueError, RuntimeError):  # an array of several elements

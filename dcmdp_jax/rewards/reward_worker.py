@@ -9,6 +9,7 @@ which a process can't be forked.
 from __future__ import annotations
 
 import functools
+import json
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,15 +17,18 @@ from typing import Any
 
 from dcmdp_jax.errors import one_line
 from dcmdp_jax.rewards.protocol import (
-    BUILT_IN,
+    BUILT_IN_REWARDS,
     BadValue,
+    Logged,
     RewardError,
     RewardFunction,
+    TrainerState,
     call_reward,
-    describe_error,
     load_reward,
+    plain_value,
 )
 from dcmdp_jax.rewards.worker_process import serve
+from dcmdp_jax.user_code import describe_error
 
 
 @functools.cache
@@ -44,15 +48,20 @@ def load(function: str, columns: Sequence[str]) -> dict[str, Any]:
 def call(
     function: str,
     columns: Mapping[str, Sequence[Any]],
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]],
+    state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """{"rewards": [...]}, or {"problem": "...", "row": place or None} with one line that names the function."""
-    row, place = None, BUILT_IN.get(function, function).rpartition(":")[0]
+    """{"rewards": [...], "metrics": {...}, "extra": {...}} with what the function logged, or {"problem": "...", "row":
+    place or None} with one line that names the function."""
+    row, place = None, BUILT_IN_REWARDS.get(function, function).rpartition(":")[0]
+    logged = Logged(len(completions))
     try:
         loaded = _load(function, tuple(columns))
-        return {"rewards": call_reward(loaded, prompts, completions, completion_ids, columns)}
+        rewards = call_reward(loaded, prompts, completions, completion_ids, columns, TrainerState(**state), logged)
+        extra = json.loads(json.dumps(logged.extra, default=_json_value))
+        return {"rewards": rewards, "metrics": logged.metrics, "extra": extra}
     except RewardError as error:
         problem = str(error).removeprefix(f"reward {function}: ")
     except BadValue as error:
@@ -62,14 +71,22 @@ def call(
     return {"problem": f"reward {function}: {one_line(problem)}", "row": row}
 
 
+def _json_value(value: Any) -> Any:
+    """A NumPy or torch scalar as a number, anything else that JSON lacks as text."""
+    plain = plain_value(value)
+    return plain if isinstance(plain, bool | int | float) else str(value)
+
+
 def _memory_limit(error: BaseException) -> str:
     """The limit that a lack of memory may come from, as the end of a line."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     known = isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY
-    return f"; rewards.memory_limit is {limit / 1024**3:g} GiB, 0 is no limit" if known else ""
+    return f"; `memory_gib` is {limit / 1024**3:g} GiB, 0 is no limit" if known else ""
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # a file's, of which a killed call would lose what it printed last
+        stream.reconfigure(line_buffering=True)
     requests = {"load": load, "call": call}
     memory, socket_fd = map(int, sys.argv[1:])
     serve(socket_fd, lambda: lambda name, *args: requests[name](*args), memory_limit_bytes=memory or None)

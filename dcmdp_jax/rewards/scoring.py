@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcmdp_jax.rewards.grading import Grading
 from dcmdp_jax.rewards.math.verifier import Grades, Verifier, merge_grades
-from dcmdp_jax.rewards.protocol import MATH, Problem, Reward, RewardError, short_names, weighted_total
-from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
+from dcmdp_jax.rewards.protocol import (
+    BEGINNING,
+    ENVIRONMENT,
+    MATH,
+    Message,
+    Problem,
+    Reward,
+    RewardError,
+    TrainerState,
+    short_names,
+    weighted_total,
+)
+from dcmdp_jax.rewards.reward_pool import Failure, Returned, RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 _LOG = logging.getLogger(__name__)
-# Columns of every problem; a field of the row with this name is ignored.
-_OWN_COLUMNS = ("answer", "source")
+OWN_COLUMNS = {"answer": "answer", "source": "source", "reference_answer": "answer"}
+"""Columns of every problem -> its attribute. A row's own field of the name goes before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +46,8 @@ class BatchScores:
         failed: short name of each function -> completions of its failed calls.
         grades: the verifier's results, None without the reward `math`.
         sources: the data source of each; None if all data have the same.
+        logged: name -> sum and count of the numbers that functions logged under it (`log_metric`).
+        extra: name -> one value per completion (`log_extra`), JSON values.
     """
 
     totals: np.ndarray
@@ -39,6 +55,12 @@ class BatchScores:
     failed: dict[str, int]
     grades: Grades | None
     sources: tuple[str, ...] | None = None
+    logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+
+    def extra_of(self, index: int) -> dict[str, Any]:
+        """What functions logged about one completion, by name."""
+        return {name: values[index] for name, values in self.extra.items()}
 
     def of_completion(self, index: int) -> dict[str, float | None]:
         """Each reward of one completion, by name."""
@@ -57,13 +79,57 @@ def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
         failed={name: sum(part.failed[name] for part in parts) for name in first.failed},
         grades=merge_grades(grades) if grades else None,
         sources=None if first.sources is None else tuple(source for part in parts for source in part.sources),
+        logged=add_logged([part.logged for part in parts]),
+        extra={
+            name: [value for part in parts for value in part.extra.get(name, [None] * len(part.totals))]
+            for name in dict.fromkeys(name for part in parts for name in part.extra)
+        },
     )
+
+
+def add_logged(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    """Sums and counts of logged numbers, added up by name, in the order of the first."""
+    total: dict[str, tuple[float, int]] = {}
+    for name, (value, count) in (item for part in parts for item in part.items()):
+        before = total.get(name, (0.0, 0))
+        total[name] = before[0] + value, before[1] + count
+    return total
 
 
 def column_names(problems: Sequence[Problem]) -> list[str]:
     """Names of the columns that reward functions get for these problems, in the order of their first row."""
     names = dict.fromkeys(name for problem in problems for name in problem.columns)
-    return list(names | dict.fromkeys(_OWN_COLUMNS))
+    return list(names | dict.fromkeys(OWN_COLUMNS))
+
+
+def columns_of(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, list[Any]]:
+    """The columns of some problems, one value for each; None where a problem has none."""
+
+    def cell(problem: Problem, name: str) -> Any:
+        own = getattr(problem, OWN_COLUMNS[name]) if name in OWN_COLUMNS else None
+        return problem.columns.get(name, own)
+
+    return {name: [cell(problem, name) for problem in problems] for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What a completion was that an environment answered.
+
+    Attributes:
+        reward: the sum over its turns; None if the environment failed.
+        messages: the turns and the answers.
+        text, ids: all after the prompt, answers included.
+        turns: of the policy.
+        done: whether the environment ended it.
+    """
+
+    reward: float | None
+    messages: list[Message]
+    text: str
+    ids: np.ndarray
+    turns: int
+    done: bool
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], *, memory_gib: float = 0.0) -> None:
@@ -77,7 +143,7 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], *, memory_g
     Raises:
         RewardError: in one line, for a function that can't be imported or can't be called with these columns.
     """
-    functions = [reward.function for reward in rewards if reward.function != MATH]
+    functions = [reward.function for reward in rewards if reward.function not in (MATH, ENVIRONMENT)]
     with RewardPool(functions, columns, timeout_s=1.0, memory_gib=memory_gib) as pool:
         pool.wait_until_loaded()
 
@@ -94,6 +160,7 @@ class RewardScorer:
         memory_gib: address space of a function's process in GiB, 0 for no limit.
         stop_on_error: whether a failed call raises. Otherwise it is counted, and its completions get no value of this
             reward.
+        output: file that gets what functions print, at its end; None discards it.
     """
 
     def __init__(
@@ -106,13 +173,14 @@ class RewardScorer:
         timeout_s: float,
         memory_gib: float = 0.0,
         stop_on_error: bool,
+        output: Path | None = None,
     ) -> None:
         self.rewards, self.verifier, self.columns = tuple(rewards), verifier, tuple(columns)
         self.by_source, self.stop_on_error = by_source, stop_on_error
         functions = [reward.function for reward in rewards]
         self.names = dict(zip(functions, short_names(functions), strict=True))
-        own = [name for name in functions if name != MATH]
-        self.pool = RewardPool(own, columns, timeout_s=timeout_s, memory_gib=memory_gib)
+        own = [name for name in functions if name not in (MATH, ENVIRONMENT)]
+        self.pool = RewardPool(own, columns, timeout_s=timeout_s, memory_gib=memory_gib, output=output)
         self._warned: set[str] = set()
 
     def close(self) -> None:
@@ -147,14 +215,18 @@ class BatchScoring:
     Args:
         scorer: calls the functions.
         tokenizer: turns token ids into text.
-        problems: the problem of each row, `prompt * group_size + member`.
+        problems: the problem of each row, `prompt * group_size + member`. `math` has no value for one without answer.
+        state: of the run.
     """
 
-    def __init__(self, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
-        self._scorer, self._problems = scorer, problems
-        self.answers = [problem.answer for problem in problems]
-        self._grading = Grading(scorer.verifier, tokenizer, self.answers)
+    def __init__(
+        self, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem],
+        state: TrainerState = BEGINNING,
+    ) -> None:  # fmt: skip
+        self._scorer, self._problems, self._state = scorer, problems, state
+        self._grading = Grading(scorer.verifier, tokenizer, [problem.answer for problem in problems])
         self._completion_ids: dict[int, np.ndarray] = {}
+        self._played: Mapping[int, Played] = {}
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """Start to score completions, each row once, while others are still sampled."""
@@ -163,6 +235,11 @@ class BatchScoring:
         else:
             self._grading.decode(rows, completion_ids)
         self._completion_ids |= zip(rows, completion_ids, strict=True)
+
+    def add_played(self, played: Mapping[int, Played]) -> None:
+        """Take what an environment made of the rows, before `finish`: functions get the answers too."""
+        self._played = played
+        self._completion_ids |= {row: one.ids for row, one in played.items()}
 
     def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], BatchScores]:
         """Texts and scores of all rows, in their order, once `begin` got each.
@@ -177,26 +254,41 @@ class BatchScoring:
         if not self._problems:
             return [], scorer.no_scores()
         texts = self._grading.texts()
+        completions = [problem.as_completion(text) for problem, text in zip(self._problems, texts, strict=True)]
+        for row, played in self._played.items():
+            texts[row] = played.text
+            completions[row] = played.messages if self._problems[row].messages else played.text
         scorer.pool.begin(
-            [problem.prompt for problem in self._problems], texts,
+            [problem.given for problem in self._problems], completions,
             [self._completion_ids[row] for row in range(len(texts))],
-            {name: [self._cell(problem, name) for problem in self._problems] for name in scorer.columns},
+            columns_of(self._problems, scorer.columns), self._state,
         )  # fmt: skip
         grades = self._grading.grade() if MATH in scorer.names else None
         results = scorer.pool.collect(on_wait)
         if grades is not None:
-            results[MATH] = grades.rewards.tolist()
+            given: list[float | None] = [None] * len(texts)
+            for row, value in zip(self._grading.judged, grades.rewards.tolist(), strict=True):
+                given[row] = value
+            results[MATH] = Returned(given)
+        turns: dict[str, tuple[float, int]] = {}
+        if played := [self._played[row] for row in range(len(texts)) if row in self._played]:
+            results[ENVIRONMENT] = Returned([one.reward for one in played])
+            turns["environment/turns_mean"] = (float(sum(one.turns for one in played)), len(played))
+            turns["environment/done_fraction"] = (float(sum(one.done for one in played)), len(played))
         values: list[list[float | None]] = []
-        failed = {}
+        failed: dict[str, int] = {}
+        extra: dict[str, list[Any]] = {}
         for reward in scorer.rewards:
             result, name = results[reward.function], scorer.names[reward.function]
             if isinstance(result, Failure):
                 self._failed(reward.function, result)
+                result = Returned([None] * len(texts))
                 failed[name] = len(texts)
-                result = [None] * len(texts)
             elif reward.function != MATH:
-                failed[name] = 0
-            values.append(result)
+                failed[name] = sum(one.reward is None for one in played) if reward.function == ENVIRONMENT else 0
+            values.append(result.rewards)
+            # Two functions may log under one name.
+            extra |= {f"{name}/{key}" if key in extra else key: column for key, column in result.extra.items()}
         totals = weighted_total(values, [reward.weight for reward in scorer.rewards])
         by_name = zip(scorer.names.values(), values, strict=True)
         return texts, BatchScores(
@@ -205,10 +297,12 @@ class BatchScoring:
             failed=failed,
             grades=grades,
             sources=tuple(problem.source for problem in self._problems) if scorer.by_source else None,
-        )
-
-    def _cell(self, problem: Problem, name: str) -> object:
-        return getattr(problem, name) if name in _OWN_COLUMNS else problem.columns.get(name)
+            logged=turns | add_logged([
+                {key: (math.fsum(numbers), len(numbers)) for key, numbers in result.metrics.items()}
+                for result in results.values() if isinstance(result, Returned)
+            ]),
+            extra=extra,
+        )  # fmt: skip
 
     def _failed(self, function: str, failure: Failure) -> None:
         problem = failure.problem
@@ -218,3 +312,34 @@ class BatchScoring:
         if self._scorer.stop_on_error:
             raise RewardError(problem)
         self._scorer.warn_once(function, problem)
+
+
+_OF_TURNS = ("environment/turns_mean", "environment/done_fraction")
+
+
+def reward_metrics(scores: BatchScores) -> dict[str, float]:
+    """Metrics of a batch, named as in observe/metric_names.py.
+
+    `reward/NAME/mean` and `/std` of each reward, over the completions that have a value of it; absent if none has.
+    `reward/NAME/failed` of each function. `reward/source/SOURCE/mean` and `/std` of the totals, if the scores name
+    sources. `environment/turns_mean` and `/done_fraction` with an environment. `logged/NAME`: mean of the
+    numbers that functions logged under NAME.
+    """
+    metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
+    for name, values in scores.values.items():
+        metrics |= _mean_and_std(f"reward/{name}", values[np.isfinite(values)])
+    sources = scores.sources or ()
+    for source in sorted(set(sources)):
+        metrics |= _mean_and_std(f"reward/source/{source}", scores.totals[np.array(sources) == source])
+    missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
+    metrics["reward/without_value"] = int(missing.sum())
+    for name, (value, count) in scores.logged.items():
+        metrics[name if name in _OF_TURNS else f"logged/{name}"] = value / count
+    return metrics
+
+
+def _mean_and_std(name: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    exact = values.astype(np.float64)
+    return {f"{name}/mean": float(exact.mean()), f"{name}/std": float(exact.std())}

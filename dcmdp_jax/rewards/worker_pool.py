@@ -83,10 +83,11 @@ class WorkerPool:
         program: arguments of the Python interpreter for a program that calls `worker_process.serve`; the file
             descriptor of its socket is appended.
         num_workers: maximum number of processes. A process is started when a task waits for one.
+        output: file that gets what the processes print, at its end; None discards it.
     """
 
-    def __init__(self, program: Sequence[str], num_workers: int) -> None:
-        self._program = tuple(program)
+    def __init__(self, program: Sequence[str], num_workers: int, output: Path | None = None) -> None:
+        self._program, self._output = tuple(program), output
         self._num_workers = num_workers
         self._tasks: queue.PriorityQueue[tuple[int, int, Task | None]] = queue.PriorityQueue()
         self._results: queue.SimpleQueue[tuple[Task, Outcome] | Exception] = queue.SimpleQueue()
@@ -176,7 +177,7 @@ class WorkerPool:
             with self._lock:
                 if self._closed:
                     raise RuntimeError("the worker pool is closed")
-                worker = _Worker(self._program)
+                worker = _Worker(self._program, self._output)
                 self._workers.add(worker)
             fatal = worker.wait_until_ready()
             if fatal is None:
@@ -196,16 +197,16 @@ class WorkerPool:
 class _Worker:
     """One worker process, its children, and the socket to them."""
 
-    def __init__(self, program: Sequence[str]) -> None:
+    def __init__(self, program: Sequence[str], output: Path | None) -> None:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, open(output or os.devnull, "ab") as printed:
             self._process = subprocess.Popen(
                 [sys.executable, *program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
                 env=os.environ | {"PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # the process group to kill is the worker and its child

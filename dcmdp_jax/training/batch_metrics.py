@@ -1,15 +1,21 @@
-"""Metrics of a training batch: rewards and engine mismatch."""
+"""Metrics of a training batch, on the device and on the host: rewards, engine mismatch, lengths, time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, mismatch_statistics
 from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.lengths import QUANTILES
+from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.types import Batch, Rows
 
 Metrics = dict[str, jax.Array]
@@ -17,7 +23,7 @@ Metrics = dict[str, jax.Array]
 
 def batch_metrics(
     batch: Batch,
-    rows: tuple[tuple[jax.Array, jax.Array], ...],
+    rows: tuple[tuple[jax.Array, ...], ...],
     settings: AlgorithmSettings,
     tolerance: float | jax.Array,
 ) -> Metrics:
@@ -39,7 +45,8 @@ def batch_metrics(
 
     mask, rollout = flat(lambda b: b.completion_mask), flat(lambda b: b.rollout_logprobs)
     train, delta = (
-        jnp.concatenate([x.reshape(mini_batches, -1) for x in xs], axis=1) for xs in zip(*rows, strict=True)
+        jnp.concatenate([x.reshape(mini_batches, -1) for x in xs], axis=1)
+        for xs in zip(*(row[:2] for row in rows), strict=True)
     )
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(lambda b: b.completion_index) + offsets
@@ -65,3 +72,102 @@ def batch_metrics(
         "mismatch/effective_sample_size": mismatch["effective_sample_size"],
         "completions/discrepancy": masked.completion_means(delta, mask, index, total),
     }
+
+
+def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[tuple[jax.Array, ...], ...]) -> Metrics:
+    """The two parts of the gap between trainer and engine, of a batch that lags behind the policy.
+
+        log p_now - log p^Inf = (log p_now - log p_v) + (log p_v - log p^Inf) = staleness + mismatch
+
+    token by token: p_now is the training stack at the start of the step, p_v the same under the weights v that
+    sampled the token. lambda is moved by the mismatch alone.
+
+    Args:
+        rows: of the batch, [M, A, R, L] for each bucket.
+        logprobs: log p_v, delta and log p_now of its tokens, like `rows`.
+
+    Returns:
+        [] float32: mean, mean of the absolute value and largest absolute value of each, over sampled tokens.
+    """
+    staleness, mismatch, gap, mask = (
+        jnp.concatenate([x.reshape(-1) for x in xs])
+        for xs in zip(
+            *(
+                (now - then, then - bucket.rollout_logprobs, now - bucket.rollout_logprobs, bucket.completion_mask)
+                for bucket, (then, _, now) in zip(rows, logprobs, strict=True)
+            ),
+            strict=True,
+        )
+    )
+    metrics = {}
+    for name, values in {"staleness": staleness, "mismatch": mismatch, "gap": gap}.items():
+        metrics[f"{name}/log_ratio_mean"] = masked.masked_mean(values, mask)
+        metrics[f"{name}/log_ratio_abs_mean"] = masked.masked_mean(jnp.abs(values), mask)
+        metrics[f"{name}/log_ratio_max"] = masked.masked_max(jnp.abs(values), mask)
+    return metrics
+
+
+class PhaseTimer:
+    """Seconds of each phase of a step, and when it was."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        """(phase, start, end) by `time.monotonic`."""
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block; blocks of one name add up."""
+        began = time.monotonic()
+        yield
+        ended = time.monotonic()
+        self.spans.append((name, began, ended))
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began
+
+    @property
+    def starts(self) -> dict[str, float]:
+        """Unix time at which each phase began first."""
+        offset = time.time() - time.monotonic()
+        return {name: began + offset for name, began, _ in reversed(self.spans)}
+
+    def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """The phases, the total, and tokens per second."""
+        total = time.monotonic() - self._began
+        sampled = sum(episode.num_sampled for episode in episodes)
+        tokens = sum(len(episode.token_ids) for episode in episodes)
+        return self.seconds | {
+            "time/total": total,
+            "throughput/tokens_per_second": tokens / total,
+            "throughput/sampled_tokens_per_second": sampled / self.seconds["time/generate"],
+        }
+
+
+def rollout_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:
+    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of metric_names.py."""
+    lengths = [episode.num_sampled for episode in episodes]
+    judged = {} if grades is None else {
+        "reward/verifier_timeouts": grades.timeouts,
+        "reward/verifier_errors": grades.errors,
+        "reward/verifier_over_budget": grades.over_budget,
+        "reward/no_answer_fraction": grades.unparsed / max(1, grades.rewards.size),
+    }  # fmt: skip
+    return judged | {
+        "completion/length_mean": float(np.mean(lengths)),
+        "completion/length_min": min(lengths),
+        **{f"completion/length_p{p}": float(np.percentile(lengths, p)) for p in QUANTILES},
+        "completion/length_max": max(lengths),
+        "completion/truncated_fraction": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
+    }
+
+
+def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
+    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a synchronous run.
+
+    Args:
+        batch: packed, before it goes to the devices.
+        policy_version: the training step of the parameters that the batch trains.
+    """
+    versions = [rows.columns["policy_versions"][rows.completion_mask] for rows in batch.rows]
+    lag = policy_version - np.concatenate(versions)
+    return {"rollout/staleness_mean": float(lag.mean()), "rollout/staleness_max": float(lag.max())}

@@ -15,6 +15,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,8 @@ from dcmdp_jax.types import Params, TrainState
 logger = logging.getLogger(__name__)
 
 _ITEMS = ("params", "learner", "meta")
+# Of a run whose sampling runs ahead: what the batches in flight are sampled with.
+_BEHIND = "behind"
 
 
 class CheckpointError(UserError):
@@ -112,6 +115,8 @@ class Checkpoints:
         self._hosts = hosts
         self._directory = Path(run_dir).resolve() / "checkpoints"
         self._reference: dict[str, int] | None = None
+        self.behind: dict[int, Params] = {}
+        """Of the checkpoint that `restore` read: version -> parameters of the batches in flight."""
         if hosts.is_writer:
             _drop_unreadable_scores(self._directory)
             self._run = run_id(Path(run_dir))
@@ -123,7 +128,7 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
-            item_names=_ITEMS,
+            item_names=(*_ITEMS, _BEHIND),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=keep,
                 # Orbax 0.12 writes the scores to disk, for a resumed run, only if there is a best_fn.
@@ -133,7 +138,15 @@ class Checkpoints:
             ),
         )
 
-    def save(self, step: int, state: TrainState, *, model: ModelConfig, prompts_taken: int | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        model: ModelConfig,
+        prompts_taken: int | None = None,
+        behind: Mapping[int, Params] = MappingProxyType({}),
+    ) -> None:
         """Start writing the state after `step` steps; return when the arrays may be donated.
 
         Args:
@@ -141,6 +154,8 @@ class Checkpoints:
             state: the state.
             model: the model's shape, so that the parameters can be loaded alone.
             prompts_taken: position in the stream of prompts where the next step begins.
+            behind: version -> parameters that the batches in flight are sampled with: sampling is a function of
+                weights, seed and step, so a resumed run samples them again.
         """
         if self._manager.latest_step() == step:
             return
@@ -158,16 +173,13 @@ class Checkpoints:
         }
         if self._reference is not None:
             meta["digests"]["reference"] = self._reference
+        items = {"params": ocp.args.StandardSave(state.params), "learner": ocp.args.StandardSave(learner)}
+        if behind:
+            named = {str(version): params for version, params in behind.items()}
+            items[_BEHIND] = ocp.args.StandardSave(named)
+            meta["digests"][_BEHIND] = {version: digests(params) for version, params in named.items()}
         meta["crc32"] = _record_checksum(meta)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                learner=ocp.args.StandardSave(learner),
-                meta=ocp.args.JsonSave(meta),
-            ),
-            metrics={},
-        )
+        self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)), metrics={})
 
     def add_score(self, step: int, score: PolicyScore) -> None:
         """Make a saved step a candidate for the best; wait until it is on disk.
@@ -271,6 +283,10 @@ class Checkpoints:
             raise failure or ValueError("another host can't read it")
         for item in ("params", "learner"):
             _check_digests(restored[item], saved["digests"][item])
+        kept = saved["digests"].get(_BEHIND, {})
+        for version, expected in kept.items():
+            _check_digests(restored[_BEHIND][version], expected)
+        self.behind = {int(version): restored[_BEHIND][version] for version in kept}
         return TrainState(params=restored["params"], **restored["learner"])
 
     def _read_own_part(
@@ -290,14 +306,11 @@ class Checkpoints:
                     f"{self._directory / str(step)}: its model has {name}={value!r}, this config's has "
                     f"{wanted[name]!r}; choose another run_dir"
                 )
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.params),
-                learner=ocp.args.StandardRestore(_learner(abstract)),
-            ),
-        )
-        return saved, restored
+        items = {"params": abstract.params, "learner": _learner(abstract)}
+        if kept := saved["digests"].get(_BEHIND):
+            items[_BEHIND] = dict.fromkeys(kept, abstract.params)
+        wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
+        return saved, self._manager.restore(step, args=ocp.args.Composite(**wanted))
 
     def _move_aside(self, step: int) -> None:
         target = self._directory / "damaged" / str(step)

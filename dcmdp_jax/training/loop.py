@@ -13,41 +13,56 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.config.arguments import PACKING, in_settings
+from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.prompts import EncodedPrompts, save_tokenizer
-from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
-from dcmdp_jax.evaluation.held_out import HeldOutTask
+from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards
 from dcmdp_jax.evaluation.table import plain_average
+from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.parallel.global_arrays import to_global
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
-from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.training.across_hosts import gather_evaluation
-from dcmdp_jax.training.build import Parts, build_parts
+from dcmdp_jax.rewards.scoring import reward_metrics
+from dcmdp_jax.training.across_hosts import data_facts, gather_evaluation
+from dcmdp_jax.training.ahead import (
+    KeptParams,
+    Sampled,
+    SamplingAhead,
+    check_versions,
+    version_of,
+    versions_in_flight,
+)
+from dcmdp_jax.training.batch_metrics import PhaseTimer, rollout_metrics, staleness_metrics
+from dcmdp_jax.training.build import Parts, build_parts, reference_params, start
 from dcmdp_jax.training.checkpoint import PolicyScore
-from dcmdp_jax.training.fingerprint import data_facts
-from dcmdp_jax.training.host_metrics import PhaseTimer, rollout_metrics, staleness_metrics
 from dcmdp_jax.training.run_directory import claimed, record_config
-from dcmdp_jax.training.setup import Plan
-from dcmdp_jax.training.skipped_updates import SkippedUpdates
-from dcmdp_jax.training.start import reference_params, start
+from dcmdp_jax.training.setup import Plan, samples_beside
 from dcmdp_jax.training.state import measures_tolerance
-from dcmdp_jax.training.step_rollout import StepRollout, StepRollouts
-from dcmdp_jax.training.stop_signal import Interrupted, StopSignal
-from dcmdp_jax.types import Batch, TrainState
+from dcmdp_jax.training.step import ADVANTAGES, TRAIN_LOGPROBS
+from dcmdp_jax.training.step_rollout import (
+    NoiseFloor,
+    StepRollout,
+    StepRollouts,
+    recorded_completions,
+    shown_samples,
+    trainer_state,
+)
+from dcmdp_jax.training.stopping import AlarmWatch, Interrupted, SkippedUpdates, StopSignal
+from dcmdp_jax.types import Batch, Params, Rows, TrainState
 
 logger = logging.getLogger(__name__)
 
+# Share of padding in a step that people are told of, once.
+_MUCH_PADDING = 0.3
+
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
-# Of the noise floor: completions scored in one pass, and completions and tokens of each sampled alone.
-_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
 _ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
@@ -73,17 +88,23 @@ class Trainer:
         self.plan, self.parts, self.config = plan, parts, plan.config
         self.hosts, self.stop = plan.hosts, stop
         self.engine, self.checkpoints = parts.engine, parts.checkpoints
-        self.rollouts = StepRollouts(plan, parts.engine, parts.scorer)
+        self.rollouts = StepRollouts(plan, parts.engine, parts.scorer, parts.turns)
         self._pushed: tuple[int, dict[str, float]] | None = None
+        self._sampled_until: float | None = None
         self._finished: tuple[TrainState, int] | None = None
         self._prompts_taken = prompts_taken
-        algorithm = self.config.algorithm
-        # For the noise floor. Compiled as one: each operation alone would be a program of its own.
-        self._token_discrepancy = jax.jit(
-            functools.partial(
-                token_discrepancy, measure=algorithm.measure, sided=algorithm.sided, ratio_limit=algorithm.ratio_limit
-            )
-        )
+        self._padding_told = False
+        self._lag, self._ahead, self._kept = self.config.rollout.lag, None, None
+        if self._lag:
+            self._kept = KeptParams(
+                parts.shardings.params, on_host=self.config.rollout.old_logprobs == "current",
+                kept=self.checkpoints.behind,
+            )  # fmt: skip
+            self._ahead = SamplingAhead(
+                self._lag, self.config.training.steps, self._make_ahead, taken=prompts_taken,
+                beside=samples_beside(plan),
+            )  # fmt: skip
+        self._noise_floor = NoiseFloor(plan, parts.engine)
 
     def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
@@ -96,6 +117,9 @@ class Trainer:
         except _ENDS_A_RUN as error:
             error.args = (f"{error}; {self._keep_finished_steps()}",)
             raise
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
 
     def _keep_finished_steps(self) -> str:
         """Save the state after the last finished step if that can be done; say what is kept.
@@ -123,10 +147,12 @@ class Trainer:
         step, or evaluates that policy, again.
         """
         config, step = self.config, int(state.step)
-        skipped = SkippedUpdates(config, step)
+        skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
         reference = reference_params(self.plan, self.parts, step)
         if not resumed:
             self._save(state, step)
+        if self._lag and step < config.training.steps:
+            self._sample_in_flight(state, step)
         tasks = [task.name for task, _ in self.plan.held_out]
         recorded = all(has_record(config.run_dir, step, f"eval/{name}/") for name in tasks)
         [evaluated] = self.hosts.largest(recorded)
@@ -134,39 +160,144 @@ class Trainer:
             self._evaluate(state, step, writer)
         while step < config.training.steps:
             self._finished = state, step
-            with self._alone(state, step):
-                self._check_stop()
             timer = PhaseTimer()
+            with self._alone(state, step):
+                if self._ahead is not None:
+                    with timer.phase("wait"):
+                        self._ahead.settle()
+                self._check_stop()
             with timer.phase("push"):
-                pushed = self._push(state, step)
-            alone = functools.partial(self._alone, state, step)
-            rollout = self.rollouts.sample(step, self._prompts_taken, timer, alone, self._check_stop)
-            measures = measures_tolerance(config.algorithm, jax.device_get(state.dual))
-            floor = self._noise_floor(rollout, step) if step == 0 or measures else {}
-            # Before the step, whose peak they would add to; the next push brings new ones in any case.
-            self.engine.release_weights()
-            with timer.phase("pack"):
-                batch, packed = self._pack(rollout, floor, state, step)
+                pushed = self._push(state.params, step)
+            sampled = self._batch_ahead(state, step, timer) if self._lag else self._batch_now(state, step, timer)
+            rollout = sampled.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
-                state, metrics = self.parts.train_step(state, batch, reference)
+                state, metrics = self.parts.train_step(state, sampled.batch, reference)
+                recorded = [metrics.pop(name, None) for name in (TRAIN_LOGPROBS, ADVANTAGES)]
                 metrics = jax.device_get(metrics)
             step += 1
             self._prompts_taken += len(rollout.problems)
             completions = metrics.pop("completions/discrepancy")
-            metrics |= pushed | packed | floor | timer.metrics(rollout.episodes)
+            metrics |= rollout.source_metrics(completions.reshape(-1))
+            metrics |= pushed | sampled.metrics | sampled.floor | self._times(sampled, timer)
             metrics |= rollout_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
             if config.algorithm.refill_rounds:
                 metrics |= rollout.dynamic_metrics()
             metrics |= skipped.record(step, metrics)
+            metrics |= alarms.record(step, metrics, completions)
             writer.write(step, metrics)
             self._finished = state, step
-            self._write_samples(step, writer, rollout, completions)
+            if samples := shown_samples(self.plan, step, rollout, completions):
+                writer.write_samples(step, samples)
+            if writer.records(step):
+                given = rollout, self.plan.train.problems, sampled.rows, *jax.device_get(recorded)
+                exact = self.parts.rescore is not None
+                writer.write_rollouts(step, recorded_completions(*given, exact=exact))
             skipped.check(metrics)
-            due = self._evaluation_is_due(step)
-            if due or step == config.training.steps or step % config.checkpoint.every_steps == 0:
+            due, [stops] = self._evaluation_is_due(step), self.hosts.largest(alarms.ends_the_run)
+            if due or stops or step == config.training.steps or step % config.checkpoint.every_steps == 0:
                 self._save(state, step)
+            if stops:
+                self.checkpoints.wait()
+                alarms.stop(step)
             if due:
                 self._evaluate(state, step, writer)
+
+    def _batch_now(self, state: TrainState, step: int, timer: PhaseTimer) -> Sampled:
+        """The batch of a step, sampled by the policy that it trains."""
+        alone = functools.partial(self._alone, state, step)
+        rollout = self.rollouts.sample(step, self._prompts_taken, timer, alone, self._check_stop)
+        measures = measures_tolerance(self.config.algorithm, jax.device_get(state.dual))
+        floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+        # Before the step, whose peak they would add to; the next push brings new ones in any case.
+        self.engine.release_weights()
+        with timer.phase("pack"):
+            sampled = Sampled(rollout, floor, *self._pack(rollout, floor, step), timer)
+            self._recompute(state.params, sampled)
+        return sampled
+
+    def _batch_ahead(self, state: TrainState, step: int, timer: PhaseTimer) -> Sampled:
+        """The batch of a step, sampled by earlier weights; those of this step begin to sample a later one."""
+        kept, version = self._kept, version_of(step, self._lag)
+        with timer.phase("wait"), self._beside(state, step):
+            self._start_ahead(state.params, step, step)
+            sampled = self._ahead.take(step)
+        if not self._ahead.beside:
+            self.engine.release_weights()
+        if self.config.rollout.old_logprobs == "kept":
+            with timer.phase("step"):
+                self._recompute(state.params if version == step else kept.get(version), sampled)
+        kept.drop_before(version_of(step + 1, self._lag))
+        kept.keep(step, state.params)
+        return sampled
+
+    def _start_ahead(self, params: Params, version: int, step: int) -> None:
+        """Start to sample with the weights in the engine; wait for it where p^Train is computed while they are here."""
+        for each in self._ahead.start_all(version, step):
+            if self.config.rollout.old_logprobs == "current":
+                self._recompute(params, self._ahead.batch(each))
+
+    def _sample_in_flight(self, state: TrainState, step: int) -> None:
+        """Sample the batches again that were in flight when the state was saved, each with the weights it had."""
+        self._finished = state, step
+        for version in versions_in_flight(step, self._lag):
+            params = self._kept.get(version)
+            self._push(params, version)
+            with self._beside(state, step):
+                self._start_ahead(params, version, step)
+                self._ahead.settle()
+            if not self._ahead.beside:
+                self.engine.release_weights()
+
+    @contextlib.contextmanager
+    def _beside(self, state: TrainState, step: int) -> Iterator[None]:
+        """The sampler's work: alone where it has a thread, else in turn with other hosts, which it meets itself."""
+        if not self._ahead.beside:
+            yield
+            self._ahead.settle()
+            return
+        with self._alone(state, step):
+            yield
+            self._check_stop()
+
+    def _make_ahead(self, step: int, first: int) -> Sampled:
+        """The batch of a step, in the sampler's thread where it has one; the engine has the weights for it."""
+        alone = contextlib.nullcontext if self._ahead.beside else functools.partial(self._alone, *self._finished)
+
+        def check_stop() -> None:
+            if self._ahead.closing.is_set():
+                raise _Leaving
+            self._check_stop()
+
+        if self._ahead.closing.is_set():
+            raise _Leaving
+        with alone():
+            self._check_stop()
+        timer, algorithm = PhaseTimer(), self.config.algorithm
+        rollout = self.rollouts.sample(step, first, timer, alone, check_stop)
+        check_versions(rollout.episodes, version_of(step, self._lag))
+        measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
+        floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+        with timer.phase("pack"):
+            return Sampled(rollout, floor, *self._pack(rollout, floor, step), timer)
+
+    def _recompute(self, params: Params, sampled: Sampled) -> None:
+        """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""
+        if self.parts.rescore is not None:
+            sampled.batch, sampled.metrics["mismatch/sampler"] = self.parts.rescore(params, sampled.batch)
+        if self._lag:
+            sampled.batch = self.parts.old_logprobs(params, sampled.batch)
+
+    def _times(self, sampled: Sampled, timer: PhaseTimer) -> dict[str, float]:
+        """Seconds of each phase; where sampling runs ahead also what the overlap won and how long each side waited."""
+        if not self._lag:
+            return timer.metrics(sampled.rollout.episodes)
+        timer.seconds |= sampled.timer.seconds
+        times = timer.metrics(sampled.rollout.episodes)
+        began, ended = sampled.timer.spans[0][1], sampled.timer.spans[-1][2]
+        idle, self._sampled_until = max(0.0, began - (self._sampled_until or began)), ended
+        in_turn = sum(times[f"time/{phase}"] for phase in STEP_PHASES)
+        starts = {f"time/start_{phase}": at for phase, at in {**timer.starts, **sampled.timer.starts}.items()}
+        return times | starts | {"time/engine_idle": idle, "time/overlap": in_turn - times["time/total"]}
 
     def _check_stop(self) -> None:
         """Leave what this process does alone if a signal came, here or to another process."""
@@ -206,10 +337,10 @@ class Trainer:
             "limit: rewards.timeout)"
         ) from failure
 
-    def _push(self, state: TrainState, step: int) -> dict[str, float]:
+    def _push(self, params: Params, step: int) -> dict[str, float]:
         """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
         if self._pushed is None or self._pushed[0] != step:
-            measured = self.engine.push_weights(state.params, step)
+            measured = self.engine.push_weights(params, step)
             self._pushed = step, dict(zip(measured, self.hosts.largest(*measured.values()), strict=True))
         return self._pushed[1]
 
@@ -218,47 +349,10 @@ class Trainer:
         every = self.config.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
-    def _noise_floor(self, rollout: StepRollout, step: int) -> dict[str, float]:
-        """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
-
-        Scored in one pass, and the first few sampled once more, each alone: the larger mean, and the largest of all
-        processes' engines.
-        """
-        own = self._own_noise_floor(rollout, step)
-        [floor] = self.hosts.largest(-1.0 if own is None else own)
-        return {"mismatch/noise_floor": floor} if floor >= 0 else {}
-
-    def _own_noise_floor(self, rollout: StepRollout, step: int) -> float | None:
-        usable = {int(row): rollout.episodes[row] for row in np.flatnonzero(~rollout.dropped)[:_SCORED_AGAIN]}
-        episodes, sampling = list(usable.values()), self.plan.sampling
-        few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
-        shorter = dataclasses.replace(
-            sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
-        )
-        try:
-            scored = self.engine.score(
-                [episode.prompt_ids for episode in episodes],
-                [episode.completion_ids for episode in episodes],
-                temperature=sampling.temperature,
-            )
-            together, alone = sample_alone(self.engine, few, shorter, seed=self.config.training.seed, step=step)
-        except EngineError as error:
-            # A diagnostic does not end a run that is set to go on without what is broken.
-            if self.config.rollout.on_non_finite != "drop":
-                raise
-            logger.warning("no noise floor: %s", error)
-            return None
-        masks = [episode.sampled_mask[episode.prompt_length :] for episode in episodes]
-        again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
-        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in episodes])
-        differences = [self._token_discrepancy(again, sampled)]
-        if together.size:
-            differences.append(self._token_discrepancy(alone, together))
-        return max(float(np.mean(each)) for each in differences)
-
     def _pack(
-        self, rollout: StepRollout, floor: Mapping[str, float], state: TrainState, step: int
-    ) -> tuple[Batch, dict[str, Any]]:
+        self, rollout: StepRollout, floor: Mapping[str, float], step: int
+    ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
+        """The batch on the devices, its rows on the host, and metrics."""
         batch, report = pack(
             [rollout.episodes[row] for row in rollout.rows],
             rollout.scores.totals[rollout.rows],
@@ -270,11 +364,20 @@ class Trainer:
         metrics |= staleness_metrics(batch, step)
         if self.config.algorithm.tolerance_steps:
             batch = batch._replace(noise_floor=np.float32(floor.get("mismatch/noise_floor", 0.0)))
+        host_rows = batch.rows
         batch = to_global(batch, self.parts.batch_shardings)
-        metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
-        if self.parts.rescore is not None:
-            batch, metrics["mismatch/sampler"] = self.parts.rescore(state.params, batch)
-        return batch, metrics
+        padding = metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
+        if padding > _MUCH_PADDING and not self._padding_told:
+            self._padding_told = True
+            advice = padding_advice(
+                self.plan.packing,
+                longest=self.config.max_total_tokens,
+                chosen=not self.config.training.row_lengths,
+                limited=self.config.training.segments_per_row > 0,
+            )
+            advice = in_settings(advice, PACKING)
+            logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
+        return batch, host_rows, metrics
 
     def _evaluate(self, state: TrainState, step: int, writer: MetricsWriter) -> None:
         """Score the inference engine's policy on every held-out task: avg@K; their mean is kept with its checkpoint.
@@ -282,8 +385,10 @@ class Trainer:
         The policy is saved already. The record of all tasks comes last: it says that nothing is left to do.
         """
         with self._alone(state, step):
+            if self._ahead is not None:
+                self._ahead.settle()
             self._check_stop()
-        self._push(state, step)
+        self._push(state.params, step)
         results = [self._evaluate_task(state, step, task, prompts) for task, prompts in self.plan.held_out]
         named = zip(results, self.plan.held_out, strict=True)
         name = " ".join(f"{result.task}/avg@{result.samples} {task.location}" for result, (task, _) in named)
@@ -293,6 +398,7 @@ class Trainer:
         for result in results:
             metrics[f"{result.task}/avg@{result.samples}"] = result.average
             metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
+            metrics |= held_out_rewards(result)
         writer.write(step, metrics)
 
     def _evaluate_task(
@@ -304,41 +410,25 @@ class Trainer:
         with self._alone(state, step):
             result = evaluate(
                 self.engine,
-                self.parts.verifier,
+                self.parts.scorer,
                 self.plan.tokenizer,
                 prompts.token_ids[share],
-                [problem.answer for problem in prompts.problems[share]],
+                prompts.problems[share],
                 sampling,
                 task=f"eval/{task.name}",
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
+                state=trainer_state(self.plan, step, self._prompts_taken),
+                turns=self.parts.turns,
                 check_stop=self._check_stop,
             )
         return gather_evaluation(self.hosts, result)
 
     def _save(self, state: TrainState, step: int) -> None:
-        self.checkpoints.save(step, state, model=self.plan.model, prompts_taken=self._prompts_taken)
-
-    def _write_samples(
-        self, step: int, writer: MetricsWriter | NoWriter, rollout: StepRollout, discrepancy: np.ndarray
-    ) -> None:
-        settings, size = self.config.observe, self.plan.sampling.group_size
-        if not settings.samples or (step - 1) % settings.samples_every_steps:
-            return
-        means = discrepancy.reshape(-1)
-        # One completion of each of the first prompts says more than many of one prompt.
-        picked = [(place * size, group) for place, group in enumerate(rollout.groups[: settings.samples])]
-        writer.write_samples(step, [
-            {
-                "prompt": self.plan.train.problems[rollout.problems[group]].prompt,
-                "completion": rollout.texts[group * size],
-                "answer": rollout.answers[group * size],
-                "reward": float(rollout.scores.totals[group * size]),
-                "rewards": rollout.scores.of_completion(group * size),
-                "discrepancy_mean": float(means[place]),
-            }
-            for place, group in picked
-        ])  # fmt: skip
+        behind = self._kept.of(versions_in_flight(step, self._lag)) if self._lag else {}
+        self.checkpoints.save(
+            step, state, model=self.plan.model, prompts_taken=self._prompts_taken, behind=behind
+        )  # fmt: skip
 
 
 def train(
@@ -391,7 +481,10 @@ def _open_records(plan: Plan, stack: contextlib.ExitStack, step: int, resumed: b
         MetricsWriter(
             config.run_dir,
             wandb_project=config.observe.wandb_project or None,
+            trackio_project=config.observe.trackio_project or None,
             resume_step=step if resumed else None,
             listener=progress.update,
+            rollouts_every_steps=config.observe.rollouts_every_steps,
+            rollouts_max_bytes=config.observe.rollouts_max_gib * 2**30,
         )
     )

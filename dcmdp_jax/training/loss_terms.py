@@ -1,4 +1,4 @@
-"""The terms of the loss beside the surrogate: the divergence from the reference policy, and the experts' balance.
+"""The loss as the settings have it; beside the surrogate the divergence from the reference policy and experts' balance.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
@@ -15,12 +15,60 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.algorithm.losses import policy_loss
+from dcmdp_jax.algorithm.masked import completion_means
+from dcmdp_jax.algorithm.numerics import clamped_log_ratio
+from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, split
+from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean
-from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
+from dcmdp_jax.types import Array, Batch, Rows
 
 SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
 """Metrics: S / W, K / V and B, means of the updates that were made."""
+
+
+def signals_of(
+    settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array, expected: Array | None = None
+) -> Signals:
+    """The constants of rows as the settings have them; see `row_signals`."""
+    measure = {"measure": settings.measure, "sided": settings.sided, "ratio_limit": settings.ratio_limit}
+    return row_signals(
+        tokens, weights, measure=measure, level=settings.level, penalty=remedies.penalty,
+        corrections=remedies.corrections, expected=expected,
+        count_dropped=settings.correction_denominator == "all",
+    )  # fmt: skip
+
+
+def loss_of(
+    settings: AlgorithmSettings, remedies: Remedies, signals: Signals, train_logprobs: Array
+) -> tuple[Mean, Statistics]:
+    """The loss of rows as the settings have it, left unreduced; see `policy_loss`."""
+    tokens, weights = signals.tokens, signals.weights
+    anchors = {"train": tokens.old_logprobs, "proximal": tokens.start_logprobs}
+    anchor = anchors.get(settings.ratio_denominator, tokens.rollout_logprobs)
+    if settings.ratio_denominator == "proximal":
+        weights = weights * proximal_weights(tokens)
+    tokens = tokens._replace(train_logprobs=train_logprobs, anchor_logprobs=anchor)
+    return policy_loss(tokens, weights, loss=remedies.loss, ratio_level=settings.ratio_level)
+
+
+def proximal_weights(tokens: Tokens) -> jax.Array:
+    """pi_prox / pi_old of the tokens, the weight of the decoupled objective (`ratio_denominator="proximal"`).
+
+        l_t = -(pi_prox / pi_old) min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_prox
+
+    pi_prox is the policy at the start of the step and pi_old the one that sampled, both on the training stack: the
+    clip bounds what this step changes, and the weight corrects for what changed since sampling (Hilton et al. 2022,
+    arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298, whose pi_old is the engine's). 1 without a lag.
+
+    Returns:
+        [R, L] float32, a constant; 1 outside the mask; e^20 at most.
+    """
+    moved = jnp.where(tokens.completion_mask, clamped_log_ratio(tokens.start_logprobs, tokens.old_logprobs), 0.0)
+    return jax.lax.stop_gradient(jnp.exp(moved))
 
 
 class Terms(NamedTuple):
@@ -73,3 +121,95 @@ def term_metrics(
     if terms.router is not None:
         metrics[ROUTER] = load_balancing_loss(terms.router)
     return metrics
+
+
+class OldOutputs(NamedTuple):
+    """Of the weights that made the batch, for each bucket.
+
+    Attributes:
+        logprobs: p^Train; None where the update's own pass gives them.
+        entropy: of the policy in the state before each token; None unless `level` is "state".
+    """
+
+    logprobs: tuple[jax.Array | None, ...]
+    entropy: tuple[jax.Array | None, ...]
+
+
+def charged_rewards(
+    rewards: jax.Array,
+    rows: tuple[Rows, ...],
+    old_logprobs: tuple[jax.Array, ...],
+    multiplier: jax.Array,
+    tolerance: float | jax.Array,
+    settings: AlgorithmSettings,
+    penalty: Function,
+) -> jax.Array:
+    """Rewards with the charge inside, before their group's mean and deviation are taken (`level="reward"`).
+
+        r_i - lambda mean_t delta_{i,t},    or as `method` has it for an advantage,
+
+    so that a completion is compared with the others of its prompt in both. The group's deviation is that of the
+    charged rewards: in a group of equal rewards the discrepancy alone decides, and lambda, above 0, cancels.
+
+    Args:
+        rewards: [N] float32 of a mini-batch.
+        rows, old_logprobs: its buckets, [A, R, L] each.
+        multiplier, tolerance: lambda_k and c.
+        settings: measure, sided, ratio_limit.
+        penalty: how the discrepancy is charged; it sees advantages, discrepancy, multiplier and tolerance alone.
+
+    Returns:
+        [N] float32; completions without a token keep their reward.
+    """
+    delta, mask, index = (
+        jnp.concatenate([x.reshape(-1) for x in parts])[None]
+        for parts in zip(
+            *(
+                (_delta(b, old, settings), b.completion_mask, b.completion_index)
+                for b, old in zip(rows, old_logprobs, strict=True)
+            ),
+            strict=True,
+        )
+    )
+    means = completion_means(delta, mask, index, len(rewards))
+    tokens = Tokens(
+        advantages=rewards[None], discrepancy=means[None], completion_mask=jnp.ones((1, len(rewards)), bool),
+        completion_index=jnp.arange(len(rewards))[None], num_completions=len(rewards),
+        multiplier=multiplier, tolerance=jnp.float32(tolerance),
+    )  # fmt: skip
+    return split(penalty(tokens))[0][0]
+
+
+def state_discrepancy(batch: Batch, old: OldOutputs, settings: AlgorithmSettings) -> tuple[jax.Array, ...]:
+    """Estimate of the expected discrepancy in the state before each token, the baseline of `level="state"`.
+
+        b(s_t) = beta H(pi_old(. | s_t)),    beta = sum delta H / sum H^2 over the tokens of the batch,
+
+    the least-squares line through 0. It is the same for all tokens that could have been sampled in a state, so it
+    leaves the expected gradient of the token's charge as it is and takes from its variance what entropy explains: the
+    engine's full distribution, which the exact expectation needs, is not recorded.
+
+    Args:
+        batch: [M, A, R, L] buckets.
+        old: of the same shapes.
+        settings: measure, sided, ratio_limit.
+
+    Returns:
+        [M, A, R, L] float32 for each bucket.
+    """
+    product = square = jnp.float32(0)
+    for bucket, logprobs, entropy in zip(batch.rows, *old, strict=True):
+        # Padding may hold anything.
+        entropy = jnp.where(bucket.completion_mask, entropy, 0.0)
+        product += jnp.sum(entropy * _delta(bucket, logprobs, settings))
+        square += jnp.sum(entropy**2)
+    slope = jnp.where(square > 0, product / jnp.where(square > 0, square, 1.0), 0.0)
+    return tuple(slope * entropy for entropy in old.entropy)
+
+
+def _delta(rows: Rows, old_logprobs: jax.Array, settings: AlgorithmSettings) -> jax.Array:
+    values = token_discrepancy(
+        old_logprobs, rows.rollout_logprobs,
+        measure=settings.measure, sided=settings.sided, ratio_limit=settings.ratio_limit,
+    )  # fmt: skip
+    return jnp.where(rows.completion_mask, values, 0.0)

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.engines.local.layout import check_mesh
-from dcmdp_jax.engines.vllm.devices import has_cuda_plugin, present_gpus
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import choose_ops
+from dcmdp_jax.models.scheme import FULL
+from dcmdp_jax.parallel.gpus import has_cuda_plugin, present_gpus
 
 
 def check_platform(platform: str) -> None:
@@ -50,14 +52,21 @@ def check_experts(config: Config, model: ModelConfig) -> None:
             raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
 
-def check_engine_mesh(config: Config, model: ModelConfig) -> None:
-    """Refuse a mesh of the embedded engine that does not divide the model."""
-    if config.rollout.engine != "local":
-        return
-    try:
-        check_mesh(model, config.rollout.local.tensor, config.rollout.local.expert)
-    except UserError as error:
-        raise UserError(f"config.rollout.local.{error}") from None
+def check_forward(config: Config, engine: EngineArguments, platform: str) -> None:
+    """Refuse to repeat roundings that the trainer can't, or those of another build of the engine than the one here.
+
+    Args:
+        config: the settings.
+        engine: with its model and platform.
+        platform: of JAX's devices.
+    """
+    scheme = forward_scheme(config, platform, model=engine.model)
+    if scheme != FULL and engine.platform and (engine.platform == "cpu") != (platform == "cpu"):
+        name = "forward_precision" if config.model.forward_precision != "full" else "forward_cache"
+        raise UserError(
+            f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on {engine.platform}, the "
+            f"trainer on {platform}, and its build for {platform} rounds otherwise; set 'full'"
+        )
 
 
 def check_reductions(config: Config, mesh: Mesh) -> None:

@@ -17,6 +17,7 @@ from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import quantized_leaves
 from dcmdp_jax.models.products import products_in
+from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.sharding import PARAM_AXES, constrain, data_parallel_only, shard_map_over_model_axes
 from dcmdp_jax.types import Params, Rows
 
@@ -27,7 +28,7 @@ class RowOutputs(NamedTuple):
     Attributes:
         logprobs, entropy: [R, L] float32 nats, of the completion tokens.
         router: `moe.router_sums` of each layer over the positions that predict a completion token, stacked; empty of a
-            dense model. These positions are computed however prompts are laid out, and once each.
+            dense model.
     """
 
     logprobs: jax.Array
@@ -45,20 +46,19 @@ def make_row_logprobs(
     *,
     temperature: float,
     mesh: Mesh | None,
-    forward_precision: str = "full",
+    scheme: Scheme = FULL,
     head_dtype: str = "compute",
 ) -> RowLogprobs:
     """The training stack's forward pass on rows. Every log-prob of training comes from here.
 
-    A mixture of experts uses the experts that the rows name, if they do (`Rows.routed_experts`).
+    A mixture of experts uses the experts that the rows name, if they do (column `routed_experts`).
 
     Args:
         model: the model.
         compute: dtype, rematerialization, kernel and chunk.
         temperature: the one that completions are sampled at.
         mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
-        forward_precision: "full", or "int8", "int4" or "fp8": matrices, the output's too, have the values that the
-            embedded engine in this precision multiplies by; gradients pass straight through.
+        scheme: roundings of the engine that the forward pass repeats; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
     """
     pin: dict[str, Any] = {"mesh": mesh}
@@ -77,14 +77,14 @@ def make_row_logprobs(
 
     def forward(params: Params, rows: Rows) -> RowOutputs:
         output = decoder.output_kernel(params)
-        if forward_precision != "full":
-            output = quantize.straight_through(output, True, forward_precision)
-            layers = quantize.straight_through(params["layers"], quantized_leaves(model)["layers"], forward_precision)
+        if scheme.weights:
+            output = quantize.straight_through(output, True, scheme.weights)
+            layers = quantize.straight_through(params["layers"], quantized_leaves(model)["layers"], scheme.weights)
             params = {**params, "layers": layers}
         hidden, router = decoder.hidden_states_and_aux(
-            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute, prompts=rows.prompts,
+            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute,
             counted=logprobs.predicting(rows.completion_mask) if model.num_experts else None,
-            replayed=rows.routed_experts, **pin,
+            replayed=rows.columns.get("routed_experts"), scheme=scheme, **pin,
         )  # fmt: skip
         if head_dtype != "compute":
             hidden = hidden.astype(head_dtype)
@@ -95,8 +95,7 @@ def make_row_logprobs(
 
 def without_replay(rows: Rows) -> Rows:
     """Rows whose experts are the router's choice: those of another policy than the one that sampled."""
-    prompts = rows.prompts if rows.prompts is None else rows.prompts._replace(routed_experts=None)
-    return rows._replace(prompts=prompts, routed_experts=None)
+    return rows.without_columns("routed_experts")
 
 
 def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:

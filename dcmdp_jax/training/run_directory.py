@@ -18,9 +18,9 @@ import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config.checks import may_change
-from dcmdp_jax.config.fields import flatten
 from dcmdp_jax.config.settings import Config, from_saved, setting_names, to_dict, to_saved
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.observe.run_files import CONFIG_FILE
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -75,8 +75,11 @@ def _short_name(name: str) -> str:
     return next(tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1)
 
 
-def check_run_directory(config: Config) -> None:
+def check_run_directory(config: Config) -> Config | None:
     """Refuse a directory that can't be written, or that holds a run of another config. Creates nothing.
+
+    Returns:
+        The config of the run that is there; None without one.
 
     Raises:
         OSError: if it can't be made or written.
@@ -98,7 +101,7 @@ def check_run_directory(config: Config) -> None:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise UserError(f"config.run_dir: {path} is no file (a FIFO, socket or device); remove it")
     if not (run_dir / CONFIG_FILE).exists():
-        return
+        return None
     try:
         saved = read_config(run_dir)
     except ValueError as error:
@@ -110,6 +113,7 @@ def check_run_directory(config: Config) -> None:
                 f"config.run_dir: {run_dir} holds a run with {name}={before[name]!r}, this config has "
                 f"{now[name]!r}; choose another run_dir, or delete that one"
             )
+    return saved
 
 
 def _check_length(run_dir: Path) -> None:

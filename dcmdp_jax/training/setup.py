@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,48 +16,41 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.config.algorithm import check_own_remedies
+from dcmdp_jax.config.arguments import HOSTS, MESH, as_settings, of_engine
+from dcmdp_jax.config.engine import engine_arguments, find_trainable
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.data.packing import (
-    PackingPlan,
-    default_row_lengths,
-    make_plan,
-    make_shared_plan,
-    shared_group_shape,
-)
-from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, end_token_ids, load_tokenizer
+from dcmdp_jax.data.lengths import expected_step, typical_lengths
+from dcmdp_jax.data.mixtures import PromptStream, cycle, parse_mixture
+from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.vllm.launch import check_installation
-from dcmdp_jax.engines.vllm_limits import check_temperature
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
-from dcmdp_jax.memory.parts import plan_memory
-from dcmdp_jax.memory.plan import MemoryPlan, this_machine
-from dcmdp_jax.models.attention import choose_kernel
-from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.evaluation.held_out import HeldOutTask
+from dcmdp_jax.memory.parts import memory_of_run
+from dcmdp_jax.memory.use import MemoryUse, this_machine
+from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.observe.metrics_io import require_wandb
+from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.run_files import METRICS_FILE
+from dcmdp_jax.observe.run_summary import overlap
+from dcmdp_jax.observe.trackers import require
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
-from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
-from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, training_mesh
-from dcmdp_jax.parallel.sharding import data_parallel_only
-from dcmdp_jax.rewards.protocol import MATH, Reward, RewardError
-from dcmdp_jax.rewards.scoring import check_rewards, column_names
-from dcmdp_jax.training.model_checks import (
-    check_engine_mesh,
-    check_experts,
-    check_kernel,
-    check_lengths,
-    check_platform,
-    check_reductions,
-)
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
+from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, sampling_mesh, training_mesh
+from dcmdp_jax.rewards.protocol import Reward
+from dcmdp_jax.training.model_checks import check_forward, check_kernel, check_platform, check_reductions
 from dcmdp_jax.training.run_directory import check_run_directory
+from dcmdp_jax.training.run_files import RunFiles, read_files
 
 logger = logging.getLogger(__name__)
+
+_CPU_UNROLL = 8
+"""Layers in one iteration of the scan over layers on a CPU, where the layers' gradients are copied in a loop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +71,8 @@ class Plan:
         rewards: what a completion earns.
         columns: names of the data's columns that reward functions get.
         memory: what it takes, and what there is.
+        stream: the order in which training problems are asked.
+        engine: arguments of the engine.
         hosts: the processes of the run.
     """
 
@@ -86,12 +84,32 @@ class Plan:
     train: EncodedPrompts
     held_out: tuple[tuple[HeldOutTask, EncodedPrompts], ...]
     worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None
-    packing: PackingPlan
+    packing: RowShapes
     sampling: SamplingParams
     rewards: tuple[Reward, ...]
     columns: tuple[str, ...]
-    memory: MemoryPlan
+    memory: MemoryUse
+    stream: PromptStream
+    engine: EngineArguments
     hosts: Hosts = ONE_PROCESS
+
+
+class _Machine(NamedTuple):
+    """What this machine gives a run; attributes as of `Plan`."""
+
+    engine: EngineArguments
+    mesh: Mesh
+    compute: Compute
+    packing: RowShapes
+
+
+@contextlib.contextmanager
+def joined_hosts(config: Config) -> Iterator[Hosts]:
+    """Join the processes of a run, see `hosts.join_hosts`; errors name the settings."""
+    with contextlib.ExitStack() as stack:
+        with as_settings(HOSTS):
+            hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
+        yield hosts
 
 
 def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
@@ -105,218 +123,116 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
         UserError: one line naming setting or file, value and remedy.
         OSError: for directories and files that can't be read or written.
     """
-    check_run_directory(config)
-    vllm_on_cpu = False
-    if config.rollout.engine == "vllm":
-        # Before the mesh: on a shared GPU this says how much memory JAX may take when it starts.
-        vllm_on_cpu = check_installation(config.rollout.vllm, config.rollout.precision) == "cpu"
-        check_temperature(config.rollout.temperature, "config.rollout.temperature")
-        check_temperature(config.evaluation.temperature, "config.evaluation.temperature")
-    if config.observe.wandb_project:
-        require_wandb(config.observe.wandb_project)
+    config, engine = _check_alone(config)
+    files = read_files(config)
+    engine = dataclasses.replace(engine, model=files.model)
+    machine = _start_machine(config, engine, hosts)
+    config, memory = _fit_memory(config, files, machine)
+    return Plan(
+        config=config, model=files.model, compute=machine.compute, mesh=machine.mesh, tokenizer=files.tokenizer,
+        train=files.train, held_out=files.held_out, worked_solutions=files.worked_solutions, packing=machine.packing,
+        sampling=SamplingParams(
+            group_size=config.rollout.group_size,
+            max_completion_tokens=config.rollout.max_completion_tokens,
+            temperature=config.rollout.temperature,
+            stop_token_ids=files.stop_token_ids,
+        ),
+        rewards=files.rewards, columns=files.columns, memory=memory, stream=files.stream,
+        engine=dataclasses.replace(machine.engine, max_rows=memory.rows), hosts=hosts,
+    )  # fmt: skip
+
+
+def _check_alone(config: Config) -> tuple[Config, EngineArguments]:
+    """Check the run's directory and what the settings need installed; take over what the run has fitted before."""
+    saved = check_run_directory(config)
+    if saved is not None and not config.rollout.fitted_rows and saved.rollout.max_rows == config.rollout.max_rows:
+        config = _with_fitted_rows(config, saved.rollout.fitted_rows)
+    for kind in ("wandb", "trackio"):
+        if project := getattr(config.observe, f"{kind}_project"):
+            require(kind, project)
+    kind, engine = engine_arguments(config)
+    with as_settings(of_engine(kind)):
+        return config, dataclasses.replace(engine, platform=kind.check_machine(engine))
+
+
+def _with_fitted_rows(config: Config, rows: int) -> Config:
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, fitted_rows=rows))
+
+
+def _start_machine(config: Config, engine: EngineArguments, hosts: Hosts) -> _Machine:
+    """Start JAX's devices, and lay out the model, the engine and the batch on them."""
+    model, kind = engine.model, find_trainable(config.rollout.engine)
+    with as_settings(of_engine(kind)):
+        kind.check_model(engine, engine.platform)
     enable_compile_cache()
     set_cpu_devices(config.mesh.cpu_devices)
-    # Before the tokenizer, whose loader would take a directory that is not there for a name on the Hub, and be blamed
-    # for a config.json that it reads too.
-    model = _saved_model(config)
     platform = jax.devices()[0].platform
     check_platform(platform)
-    check_kernel(config, platform, (model or config.model.architecture).head_dim)
-    tokenizer = _tokenizer(config, model.vocab_size if model else None)
-    model = model or fresh_model(config, tokenizer)
-    check_lengths(config, model)
-    check_engine_mesh(config, model)
+    check_kernel(config, platform, model.head_dim)
+    check_forward(config, engine, platform)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
-    mesh = training_mesh(*sizes, num_params=num_params(model))
-    check_training_mesh(
-        mesh, num_heads=model.num_heads, num_experts=model.num_experts, completions=config.completions_per_mini_batch
-    )
-    check_experts(config, model)
+    with as_settings(MESH):
+        mesh = training_mesh(*sizes, num_params=num_params(model))
+        check_training_mesh(
+            mesh, num_heads=model.num_heads, num_experts=model.num_experts,
+            completions=config.completions_per_mini_batch,
+        )  # fmt: skip
     check_reductions(config, mesh)
-    stop = end_token_ids(tokenizer, config.model.path or None, vocab_size=model.vocab_size)
-    rewards = tuple(Reward(*each) for each in config.rewards.weighted)
-    own = any(reward.function != MATH for reward in rewards)
-    train = _load_prompts(config, tokenizer, "task.train", split="train", keep_columns=own)
-    columns = tuple(column_names(train.problems)) if own else ()
-    try:
-        check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
-    except RewardError as error:
-        raise UserError(f"config.rewards.functions: {error}") from error
-    held_out = _held_out(config, tokenizer)
-    worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
+    check_own_remedies(config.algorithm)
     compute, packing = layout(config, mesh)
-    sampling = SamplingParams(
-        group_size=config.rollout.group_size,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        temperature=config.rollout.temperature,
-        stop_token_ids=stop,
+    engine = dataclasses.replace(
+        engine,
+        mesh=functools.partial(sampling_mesh, mesh),
+        directory=engine.directory.with_name(engine.directory.name + f"_{hosts.index}" * bool(hosts.index)),
     )
+    return _Machine(engine, mesh, compute, packing)
+
+
+def _fit_memory(config: Config, files: RunFiles, machine: _Machine) -> tuple[Config, MemoryUse]:
+    """The memory of the run, and the config with the rows that fit, so that a resumed run decodes the same batches."""
     completions = config.training.prompts_per_step * config.rollout.group_size
-    completions = max(completions, *(len(prompts.problems) * task.samples for task, prompts in held_out), 0)
-    asked = [*train.token_ids, *(ids for _, prompts in held_out for ids in prompts.token_ids)]
-    memory = plan_memory(
-        config, model, compute, mesh, packing, this_machine(mesh.devices.flat[0].platform),
-        prompt_lengths=[len(ids) for ids in asked], completions=completions, vllm_on_cpu=vllm_on_cpu,
+    completions = max(completions, *(len(prompts.problems) * task.samples for task, prompts in files.held_out), 0)
+    asked = [*files.train.token_ids, *(ids for _, prompts in files.held_out for ids in prompts.token_ids)]
+    memory = memory_of_run(
+        config, files.model, machine.compute, machine.mesh, machine.packing,
+        this_machine(machine.mesh.devices.flat[0].platform), engine=machine.engine,
+        prompt_lengths=[len(ids) for ids in asked], completions=completions,
     )  # fmt: skip
     memory.check()
-    return Plan(
-        config, model, compute, mesh, tokenizer, train, held_out, worked_solutions, packing, sampling, rewards, columns,
-        memory, hosts,
-    )  # fmt: skip
+    return _with_fitted_rows(config, memory.rows if memory.rows < config.rollout.max_rows else 0), memory
 
 
-def model_and_tokenizer(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
-    """The model that a config trains and its tokenizer, checked; nothing is allocated.
-
-    Raises:
-        UserError: in one line, for a directory or sizes that are refused.
-    """
-    saved = _saved_model(config)
-    tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
-    return saved or fresh_model(config, tokenizer), tokenizer
-
-
-def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
-    settings = {"model.tokenizer": config.model.tokenizer, "model.path": config.model.path}
-    for setting, path in settings.items():
-        if path:
-            try:
-                return load_tokenizer(path, vocab_size=vocab_size)
-            except UserError as error:
-                hint = "; model.tokenizer may name another" if setting == "model.path" else ""
-                raise UserError(f"config.{setting}: {error}{hint}") from error
-    return build_tokenizer()
-
-
-def _saved_model(config: Config) -> ModelConfig | None:
-    """The model of `model.path`, its config.json and its tensors' headers checked; None for a fresh model."""
-    path = config.model.path
-    if not path:
-        return None
-    if not Path(path).is_dir():
-        raise UserError(
-            f"config.model.path: no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one"
-        )
-    model = read_config(path)
-    check_manifest(path, model)
-    return model
-
-
-def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """The model of `model.architecture`, with the tokenizer's vocabulary."""
-    try:
-        return ModelConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=config.max_total_tokens,
-            **dataclasses.asdict(config.model.architecture),
-        )
-    except UserError as error:
-        raise UserError(f"config.model.architecture.{error}") from None
-
-
-def _load_prompts(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    setting: str,
-    *,
-    split: str,
-    location: str = "",
-    limit: int = 0,
-    keep_columns: bool = False,
-) -> EncodedPrompts:
-    """Problems of a setting's location as token ids under the config's template, suffix and limit."""
-    location = location or functools.reduce(getattr, setting.split("."), config)
-    try:
-        problems = load_problems(
-            location,
-            split=split,
-            limit=limit or None,
-            on_bad_row=config.task.on_bad_row,
-            keep_columns=keep_columns,
-        )
-        return encode_prompts(
-            problems,
-            tokenizer,
-            prompt_suffix=config.task.prompt_suffix,
-            max_prompt_tokens=config.task.max_prompt_tokens,
-            chat_template_kwargs=config.task.chat_template_kwargs,
-        )
-    except UserError as error:
-        where = "task." if str(error).startswith("chat_template_kwargs:") else f"{setting}: "
-        raise UserError(f"config.{where}{error}") from error
-
-
-def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
-    settings = config.evaluation
-    if not settings.every_steps:
-        return ()
-    load = functools.partial(
-        _load_prompts, config, tokenizer, "evaluation.task", split="test", limit=settings.max_problems
-    )
-    tasks = held_out_tasks(settings.task, settings.samples)
-    return tuple((task, load(location=task.location)) for task in tasks)
-
-
-def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
-    encoded = _load_prompts(config, tokenizer, "warmup.task", split="train")
-    if bare := [problem.index for problem in encoded.problems if not problem.solution]:
-        raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
-    solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]
-    return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]
-
-
-def layout(config: Config, mesh: Mesh) -> tuple[Compute, PackingPlan]:
+def layout(config: Config, mesh: Mesh) -> tuple[Compute, RowShapes]:
     """Computation of the training stack on a mesh, and the shapes of a batch."""
     platform = mesh.devices.flat[0].platform
-    kernel = choose_kernel(config.model.attention, np.dtype(jnp.dtype(config.model.compute_dtype)), platform)
-    skips = kernel == "splash"
-    segments = config.training.segments_per_row or (2**31 - 1 if skips else 1)
-    row_lengths = config.training.row_lengths or default_row_lengths(config.max_total_tokens, skips_segments=skips)
-    if skips and (odd := [length for length in row_lengths if length % 128]):
+    dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
+    longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
+    kernel = choose_kernel(config.model.attention, dtype, platform, longest)
+    # Where other segments cost nothing rows are long and hold many.
+    segments = config.training.segments_per_row or (ANY_NUMBER if kernel in SKIP_SEGMENTS else 1)
+    row_lengths = config.training.row_lengths
+    if kernel == "splash" and (odd := [length for length in row_lengths if length % 128]):
         raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
-    shapes = {
-        "micro_batch_tokens": config.training.micro_batch_tokens,
-        "mini_batches": config.mini_batches,
-        "completions": config.completions_per_mini_batch,
-        "row_shards": row_shards(mesh),
-    }
-    if _shares_prompts(config, mesh, kernel, row_lengths, segments):
-        packing = make_shared_plan(
-            max_prompt_tokens=config.task.max_prompt_tokens,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-            group_size=config.rollout.group_size,
-            **shapes,
-        )
-    else:
-        packing = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
+    packing = make_row_shapes(
+        row_lengths=row_lengths,
+        longest=config.max_total_tokens,
+        length_multiple=512 if kernel == "splash" else 8,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        mini_batches=config.mini_batches,
+        completions=config.completions_per_mini_batch,
+        segments_per_row=segments,
+        row_shards=row_shards(mesh),
+    )
     compute = Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
-        scan_unroll=config.model.scan_unroll,
+        scan_unroll=config.model.scan_unroll or (_CPU_UNROLL if platform == "cpu" else 1),
         attention=kernel,
         logprob_chunk=config.model.logprob_chunk,
         one_segment=segments == 1,
+        segments=config.training.segments_per_row,
     )
     return compute, packing
-
-
-def _shares_prompts(config: Config, mesh: Mesh, kernel: str, row_lengths: tuple[int, ...], segments: int) -> bool:
-    """Whether a group's prompt is computed once for all its completions, and not in each of their rows.
-
-    Rows of one length say that completions are about as long as each other: then a row for each in its group's place
-    costs nothing. Only the "xla" kernel can do it, only where whole rows are computed on one device, and a device's
-    part of a micro-batch has to hold a group.
-    """
-    alike = segments == 1 and len(row_lengths) == 1
-    several = config.rollout.group_size > 1 and config.task.max_prompt_tokens > 1
-    _, group_tokens = shared_group_shape(
-        config.task.max_prompt_tokens, config.rollout.max_completion_tokens, config.rollout.group_size
-    )
-    fits = group_tokens <= config.training.micro_batch_tokens
-    enough = config.training.prompts_per_mini_batch >= row_shards(mesh)
-    return alike and several and kernel == "xla" and data_parallel_only(mesh) and fits and enough
 
 
 def describe(plan: Plan) -> str:
@@ -326,6 +242,9 @@ def describe(plan: Plan) -> str:
     rows = ", ".join(
         f"{r} x {length}" for r, length in zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     )
+    limit = config.rollout.max_completion_tokens
+    prompts = np.array([len(ids) for ids in plan.train.token_ids])
+    expected = expected_step(packing, prompts, typical_lengths(limit))
     resumes = (Path(config.run_dir) / "checkpoints").is_dir()
     mesh = ", ".join(f"{name} {count}" for name, count in plan.mesh.shape.items())
     lines = [
@@ -343,25 +262,67 @@ def describe(plan: Plan) -> str:
         "rewards      " + ", ".join(f"{reward.weight:g} x {reward.function}" for reward in plan.rewards),
         f"step         {config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} "
         f"completions of at most {config.rollout.max_completion_tokens} tokens, {packing.mini_batches} update(s)",
-        f"rows         micro-batches of {rows} tokens"
-        + (
-            f", prompts of {packing.prompt_length} computed once for {packing.group_size} rows"
-            * bool(packing.group_size)
-        ),
+        f"rows         micro-batches of {rows} tokens, a program for each; {expected.padding:.0%} padding expected of "
+        f"completions with a median of {max(1, limit // 4)} tokens",
         f"warm-up      {config.warmup.steps} supervised steps" if config.warmup.steps else "warm-up      none",
+        *_lag(plan),
     ]
+    if len(plan.stream.sizes) > 1:
+        shares = zip(parse_mixture(config.task.train), cycle(plan.stream.weights), plan.stream.sizes, strict=True)
+        whole = sum(cycle(plan.stream.weights))
+        mixed = ", ".join(f"{part.name} {share / whole:.0%} ({size:,})" for part, share, size in shares)
+        lines.insert(-4, f"mixture      {mixed}")
+    if config.task.environment:
+        limits = f"at most {config.task.max_turns} turns of {config.turn_tokens} tokens"
+        lines.insert(-3, f"environment  {config.task.environment}, {limits}")
     if plan.hosts.count > 1:
         lines.insert(3, f"hosts        {', '.join(plan.hosts.names)}")
     lines += [("memory       " if index == 0 else " " * 13) + line for index, line in enumerate(plan.memory.table())]
     return "\n".join(lines + _advice(plan))
 
 
+def samples_beside(plan: Plan) -> bool:
+    """Whether the engine can sample while the trainer trains: in a process of its own, on one host.
+
+    On several hosts each phase is a meeting of all of them.
+    """
+    return plan.hosts.count == 1 and find_trainable(plan.config.rollout.engine).own_process
+
+
+def _lag(plan: Plan) -> list[str]:
+    """How far sampling runs ahead, what overlaps, and what p^Train of older weights costs."""
+    rollout = plan.config.rollout
+    if not rollout.lag:
+        return []
+    size = num_params(plan.model) * np.dtype(jnp.dtype(plan.config.model.param_dtype)).itemsize * rollout.lag / 2**20
+    how = "while a step trains"
+    if not samples_beside(plan):
+        reason = "several hosts take turns" if plan.hosts.count > 1 else "the embedded engine has the trainer's devices"
+        how = f"before a step trains: {reason}"
+    if rollout.old_logprobs == "kept":
+        cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"
+    else:
+        cost = f"before they change, so a step waits for it; copies for checkpoints take {size:,.1f} MiB of the host"
+    return [
+        f"lag          {rollout.lag} step(s): the engine samples {how}",
+        f"             p_train of the weights that sampled: one forward pass a step, {cost}",
+        *_overlap_so_far(Path(plan.config.run_dir)),
+    ]
+
+
+def _overlap_so_far(run_dir: Path) -> list[str]:
+    """What the steps that a run has done say about it."""
+    if not (run_dir / METRICS_FILE).exists() or (found := overlap(read_metrics(run_dir))) is None:
+        return []
+    return [f"             overlap won {found[0]} so far: {found[1]}"]
+
+
 def _engine_size(plan: Plan) -> str:
-    """The embedded engine's mesh, and how many rows it decodes; nothing for another engine."""
-    local, most = plan.config.rollout.local, plan.config.rollout.max_rows
-    if not plan.memory.rows:
-        return ""
-    split = "".join(f", {name} {ways}" for name, ways in dataclasses.asdict(local).items() if ways > 1)
+    """How the engine is split, and how many rows it decodes; nothing where neither is ours to say."""
+    kind, most = find_trainable(plan.config.rollout.engine), plan.config.rollout.max_rows
+    split = kind.describe(plan.engine.settings)
+    if kind.own_process:
+        return split
     fewer = f" (rollout.max_rows={most} does not fit)" if plan.memory.rows < most else ""
     return f"{split}, at most {plan.memory.rows} rows at a time{fewer}"
 
@@ -370,7 +331,7 @@ def _advice(plan: Plan) -> list[str]:
     """Faster settings for a CPU, whose bfloat16 products XLA computes from float32 copies."""
     config = plan.config
     settings = [("model.compute_dtype", config.model.compute_dtype)]
-    if config.rollout.engine == "local":
+    if not find_trainable(config.rollout.engine).own_process:
         settings.append(("rollout.compute_dtype", config.rollout.compute_dtype))
     slow = [name for name, dtype in settings if dtype == "bfloat16"]
     if plan.mesh.devices.flat[0].platform != "cpu" or not slow:

@@ -15,21 +15,31 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty
-from dcmdp_jax.algorithm.corrections import Correction
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals, row_signals
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
-from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import NEEDS_OLD_LOGPROBS, AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.models.products import PRECISE, products_in
 from dcmdp_jax.parallel.cpu import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
-from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics
-from dcmdp_jax.training.loss_scale import next_loss_scale
-from dcmdp_jax.training.loss_terms import Terms, has_terms, make_terms, scaled_terms, term_metrics
+from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics, gap_metrics
+from dcmdp_jax.training.loss_terms import (
+    OldOutputs,
+    Terms,
+    charged_rewards,
+    has_terms,
+    loss_of,
+    make_terms,
+    scaled_terms,
+    signals_of,
+    state_discrepancy,
+    term_metrics,
+)
 from dcmdp_jax.training.row_logprobs import RowLogprobs, RowOutputs, without_replay
-from dcmdp_jax.training.state import tolerance_of, update_dual
+from dcmdp_jax.training.state import next_loss_scale, tolerance_of, update_dual
 from dcmdp_jax.types import Batch, LossScale, Params, Rows, TrainState
 
 
@@ -43,8 +53,9 @@ class _Parts:
     optimizer: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     mesh: Mesh | None
-    correction: Correction | None
+    remedies: Remedies
     always_recompute: bool
+    record_tokens: bool
 
 
 class _Constants(NamedTuple):
@@ -54,7 +65,7 @@ class _Constants(NamedTuple):
         advantages, weights: [N] float32, of each completion.
         multiplier: [] float32, lambda_k.
         tolerance: [] float32, c.
-        first: [] bool, the update starts from the weights that made the batch.
+        first: [] bool, the update starts from the weights at the start of the step.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         ref_params: the frozen reference policy, or None.
         terms: of the loss beside the surrogate; None without any.
@@ -99,15 +110,31 @@ class _Learner(NamedTuple):
     loss_scale: LossScale | None
 
 
+_Micro = tuple[Rows, jax.Array | None, jax.Array | None]
+"""A micro-batch: rows, p^Train at the start of the step, expected discrepancy; None where there is none."""
+
 OLD_LOGPROBS = "old_logprobs"
-"""Name scope of the pass that computes p^Train before the updates."""
+"""Name scope of the pass that computes p^Train before the updates; and the column of rows that lag."""
 
 
-def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
-    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
+TRAIN_LOGPROBS, ADVANTAGES = "tokens/train_logprobs", "completions/advantages"
+"""What a step returns beside its metrics for a recording of its tokens."""
 
-    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-        return None, map_rows(lambda params, rows: row_logprobs(params, rows).logprobs, params, *xs, mesh=mesh)
+
+def batch_logprobs(
+    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, *, entropy: bool = False
+) -> tuple[Any, ...]:
+    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions.
+
+    With `entropy` a pair for each bucket, p^Train and the entropy of the policy before each token.
+    """
+
+    def outputs(params: Params, rows: Rows) -> Any:
+        found = row_logprobs(params, rows)
+        return (found.logprobs, found.entropy) if entropy else found.logprobs
+
+    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[Any, ...]]:
+        return None, map_rows(outputs, params, *xs, mesh=mesh)
 
     return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
 
@@ -126,10 +153,31 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
         for bucket, train in zip(batch.rows, logprobs, strict=True):
             delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
             differences = differences.merge(masked.masked_sum(delta, bucket.completion_mask))
-        rows = tuple(b._replace(rollout_logprobs=p) for b, p in zip(batch.rows, logprobs, strict=True))
+        rows = tuple(b.with_columns(rollout_logprobs=p) for b, p in zip(batch.rows, logprobs, strict=True))
         return batch._replace(rows=rows), differences.value()
 
     return rescore
+
+
+def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], Batch]:
+    """Jitted (params, batch) -> batch with the column `old_logprobs`, p^Train of the weights that sampled the batch.
+
+    For batches that lag behind the policy. `params` are those weights: what they give is compared with the engine's
+    log-probs, and what the policy moved since is staleness.
+    """
+
+    @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
+    def old_logprobs(params: Params, batch: Batch) -> Batch:
+        logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
+        rows = zip(batch.rows, logprobs, strict=True)
+        return batch._replace(rows=tuple(bucket.with_columns(old_logprobs=old) for bucket, old in rows))
+
+    return old_logprobs
+
+
+def lags(rows: tuple[Rows, ...]) -> bool:
+    """Whether rows say what the training stack gave their tokens under the weights that sampled them."""
+    return OLD_LOGPROBS in rows[0].columns
 
 
 def make_train_step(
@@ -143,6 +191,7 @@ def make_train_step(
     mesh: Mesh | None,
     always_recompute: bool = False,
     shardings: TrainState | None = None,
+    record_tokens: bool = False,
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
     """Compile one training step; the state is donated.
 
@@ -160,13 +209,23 @@ def make_train_step(
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
+        record_tokens: also return `tokens/train_logprobs`, [M, A, R, L] float32 for each bucket, and
+            `completions/advantages` [M * N].
 
     Returns:
         step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
         float32, named as in observe/metric_names.py, and `completions/discrepancy` [M * N], each completion's own mean.
     """
     parts = _Parts(
-        row_logprobs, settings, max_completion_tokens, optimizer, schedule, mesh, settings.correction, always_recompute
+        row_logprobs,
+        settings,
+        max_completion_tokens,
+        optimizer,
+        schedule,
+        mesh,
+        settings.remedies(),
+        always_recompute,
+        record_tokens,
     )
 
     def step(state: TrainState, batch: Batch, ref_params: Params | None) -> tuple[TrainState, Metrics]:
@@ -186,12 +245,19 @@ def _train_step(
     settings, multiplier, tolerance = parts.settings, state.dual.multiplier, tolerance_of(parts.settings, state.dual)
     noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
     with jax.named_scope(OLD_LOGPROBS):
-        old_logprobs = _recompute(parts, state.params, batch)
+        old = _recompute(parts, state.params, batch)
+    expected = state_discrepancy(batch, old, settings) if settings.level == "state" else old.entropy
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
-        mini, old_logprobs, first = xs
+        mini, old_logprobs, expected, first = xs
+        rewards = _rewards(parts, mini)
+        if settings.level == "reward":
+            penalty = parts.remedies.penalty
+            buckets = zip(mini.rows, old_logprobs, strict=True)
+            sampled = tuple(rows.columns.get(OLD_LOGPROBS, old) for rows, old in buckets)
+            rewards = charged_rewards(rewards, mini.rows, sampled, multiplier, tolerance, settings, penalty)
         advantages = group_advantages(
-            _rewards(parts, mini), mini.group_ids, mini.valid,
+            rewards, mini.group_ids, mini.valid,
             ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
         )  # fmt: skip
         normalize = functools.partial(
@@ -201,7 +267,7 @@ def _train_step(
         weights, _ = normalize()
         scale = None if learner.loss_scale is None else learner.loss_scale.scale
         constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params, None)
-        rows = tuple(zip(mini.rows, old_logprobs, strict=True))
+        rows = tuple(zip(mini.rows, old_logprobs, expected, strict=True))
         if has_terms(settings):
             terms = _terms(parts, (learner.params, constants), rows, mini.micro_batches, normalize)
             constants = constants._replace(terms=terms)
@@ -217,21 +283,25 @@ def _train_step(
         if constants.terms is not None:
             values |= term_metrics(settings, constants.terms, sums.surrogate.value(), sums.kl.value())
         learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight, values)
-        return learner, (sums.statistics | applied, sums.router.value(), signals)
+        return learner, (sums.statistics | applied, sums.router.value(), signals, advantages)
 
     first = jnp.arange(len(batch.rewards)) == 0
     learner = _Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
-    learner, (sums, router, signals) = lax.scan(update, learner, (batch, old_logprobs, first))
+    learner, (sums, router, signals, advantages) = lax.scan(update, learner, (batch, old.logprobs, expected, first))
     totals = stats.merge_stacked(sums)
 
     mean_discrepancy = totals["discrepancy/mean"].value()
     dual = update_dual(settings, state.dual, mean_discrepancy, noise_floor)
     metrics = stats.values(totals) | batch_metrics(batch, signals, settings, tolerance)
-    if parts.correction is not None:
+    if parts.remedies.corrections:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), router))
+    if lags(batch.rows):
+        metrics |= gap_metrics(batch.rows, signals)
     metrics |= _state_metrics(parts, state, learner, mean_discrepancy)
+    if parts.record_tokens:
+        metrics |= {TRAIN_LOGPROBS: tuple(train for train, *_ in signals), ADVANTAGES: advantages.reshape(-1)}
     return TrainState(state.step + 1, dual=dual, **learner._asdict()), metrics
 
 
@@ -253,16 +323,21 @@ def _loss_mask(parts: _Parts, mini: Batch) -> jax.Array:
     return mini.loss_mask & has_signal(mini.rewards, mini.group_ids, mini.valid)
 
 
-def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array | None, ...]:
+def _recompute(parts: _Parts, params: Params, batch: Batch) -> OldOutputs:
     """p^Train of every mini-batch whose own update can't give it: all but the first, whose update starts at `params`.
 
     None for each bucket if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
+    Charges that look at the whole batch first need all, unless the rows have p^Train of the weights that sampled them.
     """
-    if not parts.always_recompute:
+    nothing = (None,) * len(batch.rows)
+    if parts.settings.level == "state":
+        outputs = batch_logprobs(params, batch, parts.row_logprobs, parts.mesh, entropy=True)
+        return OldOutputs(*zip(*outputs, strict=True))
+    if not parts.always_recompute and (parts.settings.level not in NEEDS_OLD_LOGPROBS or lags(batch.rows)):
         if len(batch.rewards) == 1 or parts.settings.ratio_denominator == "bypass":
-            return (None,) * len(batch.rows)
+            return OldOutputs(nothing, nothing)
         batch = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0))
-    return batch_logprobs(params, batch, parts.row_logprobs, parts.mesh)
+    return OldOutputs(batch_logprobs(params, batch, parts.row_logprobs, parts.mesh), nothing)
 
 
 def _terms(
@@ -278,7 +353,7 @@ def _terms(
     settings = parts.settings
     balances, counts = bool(settings.router_aux_loss), settings.drops_tokens
 
-    def count(shared: tuple[Params, _Constants], micro: tuple[Rows, jax.Array | None]) -> tuple[Any, tuple[()]]:
+    def count(shared: tuple[Params, _Constants], micro: _Micro) -> tuple[Any, tuple[()]]:
         outputs, signals = _forward(parts, *shared, *micro)
         return (Sum(outputs.router) if balances else None, Sum(signals.dropped_tokens) if counts else None), ()
 
@@ -290,53 +365,51 @@ def _terms(
     return make_terms(settings, planned, kept, router.value() if balances else None)
 
 
-def _gradient(
-    parts: _Parts, shared: tuple[Params, _Constants], micro: tuple[Rows, jax.Array | None]
-) -> tuple[_Sums, tuple[jax.Array, jax.Array]]:
-    """The gradient, loss and statistics of a micro-batch, and p^Train and delta of its tokens."""
+def _gradient(parts: _Parts, shared: tuple[Params, _Constants], micro: _Micro) -> tuple[_Sums, tuple[jax.Array, ...]]:
+    """The gradient, loss and statistics of a micro-batch, and p^Train and delta of its tokens.
+
+    Of rows that lag also p^Train at the start of the step.
+    """
     params, constants = shared
     gradient = jax.value_and_grad(functools.partial(_objective, parts), has_aux=True)
     (loss, (signals, router, (surrogate, kl), statistics)), grads = gradient(params, constants, *micro)
     sums = _Sums(Sum(grads), Sum(loss), Sum(surrogate), Sum(kl), Sum(signals.dropped_tokens), Sum(router), statistics)
-    return sums, (signals.old_logprobs, signals.discrepancy)
+    started = (signals.tokens.start_logprobs,) if lags(micro[:1]) else ()
+    return sums, (signals.tokens.old_logprobs, signals.discrepancy, *started)
 
 
 def _forward(
-    parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
-) -> tuple[RowOutputs, Signals]:
+    parts: _Parts, params: Params, constants: _Constants, rows: Rows, start_logprobs: jax.Array | None,
+    expected: jax.Array | None,
+) -> tuple[RowOutputs, Signals]:  # fmt: skip
     """The forward pass of a micro-batch, and what is constant to its gradient."""
     settings, outputs = parts.settings, parts.row_logprobs(params, rows)
     train_logprobs = outputs.logprobs
-    if old_logprobs is None:
-        old_logprobs = train_logprobs
+    if start_logprobs is None:
+        start_logprobs = train_logprobs
     elif not parts.always_recompute:
-        old_logprobs = jnp.where(constants.first, train_logprobs, old_logprobs)
-    return outputs, row_signals(
-        old_logprobs, rows.rollout_logprobs, rows.completion_mask, rows.completion_index,
-        constants.advantages, constants.weights, constants.multiplier,
-        method=settings.method, measure=settings.measure, sided=settings.sided, level=settings.level,
-        ratio_limit=settings.ratio_limit,
-        tolerance=constants.tolerance, correction=parts.correction, train_logprobs=train_logprobs,
-        count_dropped=settings.correction_denominator == "all",
+        start_logprobs = jnp.where(constants.first, train_logprobs, start_logprobs)
+    tokens = Tokens(
+        train_logprobs=train_logprobs, old_logprobs=rows.columns.get(OLD_LOGPROBS, start_logprobs),
+        start_logprobs=start_logprobs, rollout_logprobs=rows.rollout_logprobs,
+        advantages=masked.gather_to_tokens(constants.advantages, rows.completion_index),
+        completion_mask=rows.completion_mask, completion_index=rows.completion_index,
+        num_completions=len(constants.advantages), multiplier=constants.multiplier, tolerance=constants.tolerance,
     )  # fmt: skip
+    return outputs, signals_of(settings, parts.remedies, tokens, constants.weights, expected)
 
 
 def _objective(
-    parts: _Parts, params: Params, constants: _Constants, rows: Rows, old_logprobs: jax.Array | None
+    parts: _Parts, params: Params, constants: _Constants, *micro: Any
 ) -> tuple[jax.Array, tuple[Signals, Aux, tuple[jax.Array, jax.Array], dict[str, Statistic]]]:
     """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
 
     Times the loss scale, if there is one. The pair is the surrogate's and the divergence's part of the sum.
     """
-    settings, mask = parts.settings, rows.completion_mask
-    (train_logprobs, entropy, router), signals = _forward(parts, params, constants, rows, old_logprobs)
-    anchor = signals.old_logprobs if settings.ratio_denominator == "train" else rows.rollout_logprobs
-    sequence = (rows.completion_index, len(constants.advantages)) if settings.ratio_level == "sequence" else None
-    loss, clip = losses.policy_surrogate(
-        train_logprobs, anchor, signals.advantages, mask, signals.weights,
-        clip_low=settings.clip_low, clip_high=settings.clip_high, trust_region=settings.trust_region,
-        dual_clip=settings.dual_clip, sequence=sequence,
-    )  # fmt: skip
+    settings, rows = parts.settings, micro[0]
+    mask = rows.completion_mask
+    (train_logprobs, entropy, router), signals = _forward(parts, params, constants, *micro)
+    loss, of_loss = loss_of(settings, parts.remedies, signals, train_logprobs)
     total, kl = loss.total, jnp.zeros(())
     if settings.kl_coefficient:
         reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, without_replay(rows)).logprobs)
@@ -345,10 +418,10 @@ def _objective(
     if constants.terms is not None:
         total += scaled_terms(settings, constants.terms, kl, router)
     statistics = {
-        **{f"policy/{name}": statistic for name, statistic in clip.items()},
+        **signals.statistics,
+        **of_loss,
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), mask),
         "discrepancy/mean": signals.mean_discrepancy,
-        **{f"correction/{name}": statistic for name, statistic in signals.correction.items()},
     }
     if constants.loss_scale is not None:
         total = total * constants.loss_scale

@@ -1,39 +1,45 @@
-"""Completions of a step's problems and their rewards; with dynamic sampling in several rounds."""
+"""Completions of a step's problems and their rewards, with dynamic sampling in several rounds; their recording, and the
+engine's noise floor on them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
-from dcmdp_jax.engines.protocol import Engine
+from dcmdp_jax.data.problems import Problem
+from dcmdp_jax.engines.noise_floor import sample_alone
+from dcmdp_jax.engines.protocol import Engine, EngineError
 from dcmdp_jax.engines.validation import check_routed_experts, unusable_completions
+from dcmdp_jax.environments.turns import TurnSampler
+from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores
 from dcmdp_jax.training.across_hosts import gather_rollout
-from dcmdp_jax.training.host_metrics import PhaseTimer
+from dcmdp_jax.training.batch_metrics import PhaseTimer
 from dcmdp_jax.training.setup import Plan
+from dcmdp_jax.types import Rows
+
+logger = logging.getLogger(__name__)
 
 Alone = Callable[[], contextlib.AbstractContextManager[None]]
 
 # The rounds of a step must not repeat each other's draws, nor those of evaluation.
 _ROUND_SEED_OFFSET = 7_000_003
 
-
-def prompt_order(problems: int, *, seed: int, first: int, count: int) -> np.ndarray:
-    """Problems at positions first .. first + count - 1 of the endless shuffled stream.
-
-    Each epoch is a permutation drawn from (seed, epoch), so a position's problem depends on nothing else.
-    """
-    chosen = []
-    for position in range(first, first + count):
-        epoch, place = divmod(position, problems)
-        if not chosen or place == 0:
-            order = np.random.default_rng([seed, epoch]).permutation(problems)
-        chosen.append(order[place])
-    return np.array(chosen)
+# Finished steps after which it is measured, for the policy moves; completions scored in one pass, and completions and
+# tokens of each sampled alone.
+_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
+_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class StepRollout:
         problems: [P] place of each group's problem among the training problems.
         episodes: P * G, in prompt order; `group` is 0 .. P - 1.
         texts: P * G.
-        answers: P * G reference answers.
+        answers: P * G reference answers, None where a problem has none.
         scores: of all P * G.
         dropped: [P * G] bool, completions that must not be used.
         differing: [P] bool, groups whose usable completions have rewards that differ.
@@ -55,7 +61,7 @@ class StepRollout:
     problems: np.ndarray
     episodes: list[Episode]
     texts: list[str]
-    answers: list[str]
+    answers: list[str | None]
     scores: BatchScores
     dropped: np.ndarray
     differing: np.ndarray
@@ -67,6 +73,24 @@ class StepRollout:
         """[B * G] the completions of the batch."""
         members = len(self.episodes) // len(self.problems)
         return (self.groups[:, None] * members + np.arange(members)).reshape(-1)
+
+    def source_metrics(self, discrepancy: np.ndarray) -> dict[str, float]:
+        """Mean discrepancy and length of the batch's completions by data source, where there are several.
+
+        Args:
+            discrepancy: [B * G] mean of each completion of the batch.
+        """
+        if self.scores.sources is None:
+            return {}
+        sources = np.array(self.scores.sources)[self.rows]
+        lengths = np.array([self.episodes[row].num_sampled for row in self.rows])
+        usable = ~self.dropped[self.rows]
+        metrics: dict[str, float] = {}
+        for source in sorted(set(sources[usable].tolist())):
+            mine = usable & (sources == source)
+            metrics[f"discrepancy/source/{source}/mean"] = float(discrepancy[mine].mean(dtype=np.float64))
+            metrics[f"completion/source/{source}/length_mean"] = float(lengths[mine].mean())
+        return metrics
 
     def dynamic_metrics(self) -> dict[str, float]:
         """Cost of dynamic sampling, and rewards over all that was sampled: over the batch they would be selected."""
@@ -82,6 +106,11 @@ class StepRollout:
         }
 
 
+def trainer_state(plan: Plan, step: int, position: int) -> TrainerState:
+    """What reward functions learn about the run: finished steps, and the position in the stream of prompts."""
+    return TrainerState(step, plan.config.training.steps, position / sum(plan.stream.sizes))
+
+
 class StepRollouts:
     """Samples and scores the problems of each step.
 
@@ -95,10 +124,11 @@ class StepRollouts:
         plan: the checked run.
         engine: has the weights of the step.
         scorer: computes rewards.
+        turns: samples in turns with an environment; None for one turn.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, scorer: RewardScorer) -> None:
-        self._plan, self._engine, self._scorer = plan, engine, scorer
+    def __init__(self, plan: Plan, engine: Engine, scorer: RewardScorer, turns: TurnSampler | None = None) -> None:
+        self._plan, self._engine, self._scorer, self._turns = plan, engine, scorer, turns
 
     def sample(
         self, step: int, first: int, timer: PhaseTimer, alone: Alone, check_stop: Callable[[], None]
@@ -123,10 +153,8 @@ class StepRollouts:
         parts, differing, count = [], np.zeros(0, bool), wanted
         for number in range(1 + config.algorithm.refill_rounds):
             position = first + len(differing)
-            problems = prompt_order(
-                len(self._plan.train.problems), seed=config.training.seed, first=position, count=count
-            )
-            parts.append(self._round(problems, step, number, len(differing), timer, alone, check_stop))
+            problems = self._plan.stream.at(seed=config.training.seed, first=position, count=count)
+            parts.append(self._round(problems, step, number, position, len(differing), timer, alone, check_stop))
             _, _, _, scores, dropped = parts[-1]
             found = _differ(scores.totals.reshape(count, group_size), ~dropped.reshape(count, group_size))
             differing = np.concatenate([differing, found])
@@ -136,33 +164,32 @@ class StepRollouts:
             count = min(wanted, 1 << (missing - 1).bit_length())
         episodes, texts, answers, scores, dropped = zip(*parts, strict=True)
         return StepRollout(
-            problems=prompt_order(
-                len(self._plan.train.problems), seed=config.training.seed, first=first, count=len(differing)
-            ),
+            problems=self._plan.stream.at(seed=config.training.seed, first=first, count=len(differing)),
             episodes=sum(episodes, []), texts=sum(texts, []), answers=sum(answers, []), scores=merge_scores(scores),
             dropped=np.concatenate(dropped), differing=differing, groups=_batch(differing, wanted), rounds=len(parts),
         )  # fmt: skip
 
     def _round(
-        self, chosen: np.ndarray, step: int, number: int, before: int, timer: PhaseTimer, alone: Alone,
+        self, chosen: np.ndarray, step: int, number: int, position: int, before: int, timer: PhaseTimer, alone: Alone,
         check_stop: Callable[[], None],
-    ) -> tuple[list[Episode], list[str], list[str], BatchScores, np.ndarray]:  # fmt: skip
-        """One call of the engine; `before` groups of this step come before its own."""
+    ) -> tuple[list[Episode], list[str], list[str | None], BatchScores, np.ndarray]:  # fmt: skip
+        """One call of the engine for the problems from `position` on; `before` groups of this step come before them."""
         problems = [self._plan.train.problems[i] for i in np.repeat(chosen, self._plan.sampling.group_size)]
         share, group_size = self._plan.hosts.share(len(chosen)), self._plan.sampling.group_size
         own = slice(share.start * group_size, share.stop * group_size)
-        scoring = BatchScoring(self._scorer, self._plan.tokenizer, problems[own])
+        state = trainer_state(self._plan, step, position)
+        scoring = BatchScoring(self._scorer, self._plan.tokenizer, problems[own], state)
         with timer.phase("generate"), alone():
             episodes = self._generate(chosen, share, step, number, scoring, check_stop)
-        with timer.phase("verify"), alone():
+        with timer.phase("verify"), alone(), as_settings(REWARDS):
             texts, scores = scoring.finish(check_stop)
         episodes, texts, scores = gather_rollout(
-            self._plan.hosts, episodes, texts, scores, first_prompt=share.start, problems=problems,
-            routed_shape=self._plan.model.routing[:2] if self._plan.config.rollout.router_replay else None,
-        )  # fmt: skip
-        dropped = unusable_completions(episodes, drop=self._plan.config.rollout.on_non_finite == "drop")
-        if self._plan.config.rollout.router_replay:
-            check_routed_experts(episodes, *self._plan.model.routing)
+            self._plan.hosts, episodes, texts, scores, first_prompt=share.start, problems=problems
+        )
+        with as_settings(EPISODES):
+            dropped = unusable_completions(episodes, drop=self._plan.config.rollout.on_non_finite == "drop")
+            if self._plan.config.rollout.router_replay:
+                check_routed_experts(episodes, *self._plan.model.routing)
         if before:
             episodes = [dataclasses.replace(episode, group=before + episode.group) for episode in episodes]
         return episodes, texts, [problem.answer for problem in problems], scores, dropped
@@ -182,13 +209,20 @@ class StepRollouts:
             return []
         seed = self._plan.config.training.seed + number * _ROUND_SEED_OFFSET
         episodes: list[Episode] = []
-        sampled = self._engine.generate(prompts, sampling, seed=seed, step=step, first_prompt=share.start)
+        numbers = {"seed": seed, "step": step, "first_prompt": share.start}
+        if self._turns is None:
+            sampled = self._engine.generate(prompts, sampling, **numbers)
+        else:
+            asked = [self._plan.train.problems[i] for i in chosen[share]]
+            sampled = self._turns.generate(prompts, asked, sampling, **numbers, check_stop=check_stop)
         with contextlib.closing(sampled) as groups:
             for complete in groups:
                 check_stop()
                 rows = [episode.group * sampling.group_size + episode.member for episode in complete]
-                scoring.begin(rows, [episode.completion_ids for episode in complete])
+                scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in complete])
                 episodes += complete
+        if self._turns is not None:
+            scoring.add_played(self._turns.played)
         return in_prompt_order(episodes)
 
 
@@ -202,3 +236,155 @@ def _differ(rewards: np.ndarray, usable: np.ndarray) -> np.ndarray:
 def _batch(differing: Sequence[bool], wanted: int) -> np.ndarray:
     """The first `wanted` groups that differ, and others for what is missing, in the order of the stream."""
     return np.sort(np.argsort(~np.asarray(differing), kind="stable")[:wanted])
+
+
+def shown_samples(plan: Plan, step: int, rollout: StepRollout, discrepancy: np.ndarray) -> list[dict[str, Any]]:
+    """A few completions of a finished step for people, if they are due: the first of each of the first prompts.
+
+    Several completions of one prompt would say less.
+
+    Args:
+        plan: the checked run.
+        step: finished steps.
+        rollout: what the step sampled.
+        discrepancy: mean of each completion of the batch.
+    """
+    settings, size = plan.config.observe, plan.sampling.group_size
+    if not settings.samples or (step - 1) % settings.samples_every_steps:
+        return []
+    means = discrepancy.reshape(-1)
+    return [
+        {
+            "prompt": plan.train.problems[rollout.problems[group]].prompt,
+            "completion": rollout.texts[group * size],
+            "answer": rollout.answers[group * size],
+            "reward": float(rollout.scores.totals[group * size]),
+            "rewards": rollout.scores.of_completion(group * size),
+            "source": plan.train.problems[rollout.problems[group]].source,
+            **({"extra": extra} if (extra := rollout.scores.extra_of(group * size)) else {}),
+            "discrepancy_mean": float(means[place * size]),
+        }
+        for place, group in enumerate(rollout.groups[: settings.samples])
+    ]
+
+
+def recorded_completions(
+    rollout: StepRollout,
+    problems: Sequence[Problem],
+    rows: Sequence[Rows],
+    train_logprobs: Sequence[np.ndarray],
+    advantages: np.ndarray,
+    *,
+    exact: bool,
+) -> list[dict[str, Any]]:
+    """The completions of a batch, one dict each; those of which no token was used are left out.
+
+    Args:
+        rollout: what the step sampled.
+        problems: the training problems.
+        rows: the packed batch, [M, A, R, L] for each bucket.
+        train_logprobs: log p of its tokens, like `rows`.
+        advantages: [M * N] float32.
+        exact: the rollout log-probs were replaced by the training stack's own.
+
+    Returns:
+        Columns as in `observe.rollouts`, without `step`.
+    """
+    size = len(rollout.episodes) // len(rollout.problems)
+    found = []
+    for place, train in enumerate(_by_completion(rows, train_logprobs, len(rollout.rows))):
+        if not len(train):
+            continue
+        row = int(rollout.rows[place])
+        episode, problem = rollout.episodes[row], int(rollout.problems[row // size])
+        after = slice(episode.prompt_length, None)
+        mask = episode.sampled_mask[after]
+        log_p = np.zeros(len(mask), np.float32)
+        log_p[mask] = train
+        found.append({
+            "completion": place,
+            "prompt_id": problem,
+            "source": problems[problem].source,
+            "token_ids": episode.token_ids[after],
+            "mask": mask,
+            "train_logprobs": log_p,
+            "rollout_logprobs": log_p if exact else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
+            "policy_versions": np.where(mask, episode.policy_versions[after], -1),
+            "reward": float(rollout.scores.totals[row]),
+            "advantage": float(advantages[place]),
+        })  # fmt: skip
+    return found
+
+
+def _by_completion(rows: Sequence[Rows], values: Sequence[np.ndarray], completions: int) -> list[np.ndarray]:
+    """The sampled tokens' values of each of M * N completions, in the order of its tokens; it lies in one row."""
+    keys, flat = [], []
+    mini_batches = len(rows[0].completion_mask)
+    first = np.arange(mini_batches)[:, None, None, None] * (completions // mini_batches)
+    for bucket, value in zip(rows, values, strict=True):
+        mask = np.asarray(bucket.completion_mask)
+        keys.append((np.asarray(bucket.completion_index) + first)[mask])
+        flat.append(np.asarray(value)[mask])
+    key = np.concatenate(keys)
+    order = np.argsort(key, kind="stable")
+    bounds = np.searchsorted(key[order], np.arange(1, completions))
+    return np.split(np.concatenate(flat)[order], bounds)
+
+
+class NoiseFloor:
+    """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
+
+    Args:
+        plan: the checked run.
+        engine: which still has the weights that sampled.
+    """
+
+    def __init__(self, plan: Plan, engine: Engine) -> None:
+        self._plan, self._engine = plan, engine
+        algorithm = plan.config.algorithm
+        # Compiled as one: each operation alone would be a program of its own.
+        self._discrepancy = jax.jit(
+            functools.partial(
+                token_discrepancy, measure=algorithm.measure, sided=algorithm.sided, ratio_limit=algorithm.ratio_limit
+            )
+        )
+
+    def metrics(self, rollout: StepRollout, step: int, *, wanted: bool) -> dict[str, float]:
+        """`mismatch/noise_floor` where it is due at a step or wanted; nothing elsewhere.
+
+        Scored in one pass, and the first few sampled once more, each alone: the larger mean, and the largest of all
+        processes' engines.
+        """
+        if not wanted and step not in _STEPS:
+            return {}
+        own = self._measure(rollout, step)
+        [floor] = self._plan.hosts.largest(-1.0 if own is None else own)
+        return {"mismatch/noise_floor": floor} if floor >= 0 else {}
+
+    def _measure(self, rollout: StepRollout, step: int) -> float | None:
+        usable = {int(row): rollout.episodes[row] for row in np.flatnonzero(~rollout.dropped)[:_SCORED_AGAIN]}
+        episodes, sampling = list(usable.values()), self._plan.sampling
+        few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
+        shorter = dataclasses.replace(
+            sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
+        )
+        try:
+            scored = self._engine.score(
+                [episode.prompt_ids for episode in episodes],
+                [episode.completion_ids for episode in episodes],
+                temperature=sampling.temperature,
+            )
+            together, alone = sample_alone(self._engine, few, shorter, seed=self._plan.config.training.seed, step=step)
+        except EngineError as error:
+            # A diagnostic does not end a run that is set to go on without what is broken.
+            if self._plan.config.rollout.on_non_finite != "drop":
+                raise
+            logger.warning("no noise floor: %s", error)
+            return None
+        masks = [episode.sampled_mask[episode.prompt_length :] for episode in episodes]
+        again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
+        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in episodes])
+        differences = [self._discrepancy(again, sampled)]
+        if together.size:
+            differences.append(self._discrepancy(alone, together))
+        return max(float(np.mean(each)) for each in differences)

@@ -155,4 +155,4 @@ def _rows(prompts: Sequence[np.ndarray], solutions: Sequence[np.ndarray], length
         positions[i, : lengths[i]] = np.arange(lengths[i])
         segments[i, : lengths[i]] = 1
         mask[i, len(prompt) : lengths[i]] = True
-    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), {})

@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked, stats
+from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.stats import Mean
+from tests.algorithm.surrogate import policy_surrogate
 
 CLIP_LOW, CLIP_HIGH, TOLERANCE, MULTIPLIER, RATE, MAX_TOKENS = 0.2, 0.24, 0.05, 0.7, 1.5, 8
 COMPLETIONS = 6
@@ -126,7 +129,7 @@ def place(data: Ragged, rows: list[list[int]], length: int) -> dict[str, np.ndar
 
 def padded(data: Ragged) -> dict[str, np.ndarray]:
     laid = place(data, [[i] for i in range(len(data.old))], MAX_TOKENS + 1)
-    return laid | {"index": np.asarray(masked.padded_completion_index(laid["mask"]))}
+    return laid | {"index": np.indices(laid["mask"].shape)[0]}
 
 
 def packed(data: Ragged, seed: int) -> dict[str, np.ndarray]:
@@ -141,18 +144,13 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     delta = discrepancy.discrepancy(
         laid["old"], laid["rollout"], mask, index, COMPLETIONS, measure=measure, sided=sided, level=level
     )
-    shaped = advantages.penalized_advantages(
-        masked.gather_to_tokens(advantages.group_advantages(rewards, groups, valid), index),
-        delta,
-        MULTIPLIER,
-        TOLERANCE,
-        method=method,
-    )
+    base = masked.gather_to_tokens(advantages.group_advantages(rewards, groups, valid), index)
+    shaped = PENALTIES[method](Tokens(advantages=base, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE))
     weights, total = losses.aggregation_weights(lengths, in_loss, mode=mode, max_completion_tokens=MAX_TOKENS)
 
     def loss(now):
         token_weights = masked.gather_to_tokens(weights, index)
-        summed, _ = losses.policy_surrogate(
+        summed, _ = policy_surrogate(
             now, laid["old"], shaped, mask, token_weights, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
         )
         return summed._replace(weight=total).value(), summed
@@ -264,7 +262,7 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
 
     def one(row):
         token_weights = masked.gather_to_tokens(weights, row["index"])
-        return losses.policy_surrogate(
+        return policy_surrogate(
             row["now"], row["old"], row["advantages"], row["mask"], token_weights,
             clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
         )  # fmt: skip
@@ -291,11 +289,13 @@ def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
     mask, index = np.ones((1, 4), bool), np.zeros((1, 4), np.int32)
     delta = discrepancy.discrepancy(old, rollout, mask, index, 1, measure="diff", sided="two", level="token")
     base = advantages.group_advantages(np.array([1.0]), np.array([0]), np.array([True]))
-    shaped = advantages.penalized_advantages(masked.gather_to_tokens(base, index), delta, 0.1, 0.0, method=method)
+    shaped = PENALTIES[method](
+        Tokens(advantages=masked.gather_to_tokens(base, index), discrepancy=delta, multiplier=0.1, tolerance=0.0)
+    )
 
     def loss(logits):
         now = jax.nn.log_softmax(logits)[sampled]
-        summed, _ = losses.policy_surrogate(now, old, shaped, mask, np.full((1, 4), 0.25), clip_low=0.2, clip_high=0.24)
+        summed, _ = policy_surrogate(now, old, shaped, mask, np.full((1, 4), 0.25), clip_low=0.2, clip_high=0.24)
         return summed.total
 
     after = jax.nn.log_softmax(logits - 0.5 * jax.grad(loss)(logits))

@@ -1,5 +1,6 @@
 """Every correction against its formula in float64 NumPy; NaN, empty masks, chains, gradients."""
 
+import functools
 import itertools
 
 import jax
@@ -7,16 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm import corrections, losses, signals, stats
-from dcmdp_jax.algorithm.corrections import (
-    CORRECTIONS,
-    DROPS_NOTHING,
-    USES_ADVANTAGES,
-    SampledTokens,
-    chain,
-    make_correction,
-    parameters,
-)
+from dcmdp_jax.algorithm import corrections, losses, penalties, signals, stats
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, chain
+from dcmdp_jax.algorithm.remedies import Tokens, uses
+from dcmdp_jax.config.algorithm import AlgorithmSettings, check_algorithm
+from tests.algorithm.surrogate import policy_surrogate
 
 # Parameters for which the random input below has tokens or completions on both sides of every bound.
 _GIVEN = {
@@ -76,6 +72,17 @@ def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=N
 _LENGTHS = [7, 1, 12, 3, 30, 9, 2, 5, 16, 4, 8, 11]
 
 
+def make_correction(name, given):
+    return functools.partial(CORRECTIONS[name], **given)
+
+
+def _tokens(now, old, rollout, advantages, mask, index, completions):
+    return Tokens(
+        train_logprobs=now, old_logprobs=old, rollout_logprobs=rollout, advantages=advantages, completion_mask=mask,
+        completion_index=index, num_completions=completions, multiplier=0.0, tolerance=0.0,
+    )  # fmt: skip
+
+
 def _rows(spread, seed=0):
     """Twelve completions of different lengths packed two a row, with padding of NaN between."""
     rng = np.random.default_rng(seed)
@@ -91,7 +98,7 @@ def _rows(spread, seed=0):
         now[place] = old[place] + spread * rng.normal(size=length)
         mask[place], index[place] = True, i
     advantages = rng.choice([-1.0, 1.0], len(_LENGTHS)).astype(np.float32)
-    tokens = SampledTokens(now, old, rollout, np.where(mask, advantages[index], np.nan), mask, index, len(_LENGTHS))
+    tokens = _tokens(now, old, rollout, np.where(mask, advantages[index], np.nan), mask, index, len(_LENGTHS))
     return tokens, advantages
 
 
@@ -104,11 +111,14 @@ def _reference(name, tokens, advantages, given):
     return np.where(keep, weights, 0.0), keep
 
 
+_OPTIONS = {"measure": {"measure": "diff", "sided": "two"}, "level": "token", "penalty": penalties.grpo}
+
+
 def test_sum_k1_is_sequence_rejection_with_a_symmetric_band():
     """Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20 first."""
     old, rollout = np.array([[-31.0, -1.0]], np.float32), np.array([[-1.0, -30.5]], np.float32)
     zeros = np.zeros((1, 2), np.float32)
-    tokens = SampledTokens(old, old, rollout, zeros, zeros == 0, zeros.astype(np.int32), 1)
+    tokens = _tokens(old, old, rollout, zeros, zeros == 0, zeros.astype(np.int32), 1)
     for high, kept in ((0.4, False), (0.6, True)):
         by_sum = make_correction("sum_k1", {"high": high})(tokens).keep
         band = {"low": float(np.exp(-high)), "high": float(np.exp(high))}
@@ -120,7 +130,7 @@ def test_every_correction_is_tested():
     assert set(_GIVEN) == set(CORRECTIONS)
 
 
-def test_the_corrections_that_look_at_advantages_are_named():
+def test_the_corrections_that_look_at_advantages_are_known():
     tokens, _ = _rows(2.0)
     found = set()
     for name in CORRECTIONS:
@@ -131,7 +141,7 @@ def test_the_corrections_that_look_at_advantages_are_named():
         ]
         if not all(np.array_equal(*pair) for pair in zip(*parts, strict=True)):
             found.add(name)
-    assert found == USES_ADVANTAGES
+    assert found == {name for name in CORRECTIONS if uses(make_correction(name, _GIVEN[name]), "advantages")}
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -146,7 +156,7 @@ def test_correction_equals_its_formula(name):
         np.testing.assert_allclose(found.weights, weights, rtol=3e-5, atol=1e-12)
         assert np.isfinite(found.weights).all()
         if spread == 0.3:  # the input tells the two sides apart
-            changed = ~keep if name not in DROPS_NOTHING else np.asarray(found.truncated)
+            changed = ~keep if name not in TRUNCATIONS else np.asarray(found.truncated)
             assert 0.05 < changed[tokens.completion_mask].mean() < 0.95
         if spread == 0.0:
             assert keep.all() and not found.truncated.any()
@@ -164,12 +174,10 @@ def test_value_and_gradient_of_the_corrected_loss(name):
     @jax.jit
     def loss(now):
         found = signals.row_signals(
-            tokens.old_logprobs, tokens.rollout_logprobs, mask, index, advantages, per_completion, 0.0,
-            method="grpo", measure="diff", sided="two", level="token", tolerance=0.0,
-            correction=correction, train_logprobs=now,
-        )  # fmt: skip
-        summed, _ = losses.policy_surrogate(
-            now, found.old_logprobs, found.advantages, mask, found.weights, clip_low=0.9, clip_high=100.0
+            tokens._replace(train_logprobs=now), per_completion, **_OPTIONS, corrections=[correction]
+        )
+        summed, _ = policy_surrogate(
+            now, found.tokens.old_logprobs, found.tokens.advantages, mask, found.weights, clip_low=0.9, clip_high=100.0
         )
         lengths, everyone = np.array(_LENGTHS), np.ones(len(_LENGTHS), bool)
         _, total = losses.aggregation_weights(
@@ -222,7 +230,7 @@ def test_bounds_are_inclusive():
     # r = 2 exactly: log 2 - 0 in float32 and back.
     ratio = np.float32(np.exp(np.float32(np.log(2))))
     old, rollout, mask = np.log([[2.0, 1.0]]).astype(np.float32), np.zeros((1, 2), np.float32), np.ones((1, 2), bool)
-    tokens = SampledTokens(old, old, rollout, np.ones((1, 2)), mask, np.zeros((1, 2), np.int32), 1)
+    tokens = _tokens(old, old, rollout, np.ones((1, 2)), mask, np.zeros((1, 2), np.int32), 1)
     high = float(ratio)
     assert np.asarray(make_correction("icepop", {"low": 1.0, "high": high})(tokens).keep).tolist() == [[True, True]]
     below = float(np.nextafter(ratio, np.float32(0)))
@@ -234,12 +242,11 @@ def test_chain_multiplies_weights_joins_masks_and_has_no_order():
     names = ("tis", "token_k1", "veto")
     parts = {name: make_correction(name, _GIVEN[name])(tokens) for name in names}
     for order in itertools.permutations(names):
-        joined = chain([make_correction(name, _GIVEN[name]) for name in order])(tokens)
+        joined, _ = chain(tokens, [make_correction(name, _GIVEN[name]) for name in order])
         np.testing.assert_array_equal(joined.keep, parts["veto"].keep & parts["token_k1"].keep)
         expected = np.where(parts["token_k1"].keep & parts["veto"].keep, parts["tis"].weights, 0.0)
         np.testing.assert_array_equal(joined.weights, expected)
         np.testing.assert_array_equal(joined.truncated, parts["tis"].truncated)
-    assert chain([]) is None
 
 
 def test_statistics_merge_over_rows():
@@ -256,42 +263,36 @@ def test_statistics_merge_over_rows():
     for name, value in stats.values(whole).items():
         assert float(merged[name]) == pytest.approx(float(value), rel=1e-6)
     inside = weights[mask]
-    assert float(merged["weight_mean"]) == pytest.approx(inside.mean(), rel=1e-5)
-    assert float(merged["weight_square_mean"]) == pytest.approx((inside**2).mean(), rel=1e-5)
-    assert float(merged["truncated_fraction"]) == pytest.approx(np.isin(inside, [0.7, 1.3]).mean(), rel=1e-6)
-    assert float(merged["dropped_fraction"]) == 0.0
+    assert float(merged["correction/weight_mean"]) == pytest.approx(inside.mean(), rel=1e-5)
+    assert float(merged["correction/weight_square_mean"]) == pytest.approx((inside**2).mean(), rel=1e-5)
+    assert float(merged["correction/truncated_fraction"]) == pytest.approx(np.isin(inside, [0.7, 1.3]).mean(), rel=1e-6)
+    assert float(merged["correction/dropped_fraction"]) == 0.0
 
 
 def test_dropped_tokens_count_in_the_denominator_if_asked():
-    tokens, advantages = _rows(0.3)
-    options = {"method": "grpo", "measure": "diff", "sided": "two", "level": "token", "tolerance": 0.0}
-    arguments = (tokens.old_logprobs, tokens.rollout_logprobs, *tokens[4:6], advantages, np.ones(12, np.float32), 0.0)
-    correction = make_correction("icepop", _GIVEN["icepop"])
-    left_out = signals.row_signals(*arguments, **options, correction=correction)
-    counted = signals.row_signals(*arguments, **options, correction=correction, count_dropped=True)
+    tokens, _ = _rows(0.3)
+    correction, ones = make_correction("icepop", _GIVEN["icepop"]), np.ones(12, np.float32)
+    left_out = signals.row_signals(tokens, ones, **_OPTIONS, corrections=[correction])
+    counted = signals.row_signals(tokens, ones, **_OPTIONS, corrections=[correction], count_dropped=True)
     np.testing.assert_array_equal(left_out.weights, counted.weights)
     dropped = int((~np.asarray(correction(tokens).keep)).sum())
     assert dropped > 0 and int(left_out.dropped_tokens.sum()) == dropped and int(counted.dropped_tokens.sum()) == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
+    ("text", "message"),
     [
-        ("tis", {"cap": 2.0}, "tis has no parameter 'cap'; it has low, high"),
-        ("tis", {"high": -1.0}, r"tis\(high=-1\): must be a finite number above 0"),
-        ("tis", {"high": float("nan")}, r"tis\(high=nan\)"),
-        ("icepop", {"low": 2.0, "high": 2.0}, "icepop: the band from low=2 to high=2 is empty"),
-        ("icepop", {"low": 6.0}, "icepop: the band from low=6 to high=5 is empty"),
-        ("veto", {"floor": 0.0}, r"veto\(floor=0\)"),
-        ("mean_k3", {}, r"mean_k3 needs high, such as mean_k3\(high=0.1\)"),
-        ("mean_k3", {"estimator": 1.0}, "mean_k3 has no parameter 'estimator'; it has high"),
+        ("tis(cap=2)", "tis has no parameter 'cap'; it has low, high"),
+        ("tis(high=-1)", r"tis\(high=-1.0\): high=-1.0; must be a finite number in \(0, inf\)"),
+        ("tis(high=nan)", r"tis\(high=nan\): high=nan; must be a finite number"),
+        ("tis(high=true)", r"tis\(high=true\): high must be a number"),
+        ("icepop(low=2,high=2)", "the band from low=2 to high=2 is empty"),
+        ("icepop(low=6)", "the band from low=6 to high=5 is empty"),
+        ("veto(floor=0)", r"floor=0.0; must be a finite number in \(0, inf\)"),
+        ("mean_k3", r"mean_k3 needs high, such as mean_k3\(high=0.1\)"),
+        ("mean_k3(estimator=1)", "mean_k3 has no parameter 'estimator'; it has high"),
     ],
 )
-def test_bad_parameters_are_refused(name, given, message):
-    with pytest.raises(ValueError, match=message):
-        make_correction(name, given)
-
-
-def test_parameters_and_their_defaults():
-    assert parameters("icepop") == {"low": 0.5, "high": 5.0}
-    assert parameters("max_k2") == {"high": None}
+def test_bad_parameters_are_refused(text, message):
+    with pytest.raises(ValueError, match=f"config.algorithm.corrections: .*{message}"):
+        check_algorithm(AlgorithmSettings(corrections=text), 100)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import discrepancy as d
-from dcmdp_jax.algorithm.masked import masked_mean, padded_completion_index
+from dcmdp_jax.algorithm.masked import masked_mean
 
 LOG = np.log
 CAP_RATIO = np.float32(10)
@@ -98,7 +98,7 @@ TRAIN[1, 1:], ROLLOUT[1, 1:] = np.nan, -np.inf
 
 def test_token_and_sequence_levels():
     # delta: (0.1, 0.2, 0.0) and (0.1): means 0.1 and 0.1; padding is NaN and must be 0.
-    index = padded_completion_index(MASK)
+    index = np.indices(MASK.shape)[0]
     token = d.discrepancy(TRAIN, ROLLOUT, MASK, index, 2, measure="diff", sided="two", level="token")
     np.testing.assert_allclose(token, [[0.1, 0.2, 0], [0.1, 0, 0]], atol=1e-7)
     sequence = d.discrepancy(TRAIN, ROLLOUT, MASK, index, 2, measure="diff", sided="two", level="sequence")
@@ -120,7 +120,7 @@ def test_sequence_level_follows_the_index_across_rows():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_discrepancy_is_a_constant(level):
     def total(train, rollout):
-        index = padded_completion_index(MASK)
+        index = np.indices(MASK.shape)[0]
         return jnp.sum(d.discrepancy(train, rollout, MASK, index, 2, measure="ratio", sided="two", level=level))
 
     for gradient in jax.grad(total, argnums=(0, 1))(jnp.asarray(TRAIN), jnp.asarray(ROLLOUT)):
@@ -130,7 +130,7 @@ def test_discrepancy_is_a_constant(level):
 def test_completions_over_tolerance_is_strict_and_counts_completions():
     # means 0.25, 0.5 and a completion without tokens; c = 0.25: one of two. By tokens it would be 2 of 4.
     delta = np.array([[0.5, 0.0, 0.25], [0.5, 9.0, 9.0]])
-    index = padded_completion_index(delta)
+    index = np.indices(delta.shape)[0]
     over = d.completions_over_tolerance(delta, MASK, index, 3, tolerance=0.25)
     assert [float(x) for x in over] == [1.0, 2.0]
     over = d.completions_over_tolerance(delta, MASK, index, 3, tolerance=0.2)
@@ -212,4 +212,4 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"completion_index \(2,\)"):
         d.discrepancy(TRAIN, ROLLOUT, MASK, np.arange(2), 2, measure="diff", sided="two", level="token")
     with pytest.raises(ValueError, match=r"tolerance=-0.1"):
-        d.completions_over_tolerance(TRAIN, MASK, padded_completion_index(MASK), 2, tolerance=-0.1)
+        d.completions_over_tolerance(TRAIN, MASK, np.indices(MASK.shape)[0], 2, tolerance=-0.1)

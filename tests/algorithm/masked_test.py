@@ -129,7 +129,7 @@ def test_completion_sums_drop_tokens_of_no_completion():
 def test_completion_sums_of_long_completions_keep_precision():
     # 100,000 tokens of 0.99: XLA's sequential scatter-add alone is off by 2.4e-4.
     values = np.full((2, 100_000), 0.99, np.float32)
-    index = masked.padded_completion_index(values)
+    index = np.indices(values.shape)[0]
     sums = masked.completion_sums(values, np.ones_like(values, bool), index, 2)
     np.testing.assert_allclose(sums, values.astype(np.float64).sum(axis=1), rtol=3e-6)
 
@@ -183,7 +183,5 @@ def test_mismatched_shapes_and_values_are_refused():
         masked.completion_sums(PACKED_VALUES, PACKED_MASK, PACKED_INDEX, 0)
     with pytest.raises(ValueError, match=r"per_completion has shape \(1, 1\)"):
         masked.gather_to_tokens(np.ones((1, 1)), PACKED_INDEX)
-    with pytest.raises(ValueError, match=r"completion_mask has shape \(3,\)"):
-        masked.padded_completion_index(np.ones(3))
     with pytest.raises(ValueError, match=r"rewards has shape \(1, 2\)"):
         masked.group_statistics(np.ones((1, 2)), np.ones((1, 2)), np.ones((1, 2)), ddof=1)

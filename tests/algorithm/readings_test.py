@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm import advantages, discrepancy, losses, masked
+from dcmdp_jax.algorithm import discrepancy, losses, masked, penalties
+from dcmdp_jax.algorithm.remedies import Tokens
 
 TOLERANCE, MULTIPLIER = 0.0037, 0.1
 ONE = np.ones((1, 1), bool)
@@ -16,8 +17,10 @@ def _loss_and_slope(ratio, advantage):
     old = jnp.full((1, 1), np.log(0.01), jnp.float32)
 
     def loss(train):
-        clip = {"clip_low": 0.2, "clip_high": 0.24}
-        summed, _ = losses.policy_surrogate(train, old, np.full((1, 1), advantage), ONE, np.ones((1, 1)), **clip)
+        tokens = Tokens(
+            train_logprobs=train, anchor_logprobs=old, advantages=np.full((1, 1), advantage), completion_mask=ONE
+        )  # fmt: skip
+        summed, _ = losses.policy_loss(tokens, np.ones((1, 1)))
         return summed.total
 
     value, slope = jax.value_and_grad(loss)(old + np.float32(np.log(ratio)))
@@ -32,11 +35,11 @@ def _delta(train, rollout, measure="diff"):
 def test_token_below_the_tolerance_is_charged_while_the_multiplier_is_positive():
     # delta = |0.502 - 0.5| = 0.002, below c = 0.0037. Eq. 8: 1 - 0.1 * 0.002 = 0.9998. The prose would give 1.
     delta, advantage = _delta(0.502, 0.5), np.ones((1, 1))
-    charged = advantages.penalized_advantages(advantage, delta, MULTIPLIER, TOLERANCE, method="dc_grpo")
+    tokens = Tokens(advantages=advantage, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE)
+    charged = penalties.dc_grpo(tokens)
     assert float(charged[0, 0]) == pytest.approx(0.9998, abs=1e-7)
     # Only threshold_grpo, the study of section 5, charges nothing inside the tolerance region.
-    free = advantages.penalized_advantages(advantage, delta, MULTIPLIER, TOLERANCE, method="threshold_grpo")
-    assert float(free[0, 0]) == 1.0
+    assert float(penalties.threshold_grpo(tokens)[0, 0]) == 1.0
 
 
 def test_discrepancy_is_a_difference_of_probabilities_not_of_log_probabilities():
@@ -53,13 +56,15 @@ def test_negative_advantage_has_no_dual_clip():
 def test_engine_probability_moves_the_advantage_and_not_the_importance_ratio():
     # New 0.5 over old 0.25, both of the training stack: ratio 2, whatever the engine says. With the engine's 0.4 in the
     # denominator it would be 1.25. delta = 0.15, A = -1 - 0.1 * 0.15 = -1.015, loss 2 * 1.015 = 2.03.
-    charged = advantages.penalized_advantages(
-        -np.ones((1, 1)), _delta(0.25, 0.4), MULTIPLIER, TOLERANCE, method="dc_grpo"
+    charged = penalties.dc_grpo(
+        Tokens(advantages=-np.ones((1, 1)), discrepancy=_delta(0.25, 0.4), multiplier=MULTIPLIER)
     )
-    summed, clipped = losses.policy_surrogate(
-        np.log([[0.5]]), np.log([[0.25]]), charged, ONE, np.ones((1, 1)), clip_low=0.2, clip_high=0.24
-    )
-    assert float(clipped["ratio_mean"].value()) == pytest.approx(2.0, rel=1e-6)
+    tokens = Tokens(
+        train_logprobs=np.log([[0.5]]), anchor_logprobs=np.log([[0.25]]), rollout_logprobs=np.log([[0.4]]),
+        advantages=charged, completion_mask=ONE,
+    )  # fmt: skip
+    summed, clipped = losses.policy_loss(tokens, np.ones((1, 1)))
+    assert float(clipped["policy/ratio_mean"].value()) == pytest.approx(2.0, rel=1e-6)
     assert float(summed.total) == pytest.approx(2.03, rel=1e-6)
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm import losses, signals, stats
-from dcmdp_jax.algorithm.corrections import Corrected
+from dcmdp_jax.algorithm import losses, penalties, signals, stats
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
+from dcmdp_jax.algorithm.remedies import Corrected, Tokens
 
 # Completion 0 has tokens 0, 1, 2 of row 0, completion 1 tokens 0, 1 of row 1; the rest is padding.
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
@@ -17,18 +17,23 @@ ROLLOUT = np.log([[0.5, 0.25, 0.1, 0.1], [0.5, 0.5, 0.1, 0.1]]).astype(np.float3
 DELTA = [[0.0, 0.25, 0.4, 0.0], [0.25, 0.0, 0.0, 0.0]]  # |p - q|; 0 outside the mask, where it would be 0.8
 ADVANTAGES = np.array([1.0, -1.0], np.float32)
 WEIGHTS = np.array([1 / 3, 1 / 2], np.float32)
-OPTIONS = {"method": "dc_grpo", "measure": "diff", "sided": "two", "level": "token", "tolerance": 0.3}
+OPTIONS = {"measure": {"measure": "diff", "sided": "two"}, "level": "token", "penalty": penalties.dc_grpo}
 
 
-def _signals(old=OLD, **changes):
-    return signals.row_signals(old, ROLLOUT, MASK, INDEX, ADVANTAGES, WEIGHTS, 0.5, **(OPTIONS | changes))
+def _signals(old=OLD, rows=slice(0, 2), tolerance=0.3, **changes):
+    tokens = Tokens(
+        train_logprobs=old[rows], old_logprobs=old[rows], rollout_logprobs=ROLLOUT[rows],
+        advantages=ADVANTAGES[INDEX[rows]], completion_mask=MASK[rows], completion_index=INDEX[rows],
+        num_completions=2, multiplier=0.5, tolerance=tolerance,
+    )  # fmt: skip
+    return signals.row_signals(tokens, WEIGHTS, **(OPTIONS | changes))
 
 
 def test_signals_by_hand():
     found = _signals()
     np.testing.assert_allclose(found.discrepancy, DELTA, atol=1e-6)
     # A - 0.5 delta on the tokens of each completion
-    np.testing.assert_allclose(found.advantages[MASK], [1.0, 0.875, 0.8, -1.125, -1.0], atol=1e-6)
+    np.testing.assert_allclose(found.tokens.advantages[MASK], [1.0, 0.875, 0.8, -1.125, -1.0], atol=1e-6)
     np.testing.assert_allclose(found.weights, [[1 / 3, 1 / 3, 1 / 3, 0], [0.5, 0.5, 0, 0]], rtol=1e-6)
     np.testing.assert_array_equal(found.dropped_tokens, [0, 0])
     # 0.9 over 5 tokens; the mean of the completions' means would be (0.65 / 3 + 0.125) / 2 = 0.171
@@ -40,29 +45,23 @@ def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
     token, sequence = _signals(), _signals(level="sequence")
     # completion 0 pays 0.5 * 0.65 / 3 on every token, completion 1 pays 0.5 * 0.125
     expected = [1 - 0.325 / 3] * 3 + [-1.0625] * 2
-    np.testing.assert_allclose(sequence.advantages[MASK], expected, rtol=1e-6)
+    np.testing.assert_allclose(sequence.tokens.advantages[MASK], expected, rtol=1e-6)
     assert float(sequence.mean_discrepancy.value()) == float(token.mean_discrepancy.value())
 
 
 def test_rows_add():
     whole = _signals()
-    parts = [
-        signals.row_signals(
-            OLD[r : r + 1], ROLLOUT[r : r + 1], MASK[r : r + 1], INDEX[r : r + 1], ADVANTAGES, WEIGHTS, 0.5, **OPTIONS
-        )
-        for r in range(2)
-    ]
+    parts = [_signals(rows=slice(r, r + 1)) for r in range(2)]
     merged = stats.merge(parts[0].mean_discrepancy, parts[1].mean_discrepancy)
     assert float(merged.value()) == pytest.approx(float(whole.mean_discrepancy.value()), rel=1e-6)
-    for name in ("discrepancy", "advantages", "weights"):
-        joined = np.concatenate([getattr(part, name) for part in parts])
-        np.testing.assert_array_equal(joined, getattr(whole, name))
+    for of in (lambda x: x.discrepancy, lambda x: x.tokens.advantages, lambda x: x.weights):
+        np.testing.assert_array_equal(np.concatenate([of(part) for part in parts]), of(whole))
 
 
 def test_no_gradient_flows_through_any_signal():
     def total(old):
         found = _signals(old)
-        return sum(jnp.sum(x) for x in jax.tree.leaves(found) if x.dtype == jnp.float32)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(found) if jnp.result_type(x) == jnp.float32)
 
     np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(OLD)), np.zeros(OLD.shape))
 
@@ -74,7 +73,7 @@ def _keep_close(tokens):
 
 
 def test_correction_drops_tokens_and_the_total_counts_the_rest():
-    found = _signals(correction=_keep_close)
+    found = _signals(corrections=[_keep_close])
     # p / q is 1, 2, 5 (dropped) and 0.5, 1
     np.testing.assert_allclose(found.weights, [[1 / 3, 2 / 3, 0, 0], [0.25, 0.5, 0, 0]], rtol=1e-6)
     np.testing.assert_array_equal(found.dropped_tokens, [1, 0])
@@ -105,5 +104,5 @@ def test_methods_with_a_fixed_multiplier_are_penalties():
 
 def test_excess_grpo_charges_a_completion_for_what_its_mean_has_above_c():
     # Means 0.65 / 3 = 0.2167 and 0.125, c = 0.15, lambda 0.5: completion 0 pays 0.5 * 0.0667, completion 1 nothing.
-    found = _signals(method="excess_grpo", level="sequence", tolerance=0.15)
-    np.testing.assert_allclose(found.advantages[MASK], [1 - 0.5 * (0.65 / 3 - 0.15)] * 3 + [-1.0] * 2, rtol=1e-6)
+    found = _signals(penalty=penalties.excess_grpo, level="sequence", tolerance=0.15)
+    np.testing.assert_allclose(found.tokens.advantages[MASK], [1 - 0.5 * (0.65 / 3 - 0.15)] * 3 + [-1.0] * 2, rtol=1e-6)

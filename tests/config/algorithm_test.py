@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from configs import base, remedies
-from dcmdp_jax.algorithm import corrections
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.algorithm.corrections import chain
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.config.settings import from_config_dict, from_saved
+from dcmdp_jax.errors import UserError
 
 
 def _config(**algorithm):
@@ -20,7 +22,10 @@ def _tokens(ratio):
     rollout = np.full((1, len(ratio)), -1.0, np.float32)
     old = rollout + np.log(np.array([ratio], np.float32))
     mask = np.ones(old.shape, bool)
-    return corrections.SampledTokens(old, old, rollout, np.ones(old.shape), mask, np.zeros(old.shape, np.int32), 1)
+    return Tokens(
+        train_logprobs=old, old_logprobs=old, rollout_logprobs=rollout, advantages=np.ones(old.shape),
+        completion_mask=mask, completion_index=np.zeros(old.shape, np.int32), num_completions=1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -34,13 +39,29 @@ def _tokens(ratio):
     ],
 )
 def test_the_text_becomes_a_correction(text, weights, keep):
-    found = _config(corrections=text).algorithm.correction(_tokens([0.5, 3.0, 5.0]))
+    found, _ = chain(_tokens([0.5, 3.0, 5.0]), _config(corrections=text).algorithm.remedies().corrections)
     np.testing.assert_allclose(found.weights, [weights], rtol=1e-6)
     np.testing.assert_array_equal(found.keep, np.array([keep], bool))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"level": "reward", "ratio_denominator": "bypass"},
+            "algorithm.level: got reward with ratio_denominator=bypass",
+        ),
+        ({"level": "state", "ratio_denominator": "bypass"}, "set ratio_denominator=rollout or level=token"),
+        ({"level": "state", "method": "excess_grpo"}, "got state with method=excess_grpo, whose threshold"),
+    ],
+)
+def test_levels_that_lack_what_they_need_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        _config(**changes)
+
+
 def test_no_correction_is_the_default():
-    assert _config().algorithm.correction is None
+    assert _config().algorithm.remedies().corrections == ()
 
 
 @pytest.mark.parametrize(
@@ -48,26 +69,35 @@ def test_no_correction_is_the_default():
     [
         ({"corrections": "tiss"}, "corrections: got 'tiss'; did you mean tis?"),
         ({"corrections": "seq_tis"}, "corrections: got 'seq_tis'; did you mean sequence_tis"),
-        ({"corrections": "qqq"}, "corrections: got 'qqq'; there are tis, sequence_tis, icepop"),
+        ({"corrections": "qqq"}, "corrections: got 'qqq'; allowed are tis, sequence_tis, icepop"),
         ({"corrections": "tis(cap=2)"}, "corrections: tis has no parameter 'cap'; it has low, high"),
-        ({"corrections": "tis(2)"}, "corrections: got tis('2'); parameters are name=number, each once"),
+        (
+            {"corrections": "tis(2)"},
+            "corrections: got tis('2'); parameters are name=number (or true, false)",
+        ),
         (
             {"corrections": "tis(high=2,high=5)"},
-            "corrections: got tis('high=2,high=5'); parameters are name=number, each",
+            "corrections: got tis('high=2,high=5'); parameters are name=number (or true, false), each",
         ),
         ({"corrections": "tis(high=two)"}, "corrections: got tis('high=two'); parameters are name=number"),
-        ({"corrections": "icepop(low=2,high=1)"}, "corrections: icepop: the band from low=2 to high=1 is empty"),
-        ({"corrections": "tis(high=inf)"}, "corrections: tis(high=inf): must be a finite number above 0"),
+        (
+            {"corrections": "icepop(low=2,high=1)"},
+            "corrections: icepop(low=2.0,high=1.0): the band from low=2 to",
+        ),
+        ({"corrections": "tis(high=inf)"}, "corrections: tis(high=inf): high=inf; must be a finite number in (0, inf)"),
         ({"corrections": "mean_k3"}, "corrections: mean_k3 needs high, such as mean_k3(high=0.1)"),
-        ({"corrections": "tis veto"}, "corrections: got 'tis veto'; write name or name(parameter=number)"),
+        ({"corrections": "tis veto"}, "corrections: got 'tis veto'; write name, or name(parameter=value,...)"),
         ({"corrections": "veto,veto"}, "corrections: got veto twice; name it once"),
         (
             {"corrections": "veto,tis", "ratio_denominator": "bypass"},
             "corrections: got tis with ratio_denominator=bypass, whose ratio weighs by p_train / p_rollout already",
         ),
         ({"dual_clip": 0.5}, "dual_clip: got 0.5, must be above 1, or 0 for none"),
-        ({"trust_region": "drpo", "clip_low": 0.0}, "clip_low, clip_high: got 0.0, 0.24 with trust_region=drpo"),
-        ({"trust_region": "dppo"}, "trust_region: got 'dppo', allowed are clip, dppo_tv, dppo_kl, drpo; did you mean"),
+        ({"trust_region": "drpo", "clip_low": 0.0}, "trust_region: drpo(low=0.0,high=0.24): low=0.0; must be a"),
+        (
+            {"trust_region": "dppo"},
+            "trust_region: got 'dppo'; did you mean dppo_tv or dppo_kl? allowed are clip",
+        ),
         ({"overlong_buffer": 9000}, "overlong_buffer: got 9000, must be at most rollout.max_completion_tokens=8192"),
     ],
 )
@@ -78,7 +108,7 @@ def test_what_is_refused(algorithm, line):
 
 
 def test_filters_go_with_the_engines_denominator():
-    assert _config(corrections="veto,mean_k3(high=0.1)", ratio_denominator="bypass").algorithm.correction is not None
+    assert _config(corrections="veto,mean_k3(high=0.1)", ratio_denominator="bypass").algorithm.corrections
 
 
 @pytest.mark.parametrize("remedy", remedies.REMEDIES)
@@ -93,3 +123,18 @@ def test_remedies_join():
     assert config.algorithm.corrections == "tis(high=2),veto(floor=1e-4)"
     with pytest.raises(ValueError, match="config argument 'tsi': allowed are grpo, debug, tis"):
         remedies.get_config("tsi")
+
+
+def test_a_run_saved_with_sizes_in_clip_low_and_clip_high_is_the_run_of_todays_text():
+    saved = {"config_version": 2, "algorithm": {"trust_region": "dppo_tv", "clip_low": 0.1, "clip_high": 0.2}}
+    before = from_saved(saved).algorithm
+    assert before == _config(trust_region="dppo_tv(low=0.1,high=0.2)").algorithm
+    assert before == _config(trust_region="dppo_tv", clip_low=0.1, clip_high=0.2).algorithm
+    assert (before.trust_region, before.clip_low, before.clip_high) == ("dppo_tv(low=0.1,high=0.2)", 0.2, 0.24)
+    plain = {"algorithm": {"trust_region": "clip", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0}}
+    assert from_saved(plain).algorithm == _config(trust_region="clip(low=0.1,high=0.28)", dual_clip=3.0).algorithm
+
+
+def test_a_saved_run_with_a_users_function_opens_without_it():
+    found = from_saved({"algorithm": {"method": "gone.py:f(k=1)", "corrections": "tis,gone.py:g"}}).algorithm
+    assert found.fixed_multiplier is None and found.drops_tokens

@@ -114,8 +114,8 @@ def test_another_prompt_keeps_the_suffix(prompt) -> None:
 
 
 def test_an_instruction_in_a_system_message_counts() -> None:
-    context = (("system", "Put the answer in \\boxed{}."),)
-    problem = Problem(prompt="1+1?", answer="2", source="s", index=0, context=context)
+    chat = ({"role": "system", "content": "Put the answer in \\boxed{}."}, {"role": "user", "content": "1+1?"})
+    problem = Problem(prompt="1+1?", answer="2", source="s", index=0, messages=chat)
     assert with_suffix(problem, _SUFFIX) == "1+1?"
 
 

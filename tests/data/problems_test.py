@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dcmdp_jax.data.problems import load_problems, problem_from_row
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.rows import problem_from_row
 
 _DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 _needs_data = pytest.mark.skipif(not _DATA.is_dir(), reason=f"the published datasets are not at {_DATA}")
@@ -82,7 +83,7 @@ def test_schemas(row: dict[str, object], prompt: str, answer: str, solution: str
 def test_messages_before_the_prompt_are_kept() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     problem = problem_from_row(_dapo(messages), source="file", index=0)
-    assert problem.context == (("system", "Be brief."),)
+    assert problem.messages == tuple(messages)
     assert problem.prompt == "1+1?"
 
 

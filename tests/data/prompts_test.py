@@ -17,7 +17,9 @@ from dcmdp_jax.rewards.protocol import Problem
 
 
 def _problem(prompt: str, index: int = 0, context: tuple[tuple[str, str], ...] = ()) -> Problem:
-    return Problem(prompt=prompt, answer="1", source="test", index=index, context=context)
+    """With messages if there are some before the prompt."""
+    chat = tuple({"role": role, "content": content} for role, content in (*context, ("user", prompt)))
+    return Problem(prompt=prompt, answer="1", source="test", index=index, messages=chat if context else ())
 
 
 def _tokenizer_that_adds_a_beginning() -> PreTrainedTokenizerFast:

@@ -221,7 +221,7 @@ def test_the_server_says_what_it_is(remote, vllm):
         engine.push_weights({}, 1)
     assert str(refused.value) == (
         f"push_weights: the vLLM server at {vllm.socket} holds its own weights and takes no others; training needs "
-        "rollout.engine=vllm or local"
+        "an engine that does, such as vllm or local"
     )
 
 

@@ -341,11 +341,11 @@ def test_score_is_the_softmax_of_given_tokens():
 
 
 def test_long_prompts_run_in_parts(monkeypatch):
-    from dcmdp_jax.engines.local import schedule
+    from dcmdp_jax.engines.local import sizes
 
     whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     # Room for the attention of two prompts in the bucket of 16: parts of 2, 2, 1.
-    monkeypatch.setattr(schedule, "ATTENTION_ELEMENTS", 2 * 4 * 16 * 16)
+    monkeypatch.setattr(sizes, "ATTENTION_ELEMENTS", 2 * 4 * 16 * 16)
     assert_same_samples(whole, sample(engine(), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
 
 
@@ -383,9 +383,7 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     sample(made, [clean], sampling, seed=0, step=0)
     rollout = sample(made, [clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     assert unusable_completions(rollout.episodes, drop=True).tolist() == [False] * 4 + [True] * 2
-    with pytest.raises(
-        EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*on_non_finite=drop"
-    ):
+    with pytest.raises(EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*`drop`"):
         unusable_completions(rollout.episodes, drop=False)
     poisoned = sample(made, [np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     with pytest.raises(EngineError, match="no completion has usable log-probs"):
@@ -416,8 +414,8 @@ def test_bad_prompts_are_named(bad, message):
     ("setting", "message"),
     [
         (
-            {"precision": "int2"},
-            "precision: got 'int2', allowed are exact, float32, bfloat16, float16, int8, int4, ",
+            {"precision": "int1"},
+            "precision: got 'int1', allowed are exact, float32, bfloat16, float16, int8, int4, ",
         ),
         ({"compute_dtype": "float64"}, "compute_dtype: got 'float64', allowed are float32, bfloat16, float16"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: got 'int8', allowed are auto, fp8"),

@@ -124,7 +124,7 @@ def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(
         shapes.append(tokens.shape)
         return score(weights, tokens, *rest, **static)
 
-    monkeypatch.setattr(engine_module, "score_rows", seen)
+    monkeypatch.setattr(engine_module, "score_program", seen)
     several = _engine(DENSE, _mesh(**sizes))
     prompt, completion = PROMPTS[1], PROMPTS[4]
     [found] = several.score([prompt], [completion], temperature=0.8)
@@ -267,8 +267,6 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(
 def test_a_mesh_that_does_not_divide_the_devices_is_refused() -> None:
     training = make_mesh(1, 8, 1, 1, devices=jax.devices()[:8])
     assert dict(sampling_mesh(training, tensor=2, expert=2).shape) == {"data": 2, "fsdp": 1, "tensor": 2, "expert": 2}
-    with pytest.raises(
-        UserError, match=r"config.rollout.local \(tensor=3, expert=1\): 3 does not divide the 8 devices"
-    ):
+    with pytest.raises(UserError, match=r"mesh \(tensor=3, expert=1\): 3 does not divide the 8 devices"):
         sampling_mesh(training, tensor=3)
     assert math.prod(sampling_mesh(training).shape.values()) == 8

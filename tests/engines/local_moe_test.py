@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks import router_replay
 from dcmdp_jax.data.episode import single_turn
-from dcmdp_jax.data.packing import make_plan, pack
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_routed_experts
@@ -101,7 +102,7 @@ def test_quantized_experts_have_scales_of_their_own(precision: str) -> None:
 def _rows(rollout: Rollout) -> Rows:
     total = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     count = len(rollout.completion_ids)
-    plan = make_plan(
+    plan = make_row_shapes(
         row_lengths=(total,), micro_batch_tokens=total * count, mini_batches=1, completions=count, segments_per_row=1,
         row_shards=1,
     )  # fmt: skip
@@ -132,10 +133,16 @@ def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None
     check_routed_experts(episodes, *CONFIG.routing)
     assert len({len(episode.token_ids) for episode in episodes}) > 3
     for episode in episodes:
-        assert episode.routed_experts[:-1].min() >= 0 and (episode.routed_experts[-1] == -1).all()
+        assert (routed := episode.columns["routed_experts"])[:-1].min() >= 0 and (routed[-1] == -1).all()
     rows = _rows(rollout)
     _, sums = jax.jit(hidden_states_and_aux, static_argnums=(1, 5))(
-        _params(), CONFIG, rows.input_ids, rows.position_ids, rows.segment_ids, Compute(), replayed=rows.routed_experts
+        _params(),
+        CONFIG,
+        rows.input_ids,
+        rows.position_ids,
+        rows.segment_ids,
+        Compute(),
+        replayed=rows.columns["routed_experts"],
     )
     np.testing.assert_array_equal(sums["router_agreement"], 2 * sum(len(episode.token_ids) for episode in episodes))
     differences, agreement = _replayed(rollout, _params())
@@ -161,7 +168,7 @@ def test_wrong_experts_are_named() -> None:
         routed_experts=routed,
     )  # fmt: skip
     check_routed_experts([episode], *CONFIG.routing)
-    given = episode.routed_experts
+    given = episode.columns["routed_experts"]
     for wrong, message in (
         (None, "completion 1: the engine returned no routed experts"),
         (
@@ -173,7 +180,8 @@ def test_wrong_experts_are_named() -> None:
         (np.where(given == 3, 0, given), "completion 1: a token was routed to the same expert twice"),
     ):
         with pytest.raises(EngineError, match=message):
-            check_routed_experts([episode, dataclasses.replace(episode, routed_experts=wrong)], *CONFIG.routing)
+            columns = {} if wrong is None else {"routed_experts": wrong}
+            check_routed_experts([episode, dataclasses.replace(episode, columns=columns)], *CONFIG.routing)
 
 
 def test_bfloat16_is_near_and_not_exact() -> None:

@@ -80,5 +80,5 @@ def sample(
         np.array([episode.group for episode in episodes]),
         version,
         pulled,
-        None if episodes[0].routed_experts is None else [episode.routed_experts[:-1] for episode in episodes],
+        [e.columns["routed_experts"][:-1] for e in episodes] if "routed_experts" in episodes[0].columns else None,
     )

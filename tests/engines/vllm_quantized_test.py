@@ -26,6 +26,16 @@ REGIMES = (
     Regime("fp8_per_block", "bfloat16", "auto"),
     Regime("int8", "bfloat16", "auto"),
 )
+MATCHED = {
+    ("fp8_per_block", "auto"): 0.25,
+    ("bfloat16", "fp8"): 0.6,
+    ("bfloat16", "fp8_e5m2"): 0.5,
+    ("int8", "auto"): 1.0,
+}
+"""Regime -> the part of Qwen3's mismatch that is left at most when the trainer repeats the engine's roundings.
+
+Measured: 0.12, 0.41, 0.27, 0.91.
+"""
 SAMPLINGS = (SamplingParams(1, 24, temperature=0.0, stop_token_ids=(STOP,)), SamplingParams(1, 24))
 _LONG = {"auto": (), "fp8": (), "fp8_e5m2": pytest.mark.long}
 _LINEAR = re.compile(r"layers\.\d+\..*_proj\.weight$")
@@ -68,8 +78,10 @@ def _assert_as_documented(family: str, regime: Regime, found: float) -> None:
     "regime", [pytest.param(each, marks=_LONG[each.kv_cache_dtype]) for each in (BF16, *REGIMES)], ids=_name
 )
 def test_an_engine_differs_as_documented(regime):
-    """In 8 bits by clearly more than in BF16."""
-    found = measure("qwen3", regime).probability
+    """In 8 bits by clearly more than in BF16; and from a trainer that repeats its roundings, by less."""
+    measured = measure("qwen3", regime)
+    found = measured.probability
+    assert regime == BF16 or measured.matched < MATCHED[regime.precision, regime.kv_cache_dtype] * found
     _assert_as_documented("qwen3", regime, found)
     assert regime == BF16 or found > 1.5 * _documented()["qwen3", "bfloat16", "auto"]
 

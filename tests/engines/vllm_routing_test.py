@@ -22,7 +22,7 @@ def test_routed_experts_are_those_of_every_token(start, record_property, precisi
         params = random_params(EXPERTS, version)
         engine.push_weights(params, version)
         episodes = collect(engine.generate(prompts(12, EXPERTS), sampling, seed=3, step=version))
-        assert len(episodes) == 48 and min(episode.routed_experts[:-1].min() for episode in episodes) >= 0
+        assert len(episodes) == 48 and min(episode.columns["routed_experts"][:-1].min() for episode in episodes) >= 0
         found = effect(EXPERTS, params, episodes, temperature=0.7)
         record_property(f"push {version}", found)
         if precision == "float32":
@@ -32,4 +32,4 @@ def test_routed_experts_are_those_of_every_token(start, record_property, precisi
         engine.score([episodes[0].prompt_ids], [episodes[0].completion_ids], temperature=0.7)
         again = collect(engine.generate(prompts(12, EXPERTS), sampling, seed=3, step=version))
         for one, other in zip(episodes, again, strict=True):
-            np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+            np.testing.assert_array_equal(one.columns["routed_experts"], other.columns["routed_experts"])

@@ -31,7 +31,7 @@ def test_an_engine_sleeps_after_each_call_and_wakes_for_the_next(start, tmp_path
     """Weights first, and the cache when they are loaded; at level 2 a call without a push loads the weights again."""
     config = small_model()
     engine = start(config, directory=tmp_path, sleep=level)
-    assert f"rollout.vllm.sleep={level}: vLLM's CPU build frees nothing by it" in caplog.text
+    assert f"sleep={level}: vLLM's CPU build frees nothing by it" in caplog.text
     asked, params = prompts(4, config), random_params(config, 7)
     engine.push_weights(params, 7)
     first = sample(engine, asked, SAMPLED, seed=1, step=1)

@@ -11,6 +11,8 @@ from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.evaluation.average import evaluate, join
 from dcmdp_jax.rewards.math.verifier import Verifier
+from dcmdp_jax.rewards.protocol import MATH, Problem, Reward
+from dcmdp_jax.rewards.scoring import RewardScorer
 
 
 @dataclasses.dataclass
@@ -49,8 +51,10 @@ def judged():
             engine = _Script(texts)
             prompts = [np.array([5 + i], np.int32) for i in range(len(texts))]
             sampling = SamplingParams(group_size=len(texts[0]), max_completion_tokens=16, **settings)
+            problems = [Problem(prompt="", answer=answer, source="s", index=0) for answer in answers]
             options = {"task": "t", "seed": 7}
-            return evaluate(engine, verifier, build_tokenizer(), prompts, answers, sampling, **options), engine
+            scorer = RewardScorer([Reward(MATH)], verifier, (), by_source=False, timeout_s=1.0, stop_on_error=True)
+            return evaluate(engine, scorer, build_tokenizer(), prompts, problems, sampling, **options), engine
 
         yield run
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dcmdp_jax.config.arguments import EVALUATION, as_settings
 from dcmdp_jax.evaluation.held_out import held_out_tasks
 
 _TWO = "data/aime24.jsonl,data/own.jsonl"
@@ -30,11 +31,18 @@ def test_each_task_has_its_name_and_its_samples(task, samples, expected):
 @pytest.mark.parametrize(
     ("task", "samples", "message"),
     [
-        (_TWO, (1, 2, 3), "evaluation.samples: got 3 numbers for 2 tasks; give one for all, one for each, or none"),
-        ("a.jsonl,", (), "evaluation.task: got 'a.jsonl,', an empty name is no task"),
-        ("x/a.jsonl,y/a.jsonl", (), "evaluation.task: two tasks are called 'a'; rename one"),
+        (_TWO, (1, 2, 3), "samples: got 3 numbers for 2 tasks; give one for all, one for each, or none"),
+        ("a.jsonl,", (), "task: got 'a.jsonl,', an empty name is no task"),
+        ("a.jsonl@2,b.jsonl@1", (), "got 'a.jsonl@2'; weights are for training, K of each task is in `samples`"),
+        ("x/a.jsonl,y/a.jsonl", (), "task: two tasks are called 'a'; rename one"),
     ],
 )
 def test_what_does_not_fit_is_told(task, samples, message):
     with pytest.raises(ValueError, match=message):
         held_out_tasks(task, samples)
+
+
+def test_a_run_names_its_settings():
+    message = r"^config.evaluation.task: .* K of each task is in evaluation.samples$"
+    with pytest.raises(ValueError, match=message), as_settings(EVALUATION):
+        held_out_tasks("a.jsonl@2", ())

@@ -1,6 +1,7 @@
 """Memory of a run: figures by hand for known models, and one measured run."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -11,13 +12,17 @@ import jax
 import pytest
 
 from configs import base, demo, qwen3_8b, qwen3_30b_a3b
+from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.memory import plan as memory_plan
-from dcmdp_jax.memory.parts import plan_engine_memory, plan_memory
-from dcmdp_jax.memory.plan import Machine
+from dcmdp_jax.engines.kind import EngineArguments, Workload
+from dcmdp_jax.engines.local import LocalSettings
+from dcmdp_jax.engines.registry import ENGINES
+from dcmdp_jax.machine import Machine
+from dcmdp_jax.memory import use as memory_plan
+from dcmdp_jax.memory.parts import memory_of_run, plan_evaluation
 from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.training import build, setup
 
@@ -35,14 +40,37 @@ def _plan(config, model, machine, shape, *, prompts=(1024,), vllm_on_cpu=False):
     if machine.platform == "gpu":
         compute = dataclasses.replace(compute, attention="cudnn")
     completions = config.training.prompts_per_step * config.rollout.group_size
-    return plan_memory(
-        config, model, compute, mesh, packing, machine, prompt_lengths=prompts, completions=completions,
-        vllm_on_cpu=vllm_on_cpu,
-    )  # fmt: skip
+    _, engine = engine_arguments(
+        config, model=model, mesh=functools.partial(sampling_mesh, mesh), platform="cpu" if vllm_on_cpu else "cuda"
+    )
+    return memory_of_run(
+        config, model, compute, mesh, packing, machine, engine=engine, prompt_lengths=prompts, completions=completions
+    )
 
 
 def _part(plan, name):
     return next(part for part in plan.parts if part.name.startswith(name))
+
+
+def test_older_versions_and_batches_ahead_are_counted_where_they_are():
+    """Lag 2 on eight GPUs: two sharded copies, or two whole ones on the host; a run that they do not fit says so."""
+    config, machine = qwen3_8b.get_config("local"), Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    without = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    config.rollout.lag = 2
+    kept = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    item = {"float32": 4, "bfloat16": 2}[config.model.param_dtype]
+    share = (8_190_735_360 - 308_224) // 8 + 308_224
+    assert _part(kept, "parameters of 2 older").each == 2 * share * item
+    batch, ahead = _part(kept, "batch"), _part(kept, "2 batch(es) sampled ahead")
+    assert ahead.each == 2 * batch.each and batch.each > _part(without, "batch").each
+    config.rollout.old_logprobs = "current"
+    on_host = _part(_plan(config, QWEN3_8B, machine, (1, 8, 1)), "parameters of 2 older")
+    assert (on_host.each, on_host.host) == (0, 2 * 8_190_735_360 * item)
+    config.rollout.old_logprobs, config.rollout.lag = "kept", 60
+    with pytest.raises(
+        ValueError, match=r"of which parameters of 60 older version\(s\) .*; smaller with rollout.lag, or"
+    ):
+        _plan(config, QWEN3_8B, machine, (1, 8, 1)).check()
 
 
 def test_qwen3_8b_on_eight_gpus_by_hand():
@@ -112,7 +140,7 @@ def test_router_replay_is_counted_where_it_is_held():
     config.rollout.router_replay = True
     plan = _plan(config, model, machine, (1, 8, 1))
     completions = config.training.prompts_per_step * config.rollout.group_size
-    assert _part(plan, "experts of the completions' tokens").host == completions * (1024 + 8192) * 768
+    assert _part(plan, "routed experts of the completions' tokens").host == completions * (1024 + 8192) * 768
     assert _part(plan, "engine's record").host == completions * 8192 * 768
     # Each device decodes an eighth of the rows; for sure the first 128 of each one's tokens.
     rows = plan.rows // 8
@@ -199,10 +227,13 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     assert num_params(model) == 305_760
     for platform, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
-        plan = plan_engine_memory(
-            model, Machine(platform, 2, None, None), precision=precision, compute_dtype=compute, kv_cache_dtype="auto",
-            param_dtype="float32", max_rows=8, completions=8, prompt_lengths=[5], max_completion_tokens=4,
+        arguments = EngineArguments(
+            precision=precision, compute_dtype=compute, kv_cache_dtype="auto", max_total_tokens=9, max_rows=8,
+            min_rows=8, settings=LocalSettings(), model=model,
+            mesh=lambda tensor, expert: make_mesh(data=2, devices=jax.devices()[:2]),
         )  # fmt: skip
+        load = Workload(8, 1, [5], 4, "float32", training=False)
+        plan = plan_evaluation(ENGINES["local"], arguments, load, Machine(platform, 2, None, None), {})
         place = "first" if platform == "gpu" else "host"
         assert _part(plan, "engine's weights").on(place) == kept
         found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]
@@ -257,7 +288,12 @@ _RUN = """
 import json, resource, sys
 from pathlib import Path
 from configs import base
+from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.engines.kind import EngineArguments, Workload
+from dcmdp_jax.engines.local import LocalSettings
+from dcmdp_jax.engines.registry import ENGINES
+from dcmdp_jax.machine import Machine
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import make_plan_of_run
 from dcmdp_jax.models.params import num_params

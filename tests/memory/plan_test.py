@@ -2,7 +2,8 @@
 
 import pytest
 
-from dcmdp_jax.memory.plan import Machine, MemoryPlan, Part, exact
+from dcmdp_jax.machine import Machine, Part, exact
+from dcmdp_jax.memory.use import MemoryUse
 
 _GIB = 2**30
 
@@ -13,7 +14,7 @@ def test_totals_and_peaks_of_a_plan():
         Part("b", each=10, phases=frozenset({"sample"}), lower="two", certain=(4, 0, 0)),
         exact("c", host=5, phases=frozenset({"step"}), lower="three"),
     )
-    plan = MemoryPlan(parts, Machine("gpu", 2, 12, 4))
+    plan = MemoryUse(parts, Machine("gpu", 2, 12, 4))
     assert plan.peak("first") == ("sample", 14) and plan.peak("other") == ("sample", 13)
     assert plan.peak("first", certain=True) == ("sample", 8) and plan.peak("host") == ("step", 5)
     assert len(plan.shortages()) == 2 and len(plan.shortages(certain=True)) == 1
@@ -32,7 +33,7 @@ def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
         Part("logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"),
         exact("copies", host=_GIB // 2),
     )
-    plan = MemoryPlan(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")
+    plan = MemoryUse(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")
     # Push 2 + 1 on the first device, step 2 + 3.
     assert _words(plan) == [
         "GiB push sample step",
@@ -51,5 +52,5 @@ def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
 
 
 def test_small_plans_are_in_mib():
-    plan = MemoryPlan((exact("parameters", host=3 * 2**20),), Machine("cpu", 4, None, None))
+    plan = MemoryUse((exact("parameters", host=3 * 2**20),), Machine("cpu", 4, None, None))
     assert _words(plan) == ["MiB push sample step", "parameters 3.00 3.00 3.00", "total 3.00 3.00 3.00"]

@@ -16,8 +16,6 @@ from dcmdp_jax.models.attention import (
     choose_kernel,
     row_attention,
     shard_map_over_rows_and_heads,
-    shared_prompt_attention,
-    visible_of_shared,
 )
 from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -64,48 +62,6 @@ def test_one_segment_is_causal_and_right_on_real_tokens(ops: Ops) -> None:
     ours = row_attention(query, key, value, jnp.asarray(segments), kernel="xla", one_segment=True, ops=ops)
     real = segments > 0
     np.testing.assert_allclose(np.asarray(ours)[real], _reference(query, key, value, segments)[real], atol=2e-6)
-
-
-@both
-def test_shared_prompts_are_rows_with_their_prompt_before_them(ops: Ops) -> None:
-    """Two prompts of 3 and 1 tokens, two rows of 4 for each: values and gradients against rows of whole sequences."""
-    shape, lengths = (2, 3, 4, 4), np.array([3, 1])
-    prompts, slots, rows, length = shape
-    inputs = _inputs(1, prompts * slots + rows * length, 6, 2, 8)
-    places = np.arange(prompts * slots + rows * length)
-    in_prompts, in_rows = places[: prompts * slots].reshape(prompts, slots), places[prompts * slots :].reshape(rows, -1)
-    weights = jax.random.normal(jax.random.key(1), (1, len(places), 6, 8))
-
-    @jax.jit
-    def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        visible = visible_of_shared(jnp.asarray(lengths), shape)
-        return shared_prompt_attention(query, key, value, visible, shape, ops=ops)
-
-    @jax.jit
-    def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[int, jax.Array]:
-        found = {}
-        for row in range(rows):
-            prompt = in_prompts[row // 2, : lengths[row // 2]]
-            sequence = np.concatenate([prompt, in_rows[row]])
-            taken = (x[:, sequence] for x in (query, key, value))
-            out = row_attention(
-                *taken, jnp.ones((1, len(sequence)), jnp.int32), kernel="xla", one_segment=True, ops=ops
-            )
-            # A prompt's own tokens are the same in each of its rows.
-            found |= dict(zip(sequence.tolist(), out[0], strict=True))
-        return found
-
-    out, expected = ours(*inputs)[0], whole(*inputs)
-    assert len(expected) == rows * length + lengths.sum()
-    for place, value in expected.items():
-        np.testing.assert_allclose(out[place], value, atol=2e-6)
-
-    real = np.zeros((1, len(places), 1, 1), bool)
-    real[0, list(expected)] = True
-    got = jax.grad(lambda *x: jnp.sum(jnp.where(real, ours(*x) * weights, 0.0)), argnums=(0, 1, 2))
-    wanted = jax.grad(lambda *x: sum(jnp.sum(v * weights[0, p]) for p, v in whole(*x).items()), argnums=(0, 1, 2))
-    for a, b in zip(jax.jit(got)(*inputs), jax.jit(wanted)(*inputs), strict=True):
-        np.testing.assert_allclose(a, b, atol=5e-6)
 
 
 @both
@@ -254,10 +210,11 @@ def test_choose_kernel() -> None:
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "gpu") == "cudnn"
     assert choose_kernel("auto", jnp.dtype("float32"), "gpu") == "xla"  # cudnn has no float32
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "cpu") == "xla"
+    assert [choose_kernel("auto", jnp.dtype("float32"), "cpu", length) for length in (191, 192)] == ["xla", "blockwise"]
     assert choose_kernel("xla", jnp.dtype("bfloat16"), "tpu") == "xla"
     # Splash takes blocks of 128 alone. The rows of a push's proof, or of a probe, are shorter.
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "tpu", 384) == "splash"
     assert [choose_kernel("auto", jnp.dtype("bfloat16"), "tpu", length) for length in (32, 200)] == ["xla", "xla"]
     assert choose_kernel("splash", jnp.dtype("bfloat16"), "tpu", 32) == "splash"
-    with pytest.raises(ValueError, match="attention: got 'flash', allowed are auto, xla, cudnn, splash"):
+    with pytest.raises(ValueError, match="attention: got 'flash', allowed are auto, xla, blockwise, cudnn, splash"):
         choose_kernel("flash", jnp.dtype("bfloat16"), "tpu")

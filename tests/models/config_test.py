@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.rope import RopeScaling, yarn_attention_factor
 
@@ -169,19 +169,19 @@ def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], messa
 
 def test_read_config_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no config.json, not a Hugging Face model directory"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     path = tmp_path / "config.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=f"^{path}: not valid JSON"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     path.write_text("[]")
     with pytest.raises(ValueError, match=f"^{path}: holds a list, must hold a JSON object"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     path.write_bytes(b"\xff{}")
     with pytest.raises(ValueError, match=f"^{path}: not valid JSON"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     path.write_text(json.dumps(to_hf(SMALL, dtype="float32")))
-    assert read_config(tmp_path) == SMALL
+    assert read_model_config(tmp_path) == SMALL
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_malformed_field_is_named_with_its_file_and_value(tmp_path: Path, chan
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_8B | change))
     with pytest.raises(ValueError, match=f"^{path}: ") as caught:
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     names = [name for field, value in change.items() for name in (field, *(value if isinstance(value, dict) else ()))]
     assert any(name in str(caught.value) for name in names) and len(str(caught.value)) < 400
 

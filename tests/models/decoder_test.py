@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models import decoder
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_config
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import hf_tensors, load_params
 from dcmdp_jax.models.layers import rotary_tables
@@ -78,7 +78,7 @@ def test_forward_equals_transformers(
     """Hidden states, logits and log-probs in float32; measured at 4e-6 to 8e-6 on logits of deviation 1."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory(family, tied=tied, rope=rope, bias=bias)
-    config = read_config(directory)
+    config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     ids = np.random.default_rng(0).integers(0, 97, (2, 100))
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_forward_equals_transformers(
 def test_gradients_equal_torch(hf_directory: Directory, pack: Pack, family: str, tied: bool) -> None:
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory(family, tied=tied, bias=True)
-    config = read_config(directory)
+    config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     rng = np.random.default_rng(1)
     ids, weights = rng.integers(0, 97, (2, 32)), rng.normal(size=(2, 32)).astype(np.float32)
@@ -124,7 +124,7 @@ def test_positions_far_out_equal_transformers(hf_directory: Directory, pack: Pac
     """At position 30,000 frequencies that are off by one unit in the last place give 1e-3, not 1e-5."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory("qwen3")
-    config = read_config(directory)
+    config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     ids = np.random.default_rng(0).integers(0, 97, (1, 40))
     # Gaps make distances large too: what counts is the difference of positions.
@@ -223,8 +223,13 @@ def test_rematerialization_changes_memory_only(tiny_model: tuple[ModelConfig, An
     assert memory["full"] < 0.5 * memory["none"]
 
 
+def _layers(params: Any) -> list[Any]:
+    """The parameters of each layer."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(3)]
+
+
 def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
-    """`apply_block` over `unstack_layers` and `final_norm`, which engines use, against the scanned forward."""
+    """`apply_block` over the layers and `final_norm`, which engines use, against the scanned forward."""
     config, params = tiny_model
     rows = pack([[np.arange(20)]], 20)
     x = params["embedding"][rows["input_ids"]]
@@ -233,7 +238,7 @@ def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True), key
 
-    layers = decoder.unstack_layers(params, config)
+    layers = _layers(params)
     assert len(layers) == 3
     for layer in layers:
         x, key, aux = decoder.apply_block(layer, config, x, rotary, attend, CPU)
@@ -248,7 +253,7 @@ def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, An
     """Values and the gradients of every parameter, biases and head norms among them where the model has them."""
     config, params = tiny_model
     layer = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size,
-                         decoder.unstack_layers(params, config)[1])  # fmt: skip
+                         _layers(params)[1])  # fmt: skip
     x = jax.random.normal(jax.random.key(3), (2, 7, config.hidden_size))
     rotary = rotary_tables(config, jnp.arange(14).reshape(2, 7))
 

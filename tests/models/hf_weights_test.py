@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.models import hf_manifest, hf_weights
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
 from dcmdp_jax.models.params import hf_tensors, init_params, num_params, param_shapes
@@ -96,7 +96,7 @@ def test_export_of_an_import_is_the_identity(tmp_path: Path, config: ModelConfig
     _assert_same_bytes(dict(iterate_hf_tensors(params, config, dtype)), tensors)
     save_params(params, config, tmp_path / "out", dtype=dtype)
     _assert_same_bytes(load_file(tmp_path / "out" / "model.safetensors"), tensors)
-    assert read_config(tmp_path / "out") == config
+    assert read_model_config(tmp_path / "out") == config
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -130,7 +130,7 @@ def test_transformers_loads_an_export_with_the_same_logits(
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
     model, source = hf_directory(family, tied=tied, bias=True, rope="yarn")
-    config = read_config(source)
+    config = read_model_config(source)
     params = load_params(source, config, dtype="float32")
     # 30 kB: several files, some with one tensor larger than that.
     save_params(params, config, tmp_path / "out", dtype=dtype, max_shard_bytes=30_000)
@@ -152,7 +152,7 @@ def test_transformers_loads_an_export_with_the_same_logits(
 def test_sharded_directories_of_transformers(hf_directory: Callable[..., tuple[Any, Path]]) -> None:
     model, source = hf_directory("qwen3", max_shard_size="40kB")
     assert len(list(source.glob("*.safetensors"))) > 3
-    config = read_config(source)
+    config = read_model_config(source)
     manifest = check_manifest(source, config)
     assert manifest.dtypes == {"F32": len(hf_tensors(config))}
     assert manifest.num_bytes == 4 * num_params(config)
@@ -481,7 +481,7 @@ def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
         save_params(params, TIED, tmp_path / "file", dtype="float32", overwrite=True)
     (tmp_path / "empty").mkdir()
     save_params(params, TIED, tmp_path / "empty", dtype="float32")
-    assert read_config(tmp_path / "empty") == TIED
+    assert read_model_config(tmp_path / "empty") == TIED
 
 
 def test_a_failure_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.models import decoder
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_config, to_hf
+from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
@@ -125,7 +125,7 @@ def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized: bool, 
 def test_logits_and_gradients_equal_transformers(hf_directory: Directory, normalized: bool, tied: bool) -> None:
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory("qwen3_moe", tied=tied, norm_topk_prob=normalized)
-    config = read_config(directory)
+    config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     ids = np.random.default_rng(0).integers(0, 97, (2, 40))
     weights = np.random.default_rng(1).normal(size=(2, 40, 97)).astype(np.float32)
@@ -158,7 +158,7 @@ def test_load_and_loss_are_those_of_transformers(hf_directory: Directory) -> Non
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     model, directory = hf_directory("qwen3_moe")
-    config = read_config(directory)
+    config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     ids, mask = np.random.default_rng(0).integers(0, 97, (2, 40)), np.ones((2, 40), np.int32)
     mask[1, 25:] = 0
@@ -233,7 +233,7 @@ def test_separate_and_fused_experts_load_alike(tmp_path: Path) -> None:
         for name, value in tensors.items():
             assert have[name].tobytes() == value.tobytes(), name
     save_params(separate, CONFIG, tmp_path / "out", dtype="float32")
-    assert read_config(tmp_path / "out") == CONFIG
+    assert read_model_config(tmp_path / "out") == CONFIG
     have = load_file(tmp_path / "out" / "model.safetensors")
     assert all(have[name].tobytes() == value.tobytes() for name, value in tensors.items())
 
@@ -260,7 +260,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(
     model.save_pretrained(tmp_path / "theirs", save_original_format=original)
     names = load_file(tmp_path / "theirs" / "model.safetensors").keys()
     assert ("model.layers.0.mlp.experts.gate_up_proj" in names) is not original
-    config = read_config(tmp_path / "theirs")
+    config = read_model_config(tmp_path / "theirs")
     save_params(load_params(tmp_path / "theirs", config, dtype="float32"), config, tmp_path / "ours", dtype="float32")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     assert type(again) is type(model)
@@ -270,7 +270,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(
 
 def _refused(directory: Path) -> str:
     with pytest.raises(ValueError) as caught:
-        check_manifest(directory, read_config(directory))
+        check_manifest(directory, read_model_config(directory))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dcmdp_jax.config.rollout import QUANTIZED
+from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
+from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import (
@@ -68,7 +69,7 @@ def kernel() -> jax.Array:
     return jnp.asarray(rng.normal(size=(96, 40)) * 10.0 ** rng.integers(-6, 4, 40), jnp.float32)
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("precision", "limit"), [("int8", 127), ("int4", 7), ("int3", 3), ("int2", 1)])
 def test_integer_error_is_at_most_half_a_step(kernel, precision, limit):
     values, scale = jax.jit(quantize_kernel, static_argnums=1)(kernel, precision)
     error = np.abs(np.asarray(kernel, np.float64) - np.asarray(values, np.float64) * np.asarray(scale, np.float64))
@@ -156,9 +157,10 @@ def test_tree_has_every_matrix_quantized_per_layer_and_nothing_else(precision, t
 
 
 def test_settings_name_the_same_precisions():
-    assert QUANTIZED["local"] == PRECISIONS
+    assert ENGINES["local"].quantized == PRECISIONS
+    assert ENGINES["local"].precisions == ENGINE_PRECISIONS
 
 
 def test_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match="precision: got 'int2', quantized ones are int8, int4, fp8"):
-        quantize_kernel(jnp.ones((2, 2)), "int2")
+    with pytest.raises(ValueError, match="precision: got 'int1', quantized ones are int8, int4, int3, int2, fp8"):
+        quantize_kernel(jnp.ones((2, 2)), "int1")

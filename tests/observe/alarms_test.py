@@ -65,6 +65,11 @@ def test_old_weights_are_staleness_and_not_mismatch():
     lag = np.where(STEPS % 2, 3, 0)
     assert _named(discrepancy__mean=np.full(50, 1.6 * C), rollout__staleness_max=lag) == ["staleness"]
     assert _named(rollout__staleness_max=lag) == []  # a lag that changes nothing
+    # Measured apart, each has its own alarm: a discrepancy under the same weights is mismatch, whatever the lag.
+    apart = {"rollout__staleness_max": np.ones(50), "staleness__log_ratio_abs_mean": np.full(50, 0.19)}
+    assert _named(**apart) == []
+    assert _named(**apart, discrepancy__mean=np.full(50, 1.6 * C)) == ["mismatch"]
+    assert _named(**apart | {"staleness__log_ratio_abs_mean": np.full(50, 0.21)}) == ["staleness"]
 
 
 def test_an_engine_that_keeps_its_weights_is_a_failed_sync():

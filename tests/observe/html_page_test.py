@@ -11,7 +11,8 @@ from dcmdp_jax.observe.html_page import render_page
 _ROOT = Path(__file__).resolve().parents[2]
 _CONTENT = {
     "title": "<b>", "labels": ["<b>"], "steps": 0, "cards": [("<i>", "1 & 2", '"')], "problems": ["</li>"],
-    "images": [('" onload="x', b"\x89PNG")], "samples": [], "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
+    "verdicts": ["</p>"], "provenance": [], "figures": [("a", '<b>"', {"title": "</script>"})], "samples": [],
+    "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
     "metrics": {"header": ["<m>", "last", "unit", "meaning"], "rows": []},
 }  # fmt: skip
 
@@ -21,8 +22,7 @@ def test_every_value_is_escaped():
     assert "<title>&lt;b&gt;</title>" in page and "<h1>&lt;b&gt;</h1>" in page
     assert '<div class="name">&lt;i&gt;</div><div class="value">1 &amp; 2</div><div class="more">&#34;</div>' in page
     assert "<li>&lt;/li&gt;</li>" in page
-    # base64 of the bytes 89 50 4E 47: 100010 010101 000001 001110 010001 11(0000) = i V B O R w, padded by ==
-    assert '<img alt="&#34; onload=&#34;x" src="data:image/png;base64,iVBORw==">' in page
+    assert "<figcaption>&lt;b&gt;&#34;</figcaption>" in page and '{"title":"\\u003c/script\\u003e"}' in page
     assert '<td class="key">&lt;k&gt;</td>' in page and "<td>&lt;v&gt;</td>" in page and "<th>&lt;m&gt;</th>" in page
 
 

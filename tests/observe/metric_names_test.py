@@ -2,11 +2,15 @@
 
 import pytest
 
-from dcmdp_jax.observe.metric_names import METRICS, PHASES, describe
+from dcmdp_jax.observe.metric_names import METRICS, STEP_PHASES, metric_of
 
 
 def test_every_phase_has_its_time():
-    assert {f"time/{phase}" for phase in PHASES} | {"time/total"} == {name for name in METRICS if "time/" in name[:5]}
+    of_overlap = {"time/wait", "time/engine_idle", "time/overlap", "time/start_wait"}
+    of_overlap |= {f"time/start_{phase}" for phase in STEP_PHASES}
+    assert {f"time/{phase}" for phase in STEP_PHASES} | {"time/total", "time/clock"} | of_overlap == {
+        name for name in METRICS if "time/" in name[:5]
+    }
 
 
 def test_every_row_is_complete_and_under_its_own_name():
@@ -15,13 +19,24 @@ def test_every_row_is_complete_and_under_its_own_name():
 
 
 @pytest.mark.parametrize(
-    ("name", "description"),
+    ("name", "unit", "description"),
     [
-        ("eval/arithmetic/avg@8", "held-out arithmetic: mean reward over 8 samples a problem"),
-        ("eval/math/hard/pass@32", "held-out math/hard: problems solved by at least one of 32 samples"),
-        ("eval/avg@8", ""),
-        ("other/thing", ""),
+        ("eval/arithmetic/avg@8", "reward", "held-out arithmetic: mean reward over 8 samples a problem"),
+        ("eval/math/hard/pass@32", "fraction", "held-out math/hard: problems solved by at least one of 32 samples"),
+        ("eval_reward/a/own", "reward", "held-out a/own: mean of this one of several rewards, before its weight"),
+        (
+            "logged/len/mean",
+            "as logged",
+            "len/mean: what reward functions logged under this name (log_metric), mean of the step",
+        ),
+        (
+            "discrepancy/source/a/b/mean",
+            "discrepancy",
+            "mean discrepancy of the completions of data source a/b, each counted once",
+        ),
+        ("eval/avg@8", "", ""),
+        ("other/thing", "", ""),
     ],
 )
-def test_names_outside_the_table(name, description):
-    assert describe(name) == (name, "fraction" if description else "", description)
+def test_names_outside_the_table(name, unit, description):
+    assert metric_of(name) == (name, unit, description)

@@ -1,13 +1,17 @@
 """The writer: exact values, each line on disk when the call returns, one line a step through kills and resumes."""
 
+import contextlib
 import json
 import math
 import os
+import re
 import signal
+import sqlite3
 import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,7 +25,9 @@ from tests.waiting import HANGS_S
 
 
 def _lines(run_dir, name="metrics.jsonl"):
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+    assert all(abs(line.pop("time/clock") - time.time()) < 1000 for line in lines if name.startswith("metrics"))
+    return lines
 
 
 def _events(run_dir):
@@ -64,7 +70,7 @@ def test_values_of_every_kind_are_exact_and_keep_their_order(tmp_path):
                 "s/inf": -math.inf,
             },
         )
-    text = (tmp_path / "metrics.jsonl").read_text()
+    text = re.sub(r', "time/clock": [0-9.]+', "", (tmp_path / "metrics.jsonl").read_text())
     # float32 1/3 is 11184811 / 2^25.
     assert text == (
         f'{{"step": 7, "z/float32": {11184811 / 2**25!r}, "y/bfloat16": 0.15625, "x/int": 3, "w/numpy": 0.1, '
@@ -212,24 +218,70 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
         MetricsWriter(tmp_path / "file" / "run")
 
 
-def test_wandb_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"wandb_project is 'p' .* pip install -e '\.\[wandb\]'$"):
-        MetricsWriter(tmp_path / "run", wandb_project="p")
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_a_tracker_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(ValueError, match=rf"{kind}_project is 'p' .* pip install -e '\.\[{kind}\]'$"):
+        MetricsWriter(tmp_path / "run", **{f"{kind}_project": "p"})
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_offline_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
+_SAMPLES = [
+    {"prompt": "1+1?", "completion": "2", "answer": "2", "reward": 1.0, "source": "a", "discrepancy_mean": 0.25},
+    {"prompt": [{"role": "user", "content": "2+2?"}], "completion": "5", "answer": None, "reward": 0.0},
+]
+
+
+def test_wandb_offline_keeps_one_run_and_its_samples_through_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs the wandb extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with MetricsWriter(tmp_path, wandb_project="p") as writer:
         writer.write(1, {"a": 0.5})
-        identity = writer._wandb.id
+        [tracker] = writer._trackers
+        identity = tracker.run.id
     with MetricsWriter(tmp_path, wandb_project="p", resume_step=1) as writer:
         writer.write(2, {"a": 0.75})
-        assert writer._wandb.id == identity
-        assert (writer._wandb.summary["a"], writer._wandb.summary["step"]) == (0.75, 2)
+        writer.write_samples(2, _SAMPLES)
+        [tracker] = writer._trackers
+        assert tracker.run.id == identity
+        assert (tracker.run.summary["a"], tracker.run.summary["step"]) == (0.75, 2)
+    [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
+    table = json.loads(table.read_text())
+    assert table["columns"][:4] == ["step", "prompt", "completion", "answer"]
+    assert table["data"][0] == [2, "1+1?", "2", "2", 1.0, "a", 0.25]
+    assert table["data"][1] == [2, '[{"role": "user", "content": "2+2?"}]', "5", None, 0.0, None, None]
+
+
+def test_trackio_keeps_one_local_run_and_its_samples_through_a_resume(tmp_path):
+    pytest.importorskip("trackio", reason="needs the trackio extra")
+    script = (
+        "import json, sys\n"
+        "from dcmdp_jax.observe.metrics_io import MetricsWriter\n"
+        "run, samples = sys.argv[1], json.loads(sys.argv[2])\n"
+        "with MetricsWriter(run, trackio_project='p') as writer:\n"
+        "    writer.write(1, {'a': 0.5, 'b': float('nan')})\n"
+        "with MetricsWriter(run, trackio_project='p', resume_step=1) as writer:\n"
+        "    writer.write(2, {'a': 0.75})\n"
+        "    writer.write_samples(2, samples)\n"
+    )
+    # A process of its own: the place of its data base is read at import.
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    run = tmp_path / "mine"
+    done = subprocess.run(
+        [sys.executable, "-c", script, run, json.dumps(_SAMPLES)], env=environment, capture_output=True, text=True,
+        timeout=HANGS_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [base] = (tmp_path / "trackio").glob("p*.db")
+    with contextlib.closing(sqlite3.connect(base)) as rows:
+        found = rows.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    name = f"mine-{(run / 'trackio_run_id').read_text()[:8]}"
+    assert {row[0] for row in found} == {name}
+    logged = [(step, json.loads(metrics)) for _, step, metrics in found]
+    assert [(step, values["a"]) for step, values in logged if "a" in values] == [(1, 0.5), (2, 0.75)]
+    [(step, table)] = [(step, values["samples"]) for step, values in logged if "samples" in values]
+    assert step == 2 and table["_value"][0]["prompt"] == "1+1?" and table["_value"][1]["reward"] == 0.0
 
 
 def test_read_merges_lines_of_a_step_and_sorts(tmp_path):

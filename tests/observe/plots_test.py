@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.observe.plots import (
     FIGURES,
     draw_discrepancy,
@@ -16,7 +17,9 @@ from dcmdp_jax.observe.plots import (
     draw_multiplier,
     draw_optimization,
     draw_reward,
+    draw_sources,
     draw_time,
+    draw_timeline,
     smooth,
 )
 
@@ -57,6 +60,20 @@ def test_reward_carries_the_held_out_points_on_its_scale():
     curves = _curves(draw_reward(runs).axes[0])
     assert curves["training reward"] == ([1, 2], [0.25, 0.5])
     assert curves["held-out math avg@8"] == ([0, 1], [0.125, 0.75])
+
+
+def test_each_data_source_has_its_curves():
+    run = {
+        "reward/source/a/b/mean": _series([0.5, 1.0]),
+        "reward/source/c/mean": _series([0.25]),
+        "completion/source/c/length_mean": _series([7.0]),
+    }
+    reward, length = draw_sources({"r": run}).axes
+    assert _curves(reward) == {"a/b": ([1, 2], [0.5, 1.0]), "c": ([1], [0.25])}
+    assert _curves(length) == {"c": ([1], [7.0])}
+    several, _ = draw_sources({"r": run, "s": run}).axes
+    assert set(_curves(several)) == {"r: a/b", "r: c", "s: a/b", "s: c"}
+    assert draw_sources({"r": {"reward/mean": _series([0.5])}}) is None
 
 
 def test_more_than_two_tasks_show_as_their_mean_where_all_were_evaluated():
@@ -176,6 +193,8 @@ def test_every_figure_draws_non_finite_and_constant_values(values):
     names = [
         *("reward/mean", "discrepancy/mean", "dual/tolerance", "dual/multiplier", "dual/violation", "mismatch/k3"),
         *("completion/length_mean", "completion/truncated_fraction", "policy/entropy", "time/step", "eval/a/avg@8"),
+        *("reward/source/a/mean", "staleness/log_ratio_abs_mean", "mismatch/log_ratio_abs_mean"),
+        *(f"time/{start}{phase}" for start in ("", "start_") for phase in ("wait", *STEP_PHASES)),
     ]
     runs = {"r": {name: _series(values) for name in names}, "empty": {}}
     with warnings.catch_warnings():
@@ -184,6 +203,23 @@ def test_every_figure_draws_non_finite_and_constant_values(values):
             figure = draw(runs)
             figure.savefig(io.BytesIO(), format="png", dpi=20)
             assert all(np.isfinite(axes.get_ylim()).all() for axes in figure.axes)
+
+
+def test_the_timeline_has_each_phase_where_it_was():
+    """Steps 5 to 7 of ten, a second each; what step 6 trains on was sampled while step 5 trained."""
+    steps = np.arange(1, 11)
+    lengths = {"wait": 0.1, "push": 0.2, "step": 0.7, "generate": 0.5, "verify": 0.1, "pack": 0.05}
+    begins = {"wait": 0.0, "push": 0.1, "step": 0.3, "generate": -0.7, "verify": -0.2, "pack": -0.1}
+    series = {f"time/{name}": (steps, np.full(10, seconds)) for name, seconds in lengths.items()}
+    series |= {f"time/start_{name}": (steps, 1e9 + steps + begin) for name, begin in begins.items()}
+    (axes,) = draw_timeline({"r": series}).axes
+    bars = sorted((round(bar.get_x(), 6), round(bar.get_width(), 6), round(bar.get_y() + 0.3)) for bar in axes.patches)
+    expected = [
+        (step - 5 + begins[name] + 0.7, lengths[name], int(name in ("generate", "verify", "pack")))
+        for step in (5, 6, 7)
+        for name in lengths
+    ]
+    assert bars == [pytest.approx(each) for each in sorted(expected)]
 
 
 def test_nothing_recorded_is_no_figure():

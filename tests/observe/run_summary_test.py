@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.observe.run_summary import ScoreHistory, summarize, warnings
+from dcmdp_jax.observe.run_summary import ScoreHistory, overlap, summarize, warnings
 
 
 def _series(values, first=1):
@@ -51,6 +51,22 @@ def test_share_over_tolerance_compares_the_same_steps():
         }
     )
     assert summary.share_over_tolerance == 0.0
+
+
+def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
+    """Medians over three steps, of which the first compiles: 3 + 2 seconds of work in 3.2, so 1.8 are won."""
+    seconds = {
+        "generate": 2.5, "verify": 0.4, "pack": 0.1, "push": 0.2, "step": 1.8, "total": 3.2, "wait": 1.2,
+        "engine_idle": 0.2, "overlap": 1.8,
+    }  # fmt: skip
+    series = {f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()}
+    won, how = overlap(series)
+    assert won == "1.8 s a step"
+    assert how == (
+        "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits: the trainer 1.2 s, the "
+        "sampler 0.2 s"
+    )
+    assert overlap({"time/total": series["time/total"]}) is None
 
 
 def test_nothing_recorded_is_nan_not_an_error():

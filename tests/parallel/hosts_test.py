@@ -222,3 +222,21 @@ def test_the_job_set_has_as_many_pods_as_processes():
     assert int(given["processes"]) == pods["parallelism"] == pods["completions"]
     assert given["coordinator"] == f"{name}-{job['name']}-0-0.{subdomain}:{container['ports'][0]['containerPort']}"
     assert given["process"] == "$JOB_COMPLETION_INDEX" and pods["completionMode"] == "Indexed"
+
+
+def test_the_skypilot_task_gives_each_node_its_number(tmp_path):
+    """Its shell lines, run as SkyPilot would run them on the second of two nodes."""
+    task = yaml.safe_load((ROOT / "examples" / "several_hosts_skypilot.yaml").read_text())
+    assert task["num_nodes"] == 4 and task["resources"]["accelerators"] == "H100:8"
+    (tmp_path / "trainer/bin").mkdir(parents=True)
+    (tmp_path / "trainer/bin/python").write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
+    (tmp_path / "trainer/bin/python").chmod(0o755)
+    environment = os.environ | {
+        "HOME": str(tmp_path), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+    }  # fmt: skip
+    run = subprocess.run(["bash", "-c", task["run"]], env=environment, check=True, capture_output=True, text=True)
+    given = dict(word.split("=") for word in run.stdout.split("|") if word.startswith("--config.hosts."))
+    assert given == {
+        "--config.hosts.coordinator": "10.0.0.1:1234", "--config.hosts.processes": "2", "--config.hosts.process": "1",
+    }  # fmt: skip

@@ -61,9 +61,9 @@ def test_those_that_came_are_told_who_did_not(address, monkeypatch):
     found = _together((address, 4, 0, 1.2), (address, 4, 2, 30.0))
     for error, said in found:
         assert str(error) == (
-            f"config.hosts.coordinator: processes 1, 3 of 4 did not come to {address} in 1.2 s; start the same command "
-            "there with its own config.hosts.process, check that this address is reached from there, or raise "
-            "config.hosts.timeout_s"
+            f"coordinator: processes 1, 3 of 4 did not come to {address} in 1.2 s; start the same command "
+            "there with its own `process`, check that this address is reached from there, or raise "
+            "`timeout_s`"
         )
         assert said == [f"waiting for processes 1, 3 of 4 at {address}"] * 2
 
@@ -72,8 +72,8 @@ def test_process_0_is_missing(address, monkeypatch):
     monkeypatch.setattr(meeting, "_SAY_EVERY_S", 0.6)
     [(error, said)] = _together((address, 2, 1, 1.0))
     assert str(error) == (
-        f"config.hosts.coordinator: process 1 did not find process 0 at {address} in 1 s (Connection refused); give "
-        "host:port of process 0, start it, or raise config.hosts.timeout_s"
+        f"coordinator: process 1 did not find process 0 at {address} in 1 s (Connection refused); give "
+        "host:port of process 0, start it, or raise `timeout_s`"
     )
     assert said == [f"process 1: waiting for process 0 at {address} (Connection refused)"]
 
@@ -88,7 +88,7 @@ def test_process_0_is_missing(address, monkeypatch):
 )
 def test_an_address_that_process_0_does_not_have_is_told_at_once(wrong, reason):
     started = time.monotonic()
-    with pytest.raises(UserError, match=re.escape(f"config.hosts.coordinator: got {wrong!r}, {reason}")):
+    with pytest.raises(UserError, match=re.escape(f"coordinator: got {wrong!r}, {reason}")):
         meet(wrong, 2, 0, 60.0)
     assert time.monotonic() - started < 30
 
@@ -103,13 +103,13 @@ def test_a_port_that_is_taken(address):
 
 def test_processes_that_were_started_differently(address):
     found = _together((address, 2, 0, 30.0), (address, 3, 1, 30.0))
-    line = f"config.hosts.processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts alike"
+    line = f"processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts alike"
     assert [str(error) for error, _ in found] == [line, line]
 
 
 def test_one_number_for_two_processes(address):
     found = _together((address, 3, 0, 30.0), (address, 3, 1, 30.0), (address, 3, 1, 30.0))
-    line = f"config.hosts.process: 1 on both {NAME} and {NAME}; each process has a number of its own"
+    line = f"process: 1 on both {NAME} and {NAME}; each process has a number of its own"
     assert [str(error) for error, _ in found] == [line] * 3
 
 
@@ -168,7 +168,7 @@ def test_a_name_that_is_loopback_on_its_own_host_listens_on_all_interfaces(addre
     said = []
     assert meet(f"node0:{port}", 1, 0, 30.0, say=said.append) == f"[::]:{port}"
     assert said == [
-        "config.hosts.coordinator: node0 is 127.0.1.1 on its own host, so process 0 listens on all its interfaces; "
+        "coordinator: node0 is 127.0.1.1 on its own host, so process 0 listens on all its interfaces; "
         "give an address to listen on that one alone"
     ]
 
@@ -237,9 +237,7 @@ def test_auto_meets_where_slurm_says_and_refuses_where_nothing_says(monkeypatch)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_COORD"))]:
         monkeypatch.delenv(name)
     with (
-        pytest.raises(
-            UserError, match="^config.hosts.coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open"
-        ),
+        pytest.raises(UserError, match="^coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open"),
         join_hosts("auto", 1, 0, 2.0),
     ):
         pass

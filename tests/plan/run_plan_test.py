@@ -12,10 +12,10 @@ from configs import qwen3_8b
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import num_params, param_shapes
-from dcmdp_jax.plan.checks import all_logits, check_plan, model_shapes
+from dcmdp_jax.plan.goals import all_logits, check_goals, model_shapes
 from dcmdp_jax.plan.hlo import Array
-from dcmdp_jax.plan.report import describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import GIB, plan_run, usable_memory
+from dcmdp_jax.plan.plan_text import describe_plan, plan_record
+from dcmdp_jax.plan.run_plan import GIB, compile_run, usable_memory
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 
 _DEVICES = Topology("v5e:2x4", CHIPS["v5e"], jax.devices()[:8])
@@ -27,7 +27,10 @@ def _config(**changes):
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = "float32"
     # Two mini-batches of 16 completions; one row of 80 tokens a device, so two micro-batches.
     config.training.prompts_per_step, config.training.prompts_per_mini_batch = 8, 4
+    config.training.row_lengths = (80,)
     config.training.micro_batch_tokens, config.model.logprob_chunk = 80, 20
+    # A loop over layers, as on the hardware that a plan is for.
+    config.model.scan_unroll = 1
     for key, value in changes.items():
         section, field = key.split("__")
         setattr(config[section], field, value)
@@ -36,7 +39,7 @@ def _config(**changes):
 
 @pytest.fixture(scope="module")
 def plan():
-    return plan_run(_config(), _DEVICES, only=("step", "decode"))
+    return compile_run(_config(), _DEVICES, only=("step", "decode"))
 
 
 def test_memory_by_kind_is_that_of_the_shards(plan):
@@ -109,13 +112,13 @@ def test_what_the_checks_find(plan):
     """The plain attention of a CPU has a matrix of scores; nothing else that a large model must not have."""
     step = plan.programs["step"]._replace(seconds=180.0)
     plan = dataclasses.replace(plan, programs={"step": step})
-    no_logits, no_scores, no_tree, operations, _, seconds = check_plan(plan)
+    no_logits, no_scores, no_tree, operations, _, seconds = check_goals(plan)
     assert no_logits.holds and no_tree.holds and operations.holds and seconds.holds
     # Two key-value heads, and the two query heads of each along the queries.
     assert not no_scores.holds and no_scores.found == "f32[1,2,160,80] in step"
     assert operations.found == f"{plan.flops_ratio:.2f}"
     slow = step._replace(seconds=181.0)
-    assert not check_plan(dataclasses.replace(plan, programs={"step": slow}))[-1].holds
+    assert not check_goals(dataclasses.replace(plan, programs={"step": slow}))[-1].holds
 
 
 def test_no_array_of_all_tokens_and_the_vocabulary(plan):
@@ -132,7 +135,7 @@ def test_memory_beside_the_engines_programs(plan):
     assert push.peak == 0 and push.beside["engine's weights"] == plan.engine.weights_bytes
     assert push.total > sum(state.values()) + plan.engine.weights_bytes
     assert not plan.engine.refills
-    waiting = plan_run(_config(rollout__max_rows=16), _DEVICES, only=("prefill",))
+    waiting = compile_run(_config(rollout__max_rows=16), _DEVICES, only=("prefill",))
     assert waiting.engine.refills
     (prefill,) = (phase for phase in waiting.phases if phase.name == "prefill")
     # No row of 16 tokens is preempted: its cache has that length from the start.
@@ -142,7 +145,7 @@ def test_memory_beside_the_engines_programs(plan):
 def test_caches_of_preempted_rows_are_beside_a_decoding_batch():
     # 272 tokens are more than two blocks of 128: a cache of 128 grows, and rows that fill it wait.
     config = _config(rollout__max_rows=16, rollout__max_completion_tokens=272, training__row_lengths=(336,))
-    plan = plan_run(config, _DEVICES, only=("decode",))
+    plan = compile_run(config, _DEVICES, only=("decode",))
     (decode,) = (phase for phase in plan.phases if phase.name == "decode")
     # Two batches of two rows a device: 64 + 272 slots of two heads of 32, keys and values, four layers, float32.
     assert decode.beside["preempted caches, at most"] == 2 * 2 * 336 * 2 * 2 * 32 * 4 * 4
@@ -164,7 +167,7 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
 def test_a_sidecar_that_leaves_nothing():
     gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
     with pytest.raises(UserError, match="config.rollout.vllm.memory_share: got 0.95, and the trainer has -0.05 of the"):
-        plan_run(_with_vllm(memory_share=0.95), gpus)
+        compile_run(_with_vllm(memory_share=0.95), gpus)
 
 
 def _with_vllm(**changes):
@@ -181,7 +184,7 @@ def test_replayed_experts_are_in_the_programs():
     config = _config(rollout__router_replay=True)
     architecture = dataclasses.replace(config.model.architecture, **changes)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
-    plan = plan_run(config, _DEVICES, only=("prefill",))
+    plan = compile_run(config, _DEVICES, only=("prefill",))
     # [M, A, R, L, layers, k] of two mini-batches of two micro-batches of eight rows.
     shapes = [leaf.shape for leaf in jax.tree.leaves(plan.step.program.trace().in_avals)]
     assert (2, 2, 8, 80, 4, 2) in shapes
@@ -220,5 +223,5 @@ def test_a_mesh_that_does_not_divide(changes, message):
     if "mesh__fsdp" in changes:
         message = "config.mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8"
     with pytest.raises(UserError) as raised:
-        plan_run(_config(**changes), _DEVICES)
+        compile_run(_config(**changes), _DEVICES)
     assert str(raised.value).startswith(message)

@@ -10,7 +10,8 @@ import pytest
 
 from dcmdp_jax.config import rewards as config_rewards
 from dcmdp_jax.rewards.protocol import (
-    BUILT_IN,
+    BUILT_IN_REWARDS,
+    ENVIRONMENT,
     MATH,
     BadValue,
     RewardError,
@@ -54,8 +55,8 @@ def test_a_file_may_import_its_neighbors_and_be_called_like_a_module_of_python(t
         (f"{_FILE}:not_callable", f"{_FILE} has no function 'not_callable'; it has length"),
         (
             f"{_FILE}:takes_only_completions",
-            "takes_only_completions(prompts, completions, completion_ids, answer): got an unexpected "
-            "keyword argument 'prompts'; end its parameters with **columns",
+            "takes_only_completions(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, "
+            "answer): got an unexpected keyword argument 'prompts'; end its parameters with **columns",
         ),
         (f"{_FILE}:needs_a_rubric", "missing a required argument: 'rubric'; end its parameters with **columns, and "),
     ],
@@ -112,13 +113,14 @@ def test_two_functions_of_one_name_keep_their_whole_names():
 
 
 def test_the_config_knows_the_built_in_rewards_and_each_can_be_loaded():
-    assert (MATH, *BUILT_IN) == config_rewards.BUILT_IN
-    for name in BUILT_IN:
-        load_reward(name, ["answer"])
+    assert (MATH, ENVIRONMENT, *BUILT_IN_REWARDS) == config_rewards.BUILT_IN_REWARDS
+    for name in set(BUILT_IN_REWARDS) - {"verifiers"}:  # whose library is no dependency
+        load_reward(name, ["reference_answer", "reasoning_gym"])
 
 
 def test_plain_math_verify_judges_answers():
-    math_verify = load_reward("math_verify", ["answer"])
+    math_verify = load_reward("math_verify", ["reference_answer"])
     texts = [r"so \boxed{\frac{1}{2}}", r"so \boxed{0.5}", r"so \boxed{2}", "no idea"]
     # The second needs the library's own reading of decimals.
-    assert _call(math_verify, texts, answer=["1/2"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert _call(math_verify, texts, reference_answer=["1/2"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert _call(math_verify, texts[:2], reference_answer=["1/2", None]) == [1.0, None]

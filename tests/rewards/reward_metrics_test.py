@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dcmdp_jax.observe.metric_names import describe
-from dcmdp_jax.rewards.reward_metrics import reward_metrics
-from dcmdp_jax.rewards.scoring import BatchScores
+from dcmdp_jax.observe.metric_names import metric_of
+from dcmdp_jax.rewards.scoring import BatchScores, reward_metrics
 
 _NAN = float("nan")
 
@@ -35,7 +34,7 @@ def test_rewards_are_measured_by_name_and_totals_by_source():
         "reward/source/b/std": 0.5,
         "reward/without_value": 1,  # the second
     }
-    assert all(describe(name).unit and describe(name).description for name in metrics)
+    assert all(metric_of(name).unit and metric_of(name).description for name in metrics)
 
 
 def test_a_single_source_and_a_reward_without_values_have_no_means():

@@ -15,7 +15,7 @@ import pytest
 
 from dcmdp_jax.rewards import process_tree
 from dcmdp_jax.rewards.protocol import RewardError
-from dcmdp_jax.rewards.reward_pool import Failure, RewardPool
+from dcmdp_jax.rewards.reward_pool import Failure, Returned, RewardPool
 from tests.rewards import planted_rewards
 from tests.rewards.planted_worker import is_alive
 from tests.waiting import HANGS_S, wait_until
@@ -40,9 +40,9 @@ def test_functions_are_called_with_one_batch_after_the_other():
     with RewardPool([length, algebra], ["source"], timeout_s=_LONG_S) as pool:
         pool.wait_until_loaded()
         _begin(pool, (1, 2), "algebra")
-        assert pool.collect() == {length: [1.0, 2.0], algebra: [1.0, 1.0]}
+        assert pool.collect() == {length: Returned([1.0, 2.0]), algebra: Returned([1.0, 1.0])}
         _begin(pool, (4, 3, 5), "code")
-        assert pool.collect() == {length: [4.0, 3.0, 5.0], algebra: [None] * 3}
+        assert pool.collect() == {length: Returned([4.0, 3.0, 5.0]), algebra: Returned([None] * 3)}
 
 
 def test_types_that_json_lacks_arrive_as_text(tmp_path):
@@ -50,7 +50,7 @@ def test_types_that_json_lacks_arrive_as_text(tmp_path):
     name = f"{tmp_path}/own.py:f"
     with RewardPool([name], ["source", "day"], timeout_s=_LONG_S) as pool:
         _begin(pool, day=[datetime.date(2026, 11, 22), datetime.date(2026, 11, 23)])
-        assert pool.collect() == {name: [1.0, 0.0]}
+        assert pool.collect() == {name: Returned([1.0, 0.0])}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_function_that_fails_is_named_and_hurts_no_other(function, timeout_s, 
             _begin(pool)
             _begin(other)
             assert pool.collect() == {bad: Failure(f"reward {bad}: {reason}", row)}
-            assert other.collect() == {good: [1.0, 2.0]}
+            assert other.collect() == {good: Returned([1.0, 2.0])}
 
 
 def test_a_wait_can_be_ended_and_a_hanging_function_is_killed():
@@ -106,7 +106,7 @@ def test_a_function_that_can_not_be_loaded_is_named():
 def test_arrays_and_iterators_are_lists(function, rewards):
     with RewardPool([_name(function)], ["source"], timeout_s=_LONG_S) as pool:
         _begin(pool)
-        assert pool.collect() == {_name(function): rewards}
+        assert pool.collect() == {_name(function): Returned(rewards)}
 
 
 @pytest.mark.parametrize("function", ["forks", "forks_and_fails_there"])
@@ -115,7 +115,7 @@ def test_a_function_that_returns_in_two_processes_answers_once(function):
         pool.wait_until_loaded()
         for lengths in [(1, 2), (3, 4, 5), (6,), (7, 8)]:  # a second answer would be that of the next batch
             _begin(pool, lengths)
-            assert pool.collect() == {_name(function): [float(length) for length in lengths]}
+            assert pool.collect() == {_name(function): Returned([float(length) for length in lengths])}
 
 
 _STRAY = "something wrote to the socket of the process that calls it, such as to an inherited file descriptor"
@@ -141,19 +141,19 @@ def test_what_a_function_writes_to_its_socket_neither_hangs_nor_counts(stray, re
         _begin(pool, source=stray.hex())  # the third request: load, load, call
         assert pool.collect() == {name: Failure(f"reward {name}: {reason}")}
         _begin(pool, (4, 5), source="")
-        assert pool.collect() == {name: [4.0, 5.0]}
+        assert pool.collect() == {name: Returned([4.0, 5.0])}
 
 
 def test_what_a_function_writes_between_two_calls_does_not_count():
     name = _name("writes_later")
     with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
         _begin(pool, (1, 2))
-        assert pool.collect() == {name: [1.0, 2.0]}
+        assert pool.collect() == {name: Returned([1.0, 2.0])}
         (worker,) = pool._pools[name]._workers
         before = _children(worker)
         wait_until(lambda: _children(worker) not in ([], before), "another child")
         _begin(pool, (3, 4))
-        assert pool.collect() == {name: [3.0, 4.0]}
+        assert pool.collect() == {name: Returned([3.0, 4.0])}
 
 
 def _children(worker):
@@ -181,12 +181,12 @@ def test_memory_is_limited_by_a_setting():
         _begin(pool, source=str(2**29))
         (failure,) = pool.collect().values()
         assert failure.problem.startswith(f"reward {name}: raised MemoryError")
-        assert failure.problem.endswith("; rewards.memory_limit is 0.5 GiB, 0 is no limit")
+        assert failure.problem.endswith("; `memory_gib` is 0.5 GiB, 0 is no limit")
         _begin(pool, source=str(2**20))
-        assert pool.collect() == {name: [2.0**20, 2.0**20]}
+        assert pool.collect() == {name: Returned([2.0**20, 2.0**20])}
     with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
         _begin(pool, source=str(2**29))
-        assert pool.collect() == {name: [2.0**29, 2.0**29]}
+        assert pool.collect() == {name: Returned([2.0**29, 2.0**29])}
 
 
 def _started(path):
@@ -199,7 +199,7 @@ def test_what_a_function_starts_lives_until_the_pool_is_closed(tmp_path):
     name, path = _name("starts_processes"), tmp_path / "returns"
     with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
         _begin(pool, source=str(path))
-        assert pool.collect() == {name: [1.0, 1.0]}
+        assert pool.collect() == {name: Returned([1.0, 1.0])}
         started = _started(path)
         assert all(map(is_alive, started))
     wait_until(lambda: not any(map(is_alive, started)), "the end of the processes")

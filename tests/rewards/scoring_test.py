@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dcmdp_jax.data.problems import problem_from_row
+from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward, RewardError
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, column_names
@@ -54,8 +54,9 @@ def _own(function, weight=1.0):
 
 
 def test_columns_are_those_of_all_rows_and_hold_the_answer_and_the_source():
-    assert column_names(_PROBLEMS) == ["answer", "data_source", "difficulty", "source"]
-    assert column_names([problem_from_row({"prompt": "a", "answer": 1}, source="f", index=0)]) == ["answer", "source"]
+    assert column_names(_PROBLEMS) == ["answer", "data_source", "difficulty", "source", "reference_answer"]
+    bare = problem_from_row({"prompt": "a", "answer": 1}, source="f", index=0)
+    assert column_names([bare]) == ["answer", "source", "reference_answer"]
 
 
 def test_the_total_is_the_weighted_sum_of_math_and_functions():

@@ -13,12 +13,12 @@ from configs import demo
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import end_token_ids
-from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import build, model_checks, setup
+from dcmdp_jax.training import build, model_checks, run_files, setup
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
 _NORM, _QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -211,14 +211,14 @@ def _one_line(caught, directory, words):
 def test_a_malformed_directory_is_named_before_the_tokenizer_is_touched(whole, tmp_path, monkeypatch, name):
     change, words = _DIRECTORIES[name]
     directory = _broken(whole, tmp_path, change)
-    monkeypatch.setattr(setup, "load_tokenizer", lambda *_: pytest.fail("the tokenizer was loaded"))
-    monkeypatch.setattr(setup, "load_problems", lambda *_, **__: pytest.fail("the problems were loaded"))
+    monkeypatch.setattr(run_files, "load_tokenizer", lambda *_: pytest.fail("the tokenizer was loaded"))
+    monkeypatch.setattr(run_files, "load_problems", lambda *_, **__: pytest.fail("the problems were loaded"))
     config = demo.get_config("debug")
     config.run_dir, config.model.path = str(tmp_path / "run"), str(directory)
     if name == "tied":
         # Which values differ is known when they are read.
         with pytest.raises(ValueError) as caught:
-            load_params(directory, read_config(directory), dtype="float32")
+            load_params(directory, read_model_config(directory), dtype="float32")
     else:
         with pytest.raises((ValueError, FileNotFoundError)) as caught:
             setup.make_plan_of_run(from_config_dict(config))
@@ -310,7 +310,7 @@ def test_a_built_in_task_takes_the_digits_0_to_9(spec):
     [("cudnn", "needs an NVIDIA GPU with cuDNN, this is cpu; choose auto"), ("splash", "needs a TPU, this is cpu")],
 )
 def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded(tmp_path, monkeypatch, kernel, words):
-    monkeypatch.setattr(setup, "build_tokenizer", lambda: pytest.fail("the tokenizer was made"))
+    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir, config.model.attention = str(tmp_path / "run"), kernel
     with pytest.raises(ValueError, match=f"^config.model.attention: got '{kernel}', which {words}"):

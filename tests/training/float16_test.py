@@ -10,10 +10,15 @@ import pytest
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.training.loss_scale import INITIAL_SCALE, initial_loss_scale
-from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
-from dcmdp_jax.training.state import initial_dual, new_state
+from dcmdp_jax.training.state import (
+    INITIAL_SCALE,
+    initial_dual,
+    initial_loss_scale,
+    make_optimizer,
+    make_schedule,
+    new_state,
+)
 from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.types import LossScale
 from tests.training.matched_precision_test import LENGTH, PROMPT, _model, _rows

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # bin.train, where the step that the first argument names fails in its place: while it samples, is pushed or is packed.
 _PROGRAM = """
 import sys
-from bin import cli, train
+from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.training import loop

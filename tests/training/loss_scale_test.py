@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from dcmdp_jax.training.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, initial_loss_scale, next_loss_scale
+from dcmdp_jax.training.state import GROWTH_INTERVAL, INITIAL_SCALE, initial_loss_scale, next_loss_scale
 from dcmdp_jax.types import LossScale
 
 

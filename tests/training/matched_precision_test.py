@@ -1,5 +1,10 @@
 """The training stack's forward pass with an engine's 8-bit weights, and its straight-through gradient."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +15,12 @@ from dcmdp_jax.models import decoder, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, quantized_leaves
+from dcmdp_jax.models.scheme import FULL, Scheme, weights_alone
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
+from tests.waiting import HANGS_S
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT, LENGTH = 5, 24
 
 
@@ -24,26 +32,28 @@ def _rows(ids):
     shape, positions = ids.shape, np.arange(ids.shape[1], dtype=np.int32)
     mask = np.broadcast_to(positions >= PROMPT, shape)
     index = np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
-    rows = Rows(
-        ids, np.broadcast_to(positions, shape), np.ones(shape, np.int32), mask, index, np.zeros(shape, np.float32)
-    )
+    rows = Rows(ids, np.broadcast_to(positions, shape), np.ones(shape, np.int32), mask, index, {})
     return jax.tree.map(jnp.asarray, rows)
 
 
-@pytest.mark.parametrize(("precision", "tied"), [("int8", True), ("int4", False), ("fp8", False)])
-def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, tied):
+@pytest.mark.parametrize(
+    ("precision", "cache", "tied"),
+    [("int8", "auto", True), ("int4", "auto", False), ("fp8", "auto", False), ("fp8", "fp8", True)],
+)
+def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, cache, tied):
     model = _model(tied)
     params = init_params(model, jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 31, (6, LENGTH)).astype(np.int32)
-    engine = LocalEngine(model, precision=precision, compute_dtype="float32", max_total_tokens=LENGTH)
+    engine = LocalEngine(
+        model, precision=precision, compute_dtype="float32", kv_cache_dtype=cache, max_total_tokens=LENGTH
+    )
     engine.push_weights(params, 0)
     scored = engine.score([row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=0.8)
     engine.close()
     apart = {}
-    for forward in ("full", precision):
-        row_logprobs = make_row_logprobs(
-            model, Compute(one_segment=True), temperature=0.8, mesh=None, forward_precision=forward
-        )
+    matched = weights_alone(precision, "full" if cache == "auto" else cache)
+    for forward, scheme in (("full", FULL), (precision, matched)):
+        row_logprobs = make_row_logprobs(model, Compute(one_segment=True), temperature=0.8, mesh=None, scheme=scheme)
         found = jax.jit(row_logprobs)(params, _rows(ids))[0][:, PROMPT:]
         apart[forward] = np.abs(np.exp(found) - np.exp(np.stack(scored))).mean()
     assert apart["full"] > 5e-4
@@ -60,7 +70,9 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
     def loss(row_logprobs):
         return jax.jit(jax.grad(lambda params: jnp.sum(row_logprobs(params, rows)[0] ** 2)))
 
-    matched = loss(make_row_logprobs(model, Compute(one_segment=True), **options, forward_precision="int8"))(params)
+    matched = loss(make_row_logprobs(model, Compute(one_segment=True), **options, scheme=Scheme(weights="int8")))(
+        params
+    )
     # As an untied model, whose output matrix has values, and a gradient, of its own.
     untied = _model(False)
     output = params["output"] if "output" in params else params["embedding"].T
@@ -95,3 +107,30 @@ def test_float32_head_multiplies_by_the_full_output_matrix():
         row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=None, head_dtype=head)
         apart[head] = np.abs(jax.jit(row_logprobs)(params, rows)[0][:, PROMPT:] - exact).max()
     assert apart["compute"] > 1e-3 and apart["float32"] < 1e-5
+
+
+@pytest.mark.long
+def test_a_run_with_matched_weights_and_cache_has_no_discrepancy_and_lambda_falls(run_environment, tmp_path):
+    """Two steps of the demo's debug run, FP8 weights and cache of the embedded engine, with and without matching."""
+    engine = (
+        "--config.rollout.precision=fp8",
+        "--config.rollout.kv_cache_dtype=fp8",
+        "--config.algorithm.tolerance=1e-6",
+    )
+    matched = ("--config.model.forward_precision=fp8", "--config.model.forward_cache=fp8")
+    found = {}
+    for name, settings in (("full", ()), ("matched", matched)):
+        command = [
+            sys.executable,
+            "-m",
+            "bin.train",
+            "--config=configs/demo.py:debug",
+            f"--config.run_dir={tmp_path / name}",
+        ]
+        command += ["--config.algorithm.tolerance_steps=0", *engine, *settings]
+        subprocess.run(command, cwd=ROOT, env=run_environment, check=True, timeout=HANGS_S)
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [line for line in lines if "discrepancy/mean" in line]
+    last, control = found["matched"][-1], found["full"][-1]
+    assert control["discrepancy/mean"] > 1e-4 and last["discrepancy/mean"] < control["discrepancy/mean"] / 50
+    assert control["dual/multiplier"] > found["matched"][-1]["dual/multiplier"]

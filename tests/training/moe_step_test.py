@@ -29,9 +29,9 @@ def _experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_test, "MODEL", EXPERTS)
 
 
-def _compute(shared: bool = False) -> Compute:
+def _compute(packed: bool = False) -> Compute:
     """A chunk of its own: programs are cached by their settings, which the model is not among."""
-    return Compute(one_segment=True, logprob_chunk=14 if shared else 13)
+    return Compute(one_segment=not packed, logprob_chunk=14 if packed else 13)
 
 
 def _replaying(choice: str = "random") -> tuple[Rollout, np.ndarray]:
@@ -63,7 +63,8 @@ def test_experts_on_several_devices_equal_one(shape: tuple[int, ...]) -> None:
     step_test._close(state.params, expected.params, 1e-5)
     for metrics, wanted in zip(several, one, strict=True):
         step_test._same_metrics(metrics, wanted)
-    assert step._cache_size() == 1
+    # Never a second program. Seen once as 0 in a full run of the tests: JAX had dropped the entry.
+    assert step._cache_size() <= 1
     router = expected.params["layers"]["mlp"]["router"]["kernel"]
     assert np.abs(router - step_test._params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
 
@@ -73,11 +74,12 @@ def _moe(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def test_load_and_balancing_are_the_same_in_every_layout() -> None:
-    """One micro-batch or several, prompts shared or not: what counts are the positions that predict a completion."""
+    """One micro-batch or several, one completion in a row or several: positions that predict a completion count."""
     options = {"mini_batches": 1, "settings": BALANCED, "rollout": _replaying()}
     state, [want], _ = step_test._run(**options, compute=_compute(), tokens=10_000)
     assert len(_moe(want)) == 6 and 1 < want["moe/load_max_over_mean"] < 4 and 0 < want["moe/routing_agreement"] < 1
-    for layout in ({"tokens": 32, "compute": _compute()}, {"shared": True, "compute": _compute(True)}):
+    packed = {"row_lengths": (48,), "segments": 4, "compute": _compute(packed=True)}
+    for layout in ({"tokens": 32, "compute": _compute()}, packed):
         other, [have], _ = step_test._run(**options, **layout)
         assert _moe(have) == pytest.approx(_moe(want), rel=1e-4)
         step_test._close(other.params, state.params, 1e-5)

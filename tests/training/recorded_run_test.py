@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.config.fields import flatten
 from dcmdp_jax.config.settings import VERSION
+from dcmdp_jax.fields import flatten
 from dcmdp_jax.training.run_directory import read_config
 from tests.waiting import HANGS_S
 

@@ -157,7 +157,6 @@ def test_the_same_config_resumes(run_dir):
         ("rollout.precision", "bfloat16", "fp8"),
         ("training.seed", 0, 1),
         ("training.prompts_per_mini_batch", 2, 4),
-        ("training.row_lengths", [80], [96]),
         ("task.max_prompt_tokens", 64, 48),
         ("task.verifier_timeout", 5.0, 9.0),
         ("optimizer.learning_rate", 1e-6, 2e-6),
@@ -180,7 +179,7 @@ def test_what_does_not_change_what_is_learned_may_change(run_dir):
             run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
             task__verifier_budget=9.0,
             training__steps=99, evaluation__samples=(3,), rollout__max_rows=2, rollout__on_non_finite="drop",
-            training__micro_batch_tokens=160,
+            training__micro_batch_tokens=160, training__row_lengths=(96,), training__segments_per_row=2,
         )
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Shapes that a config is computed in."""
 
 import math
+import re
 from unittest import mock
 
 import jax
@@ -9,8 +10,9 @@ import pytest
 from configs import demo, demo_moe
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.machine import Machine
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import setup
+from dcmdp_jax.training import run_directory, setup
 
 
 def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
@@ -30,45 +32,15 @@ def _packing(tmp_path, shape=(1, 1, 1), **changes):
     return plan.packing, setup.describe(plan)
 
 
-def test_rows_of_one_length_share_their_prompts(tmp_path):
-    # 24 prompts x 8 in a mini-batch, prompts of 20 tokens and completions of 36: rows of 36 + 1 of which 36 are
-    # computed; prompts of 19, padded by 9 so that a row sees 64 tokens. All of it fits into 16,384 tokens.
-    packing, told = _packing(tmp_path, training__micro_batch_tokens=16384)
-    assert (packing.row_lengths, packing.rows_per_micro_batch, packing.micro_batches) == ((37,), (192,), (1,))
-    assert (packing.group_size, packing.prompt_length) == (8, 28)
-    assert "192 x 37 tokens, prompts of 28 computed once for 8 rows" in told
-
-
-# A group computes 8 x 36 + 28 = 316 tokens.
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"training__row_lengths": (40, 56)},
-        {"training__segments_per_row": 2},
-        {"training__micro_batch_tokens": 315},
-    ],
-)
-def test_others_have_their_prompts_to_themselves(tmp_path, changes):
-    packing, told = _packing(tmp_path, **changes)
-    assert packing.group_size == 0 and packing.row_lengths[-1] == 56
-    assert "computed once" not in told
-
-
-def test_devices_with_whole_rows_share_prompts_too(tmp_path):
-    # 16,384 tokens of a device hold 51 groups, a mini-batch has 24: three each on eight devices.
-    packing, told = _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=16384)
-    assert (packing.rows_per_micro_batch, packing.micro_batches, packing.group_size) == ((192,), (1,), 8)
-    # One token less than a group, and a device has none.
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=316)[0].rows_per_micro_batch == (64,)
-    assert _packing(tmp_path, (8, 1, 1), training__micro_batch_tokens=315)[0].group_size == 0
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (4, 2, 1)])
-def test_devices_that_split_parameters_have_prompts_in_their_rows(tmp_path, shape):
-    # The demo has three query heads, which tensor must divide.
-    heads = {"num_heads": 4, "num_kv_heads": 2}
-    architecture = {**demo.get_config().model.architecture.to_dict(), **heads}
-    assert _packing(tmp_path, shape, model__architecture=architecture)[0].group_size == 0
+def test_rows_are_told(tmp_path):
+    # 24 prompts x 8 in a mini-batch, prompts of 20 tokens and completions of 36.
+    packing, told = _packing(tmp_path, training__row_lengths=(56,), training__micro_batch_tokens=16384)
+    assert (packing.row_lengths, packing.rows_per_micro_batch, packing.micro_batches) == ((56,), (192,), (1,))
+    assert re.search(
+        r"^rows +micro-batches of 192 x 56 tokens, a program for each; \d+% padding expected of completions with a "
+        r"median of 9 tokens$",
+        told, re.MULTILINE,
+    )  # fmt: skip
 
 
 def test_the_plan_advises_float32_on_a_cpu(tmp_path):
@@ -120,3 +92,30 @@ def test_more_experts_for_a_token_than_there_are(tmp_path):
     config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
     with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
         setup.make_plan_of_run(from_config_dict(config))
+
+
+def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, monkeypatch):
+    """What is sampled is no function of an estimate made anew: the first start's number is in config.json."""
+
+    def started(free, rows=256):
+        monkeypatch.setattr(setup, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40))
+        return _plan(tmp_path, rollout__max_rows=rows, rollout__min_rows=8)
+
+    roomy = started(None)
+    assert roomy.memory.rows == roomy.engine.max_rows == 256 and roomy.config.rollout.fitted_rows == 0
+    # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in float32.
+    [cache] = [part for part in roomy.memory.parts if part.name.startswith("key-value cache")]
+    assert cache.each == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
+    full = roomy.memory.total("sample", "first")
+    small = started(full - cache.each // 2)
+    rows = small.memory.rows
+    assert 8 <= rows < 256 and small.engine.max_rows == small.config.rollout.fitted_rows == rows
+    assert small.memory.total("sample", "first") <= full - cache.each // 2
+    assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in setup.describe(small)
+    (tmp_path / "run").mkdir()
+    run_directory.record_config(small.config)
+    # Resumed where there is more memory, or nobody knows how much.
+    for free in (None, full):
+        assert started(free).memory.rows == rows
+    # Another number of rows gets a new estimate.
+    assert started(full, rows=128).memory.rows == 128

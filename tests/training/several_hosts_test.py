@@ -25,7 +25,7 @@ _RUN = (
 # bin.train; gets a signal in the middle of sampling a step.
 _SIGNALLED = """
 import os, sys
-from bin import cli, train
+from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.rewards.grading import Grading
 
@@ -159,6 +159,23 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
 
 
 @pytest.mark.long
+def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_one_process(run_environment, tmp_path):
+    lag = (*_RUN, "--config.rollout.lag=1", "--config.evaluation.every_steps=0")
+    _one(run_environment, tmp_path / "alone", *lag)
+    run_dir = tmp_path / "run"
+    # The batch of step 2 (counted from 0), which the weights of version 1 sample.
+    ended = _two(run_environment, run_dir, *lag, programs=(_PLAIN, _signalled(signal.SIGTERM, 2)))
+    assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
+    assert _checkpoints(run_dir)[-1] == 1
+    ended = _two(run_environment, run_dir, *lag)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert f"resuming {run_dir} after step 1" in ended[0][1]
+    _assert_alike(_records(run_dir), _records(tmp_path / "alone"))
+    assert contradictions(run_dir) == []
+    assert [_records(run_dir)[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 1]
+
+
+@pytest.mark.long
 def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(run_environment, tmp_path, alone):
     for number in (0, 1):
         run_dir = tmp_path / f"run{number}"
@@ -248,3 +265,44 @@ def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_
     for code, _, stderr in ended:
         assert code == 2 and f"error: config.run_dir: run on {host} is not the directory of {host}" in stderr, stderr
     assert not (tmp_path / "run").exists() and not (tmp_path / "a" / "run" / "checkpoints").exists()
+
+
+# bin.train with a column of its own, declared in one line. Its engine gives every token (1 + prompt of the step) over
+# tokens of the completion; the step reports the column's mean where it reports the entropy.
+_WITH_A_COLUMN = """
+import numpy as np
+from dcmdp_jax.commands import cli, train
+from dcmdp_jax.data.columns import COLUMNS, Column
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.training import build
+
+COLUMNS["marks"] = Column("a number of each sampled token", np.float32, 0.0)
+
+def marked(self, *arguments, first_prompt=0, **options):
+    for complete in generate(self, *arguments, first_prompt=first_prompt, **options):
+        marks = [(1 + first_prompt + e.group) / e.num_sampled * np.ones(len(e.token_ids), np.float32) for e in complete]
+        yield [episode.with_columns(marks=each) for episode, each in zip(complete, marks)]
+
+def reporting(*arguments, **options):
+    row_logprobs = make_row_logprobs(*arguments, **options)
+    return lambda params, rows: row_logprobs(params, rows)._replace(entropy=rows.columns["marks"])
+
+generate, LocalEngine.generate = LocalEngine.generate, marked
+make_row_logprobs, build.make_row_logprobs = build.make_row_logprobs, reporting
+cli.run_main(train.main)
+"""
+
+
+@pytest.mark.long
+def test_a_declared_column_reaches_the_step_from_two_processes_and_after_a_resume(run_environment, tmp_path):
+    run_dir, program = tmp_path / "run", ("-c", _WITH_A_COLUMN)
+    for steps in (1, 2):
+        ended = _two(run_environment, run_dir, *_RUN, f"--config.training.steps={steps}", programs=(program, program))
+        assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
+        assert (f"resuming {run_dir} after step 1" in ended[0][1]) == (steps == 2)
+    records = _records(run_dir)
+    for step in (1, 2):
+        # Four completions of each of four prompts: sum over completions 4 (1 + 2 + 3 + 4) = 40, over 16 mean lengths of
+        # tokens. If only one process's column arrived, the sum would be 4 (1 + 2) or 4 (3 + 4).
+        expected = 40 / (16 * records[step]["completion/length_mean"])
+        assert records[step]["policy/entropy"] == pytest.approx(expected, rel=1e-5)

@@ -6,12 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dcmdp_jax.data import mixtures
 from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.mixtures import PromptStream, prompt_order
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.training import step_rollout
-from dcmdp_jax.training.host_metrics import PhaseTimer
-from dcmdp_jax.training.step_rollout import StepRollouts, prompt_order
+from dcmdp_jax.training.batch_metrics import PhaseTimer
+from dcmdp_jax.training.step_rollout import StepRollouts
 
 _GROUP = 2
 
@@ -46,7 +48,7 @@ class _Engine:
 class _Scoring:
     """Members of even problems get rewards 0 and 1, those of odd ones both 1."""
 
-    def __init__(self, scorer, tokenizer, problems):
+    def __init__(self, scorer, tokenizer, problems, state):
         self._problems = [int(problem.answer) for problem in problems]
 
     def begin(self, rows, completion_ids):
@@ -74,7 +76,7 @@ class _Named:
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     monkeypatch.setattr(step_rollout, "BatchScoring", _Scoring)
     config = _Named({
-        "training": _Named({"prompts_per_step": wanted, "seed": 5}),
+        "training": _Named({"prompts_per_step": wanted, "seed": 5, "steps": 9}),
         "algorithm": _Named({"refill_rounds": rounds}),
         "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
     })  # fmt: skip
@@ -82,7 +84,7 @@ def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     plan = _Named({
         "config": config, "tokenizer": None, "sampling": _Named({"group_size": _GROUP}),
         "train": _Named({"problems": [_Named({"answer": str(i)}) for i in range(problems)], "token_ids": ids}),
-        "hosts": ONE_PROCESS,
+        "hosts": ONE_PROCESS, "stream": PromptStream((problems,)),
     })  # fmt: skip
     engine = _Engine()
     return StepRollouts(plan, engine, None).sample(
@@ -126,7 +128,7 @@ def test_rounds_replace_equal_groups_by_the_next_problems_of_the_stream(monkeypa
 
 def test_what_no_round_could_fill_stays_in_the_batch_and_is_counted(monkeypatch):
     # One problem, an odd one after `1 +`: no group ever differs.
-    monkeypatch.setattr(step_rollout, "prompt_order", lambda *_, count, **__: np.ones(count, int))
+    monkeypatch.setattr(mixtures, "prompt_order", lambda *_, count, **__: np.ones(count, int))
     rollout, calls = _sample(monkeypatch, problems=2, wanted=4, rounds=3)
     assert [count for count, _, _ in calls] == [4, 4, 4, 4]
     np.testing.assert_array_equal(rollout.groups, range(4))

@@ -14,16 +14,23 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.data.packing import make_plan, make_shared_plan, pack
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.training import step as step_module
-from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.state import (
+    batch_shardings,
+    initial_dual,
+    make_optimizer,
+    make_schedule,
+    new_state,
+    train_state_shardings,
+)
 from dcmdp_jax.training.step import make_rescore, make_train_step
 from tests.engines.sampling import Rollout
 
@@ -86,17 +93,14 @@ def _programs(settings, mini_batches, mesh, compute, exact):
 
 def _run(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None, shared=False, noise_floors=None,
+    exact=False, rollout=None, dropped=None, ref_params=None, noise_floors=None,
 ):  # fmt: skip
-    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step.
-
-    With `shared` the completions of a group share their prompt and `row_lengths` and `segments` are not used."""
+    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
     batch = _batch(
-        rollout or _rollout(), mini_batches, mesh, tokens=tokens, shared=shared, row_lengths=row_lengths,
-        segments=segments, mask_truncated=settings.mask_truncated, dropped=dropped,
+        rollout or _rollout(), mini_batches, mesh, tokens=tokens, row_lengths=row_lengths, segments=segments,
+        mask_truncated=settings.mask_truncated, dropped=dropped,
     )  # fmt: skip
-    # Another chunk for other shapes, so that their step is not found in the cache of these.
-    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=17 if shared else 16)
+    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=16)
     create, step, rescore = _programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, _params()))
     history = []
@@ -111,18 +115,14 @@ def _run(
     return state, history, step
 
 
-def _batch(
-    sampled, mini_batches, mesh, *, tokens, shared=False, row_lengths=(16,), segments=1, mask_truncated=False,
-    dropped=None,
-):  # fmt: skip
+def _batch(sampled, mini_batches, mesh, *, tokens, row_lengths=(16,), segments=1, mask_truncated=False, dropped=None):
     """`sampled`, a rollout and its rewards, packed and on the devices."""
     n = PROMPTS * GROUP // mini_batches
     shards = row_shards(mesh) if mesh else 1
-    shapes = {"micro_batch_tokens": tokens, "mini_batches": mini_batches, "completions": n, "row_shards": shards}
-    if shared:
-        plan = make_shared_plan(max_prompt_tokens=6, max_completion_tokens=LIMIT, group_size=GROUP, **shapes)
-    else:
-        plan = make_plan(row_lengths=row_lengths, segments_per_row=segments, **shapes)
+    plan = make_row_shapes(
+        row_lengths=row_lengths, micro_batch_tokens=tokens, mini_batches=mini_batches, completions=n,
+        segments_per_row=segments, row_shards=shards,
+    )  # fmt: skip
     rollout, rewards = sampled
     batch, _ = pack(rollout.episodes, rewards, plan, mask_truncated=mask_truncated, dropped=dropped)
     return jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows))) if mesh else batch
@@ -146,6 +146,16 @@ def _naive_logprobs(params, ids):
     hidden = decoder.hidden_states(params, MODEL, ids, positions, jnp.ones_like(ids), Compute())
     logprobs = jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / TEMPERATURE)
     return jnp.pad(jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
+
+
+def _naive_entropy(params, ids):
+    """Entropy of the policy before every token, in float64."""
+    positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
+    hidden = decoder.hidden_states(params, MODEL, ids, positions, jnp.ones_like(ids), Compute())
+    logits = np.asarray(hidden @ decoder.output_kernel(params), np.float64) / TEMPERATURE
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    entropy = -(np.exp(logp) * logp).sum(-1)
+    return np.pad(entropy[:, :-1], ((0, 0), (1, 0)))
 
 
 @jax.jit
@@ -195,11 +205,21 @@ def _algorithm_one(
         delta.append(np.minimum(d, settings.ratio_limit) if settings.measure == "ratio" else d)
     mean_delta = np.concatenate(delta).mean()
     used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
+    if settings.level == "state":
+        # The line through 0 that best gives the discrepancy from the entropy before the token.
+        entropy = [each[a:b] for each, (a, b) in zip(_naive_entropy(params, ids), spans, strict=True)]
+        h = np.concatenate(entropy)
+        slope = (np.concatenate(delta) * h).sum() / (h * h).sum()
+        used = [d - slope * each for d, each in zip(delta, entropy, strict=True)]
 
     shaped = rewards.astype(np.float64)
     if settings.overlong_buffer:
         over = np.array([b - a for a, b in spans]) - (LIMIT - settings.overlong_buffer)
         shaped = shaped - settings.overlong_penalty * np.clip(over / settings.overlong_buffer, 0, 1)
+    if settings.level == "reward":
+        assert settings.method == "dc_grpo"
+        shaped = shaped - multiplier * np.array([d.mean() for d in delta])
+        used = [np.zeros_like(d) for d in delta]
     advantages = []
     for i in range(n):
         r = shaped[rollout.group_ids == rollout.group_ids[i]]
@@ -315,6 +335,10 @@ def _close(a, b, tolerance=2e-5):
                 "drop_equal_groups": True,
             },
         ),
+        (1, {"level": "reward", "multiplier": 0.9}),
+        (2, {"level": "reward", "sided": "one", "overlong_buffer": 5}),
+        (1, {"level": "state"}),
+        (2, {"level": "state", "method": "dual_grpo", "measure": "log"}),
         (2, {"ratio_level": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.0}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "paper" if isinstance(value, dict) else str(value),
@@ -379,19 +403,6 @@ def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batche
         assert "correction/weight_square_mean" not in history[0]
 
 
-@pytest.mark.parametrize(("mini_batches", "tokens"), [(1, 64), (2, 1000), (4, 1)])
-def test_step_with_shared_prompts_is_algorithm_one(mini_batches, tokens):
-    # 1, 2 and again 1 group in a micro-batch. One prompt is a single token: the row begins with all that there is.
-    rollout, rewards = _rollout()
-    rollout.prompt_ids[-GROUP:] = [rollout.prompt_ids[-1][:1]] * GROUP
-    assert {len(prompt) for prompt in rollout.prompt_ids} == {1, 2, 5}
-    expected, terms, _, mean_delta, _ = _algorithm_one(ALGORITHM, mini_batches, _params(), rollout, rewards, 0.4)
-    state, history, _ = _run(mini_batches=mini_batches, tokens=tokens, rollout=(rollout, rewards), shared=True)
-    _close(state.params, expected)
-    _same_loss(history[0], terms)
-    assert history[0]["discrepancy/mean"] == pytest.approx(mean_delta, rel=1e-5)
-
-
 def test_layouts_and_micro_batches_agree():
     expected, history, _ = _run(row_lengths=(16,), tokens=10_000)
     several = Compute(logprob_chunk=5)
@@ -399,7 +410,7 @@ def test_layouts_and_micro_batches_agree():
         {"row_lengths": (8, 16), "tokens": 24},
         {"row_lengths": (32,), "segments": 8, "tokens": 32, "compute": several},
         {"row_lengths": (16,), "compute": Compute(remat="full", scan_unroll=2)},
-        {"shared": True, "tokens": 64, "compute": Compute(remat="dots", one_segment=True)},
+        {"row_lengths": (8, 16), "tokens": 64, "compute": Compute(remat="dots", one_segment=True)},
     ):
         state, other, _ = _run(**options)
         _close(state.params, expected.params, 5e-6)
@@ -424,18 +435,15 @@ def _same_metrics(metrics, expected):
 
 
 @pytest.mark.parametrize(
-    ("shape", "mini_batches", "shared"),
+    ("shape", "mini_batches"),
     [
-        ((8, 1, 1), 1, False), ((2, 1, 1), 2, False), ((2, 1, 1), 2, True), ((4, 1, 1), 1, True), ((2, 2, 2), 1, False),
-        ((1, 4, 2), 1, False), ((1, 8, 1), 1, False), ((1, 1, 8), 1, False),
+        ((8, 1, 1), 1), ((2, 1, 1), 2), ((4, 1, 1), 1), ((2, 2, 2), 1), ((1, 4, 2), 1), ((1, 8, 1), 1), ((1, 1, 8), 1),
     ],
 )  # fmt: skip
-def test_several_devices_equal_one(shape, mini_batches, shared):
+def test_several_devices_equal_one(shape, mini_batches):
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
     expected, one, _ = _run(mini_batches=mini_batches, steps=2)
-    # In the group's layout 50 tokens hold one group: two and four devices have one each all the same.
-    tokens = 50 if shared else 64
-    state, eight, step = _run(mini_batches=mini_batches, steps=2, mesh=mesh, shared=shared, tokens=tokens)
+    state, eight, step = _run(mini_batches=mini_batches, steps=2, mesh=mesh)
     _close(state.params, expected.params, 1e-5)
     # The second step's policy has moved within it and since: its ratios, clips and dual state are no longer 1 and 0.4.
     for metrics, wanted in zip(eight, one, strict=True):
@@ -458,6 +466,31 @@ def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
     for metrics, wanted in zip(eight, one, strict=True):
         _same_metrics(metrics, wanted)
     assert 0.05 < one[0]["correction/dropped_fraction"] < 0.95 and one[0]["correction/truncated_fraction"] > 0
+
+
+def test_a_users_remedies_and_their_statistics_are_the_same_on_a_mesh_and_in_one_micro_batch():
+    mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
+    settings = dataclasses.replace(
+        ALGORITHM, method="examples/remedies.py:huber(knee=0.2)", loss="examples/remedies.py:prime_rl(kl_tau=0.1)",
+        ratio_denominator="rollout",
+    )  # fmt: skip
+    expected, one, _ = _run(settings=settings)
+    assert 0.05 < one[0]["remedy/huber/above_knee"] < 0.95 and 0.05 < one[0]["remedy/prime_rl/masked"] < 0.95
+    for options in ({"mesh": mesh}, {"tokens": 10_000}):
+        state, other, _ = _run(settings=settings, **options)
+        _close(state.params, expected.params, 1e-5)
+        _same_metrics(other[0], one[0])
+
+
+@pytest.mark.parametrize("level", ["reward", "state"])
+def test_charges_of_a_whole_batch_are_the_same_on_a_mesh(level):
+    mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
+    settings = dataclasses.replace(ALGORITHM, level=level)
+    expected, one, _ = _run(settings=settings, steps=2)
+    state, eight, _ = _run(settings=settings, steps=2, mesh=mesh)
+    _close(state.params, expected.params, 1e-5)
+    for metrics, wanted in zip(eight, one, strict=True):
+        _same_metrics(metrics, wanted)
 
 
 def test_bypass_is_the_rollout_denominator_without_the_pass_for_the_old_weights():
@@ -517,20 +550,12 @@ def test_gradients_are_summed_in_float32_and_in_parts(newer_code):
 
 
 @pytest.mark.parametrize(
-    ("mini_batches", "shared", "devices"),
-    [
-        (1, False, 1),
-        pytest.param(2, False, 1, marks=pytest.mark.long),
-        pytest.param(2, True, 1, marks=pytest.mark.long),
-        (2, True, 2),
-        pytest.param(1, False, 2, marks=pytest.mark.long),
-    ],
+    ("mini_batches", "devices"),
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (2, 2), pytest.param(1, 2, marks=pytest.mark.long)],
 )
-def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, shared, devices):
+def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, devices):
     mesh = make_mesh(devices, devices=jax.devices()[:devices]) if devices > 1 else None
-    state, history, step = _run(
-        exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3, shared=shared, mesh=mesh
-    )
+    state, history, step = _run(exact=True, mini_batches=mini_batches, row_lengths=(8, 16), steps=3, mesh=mesh)
     for metrics in history:
         assert metrics["discrepancy/max"] == 0.0
         assert metrics["discrepancy/mean"] == 0.0
@@ -540,11 +565,16 @@ def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, shar
     assert step._cache_size() == 1
 
 
-def test_multiplier_zero_is_grpo_bit_for_bit(newer_code):
-    frozen = dataclasses.replace(ALGORITHM, multiplier=0.0, multiplier_max=0.0)
+@pytest.mark.parametrize("level", ["token", "reward", "state"])
+def test_multiplier_zero_is_grpo_bit_for_bit(newer_code, level):
+    frozen = dataclasses.replace(ALGORITHM, multiplier=0.0, multiplier_max=0.0, level=level)
     ours, _, _ = _run(settings=frozen, steps=2)
     grpo, _, _ = _run(settings=dataclasses.replace(ALGORITHM, method="grpo"), steps=2)
-    jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
+    if level == "state":
+        # Its pass for the old log-probs computes the entropy too, and is fused differently.
+        _close(ours.params, grpo.params, 1e-6)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
 
 
 def test_measured_tolerance_serves_the_steps_after_it():
@@ -600,8 +630,14 @@ def test_update_that_is_not_finite_is_skipped_and_counted():
     state, history, _ = _run(rollout=(rollout, rewards))
     assert history[0]["optimizer/skipped_updates"] == 1
     assert state.skipped_in_row == 0
-    # The loss is that of the update which was made, as the gradient norm is.
-    assert np.isfinite(history[0]["policy/loss"]) and history[0]["policy/loss"] != sound[0]["policy/loss"]
+    # The loss is that of the update which was made, the second mini-batch under the first parameters.
+    half = len(rewards) // 2
+    parts = {name: value[half:] for name, value in vars(rollout).items() if isinstance(value, list | np.ndarray)}
+    second = dataclasses.replace(rollout, **parts)
+    _, terms, norm, _, _ = _algorithm_one(ALGORITHM, 1, _params(), second, rewards[half:], ALGORITHM.multiplier)
+    _same_loss(history[0], terms)
+    assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
+    assert history[0]["policy/loss"] != pytest.approx(sound[0]["policy/loss"], rel=1e-3)
     # The one update that was made is the optimizer's first, at the schedule's first rate.
     assert history[0]["optimizer/learning_rate"] == pytest.approx(0.3)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
@@ -642,21 +678,17 @@ def test_mini_batch_without_completions_still_moves_parameters_by_momentum():
     assert history[0]["discrepancy/mean"] == pytest.approx(whole[0]["discrepancy/mean"], rel=1e-6)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_dropped_completion_leaves_no_trace(shared):
+def test_dropped_completion_leaves_no_trace():
     rollout, rewards = _rollout()
     dropped = np.zeros(len(rewards), bool)
     dropped[6] = True
-    # A whole group too: with shared prompts its place stays empty.
+    # A whole group too.
     dropped[8:12] = True
     expected, _, _ = _run(rollout=(rollout, rewards), dropped=dropped, row_lengths=(16,))
     rewards = rewards.copy()
     for i in np.flatnonzero(dropped):
         rollout.rollout_logprobs[i][:] = np.nan
         rewards[i] = 1e9
-    state, history, _ = _run(rollout=(rollout, rewards), dropped=dropped, shared=shared)
-    if shared:
-        _close(state.params, expected.params, 5e-6)
-    else:
-        jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    state, history, _ = _run(rollout=(rollout, rewards), dropped=dropped)
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
     assert history[0]["reward/mean"] < 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bin.flags import parse
+from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.training.setup import make_plan_of_run
 from tests.run_invariants import contradictions
 from tests.waiting import HANGS_S, wait_until
@@ -118,7 +118,9 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
     for call, record in zip(calls, records, strict=True):
         assert len(call["prompts"]) == 16  # 4 prompts, 4 completions each: the whole batch in one call
         assert call["prompts"][:4] == call["prompts"][:1] * 4 != call["prompts"][4:8]
-        assert call["columns"] == ["data_source", "day"]
+        assert call["columns"] == [
+            "data_source", "day", "log_extra", "log_metric", "reference_answer", "trainer_state",
+        ]  # fmt: skip
         rows = [int(prompt.partition("+")[0]) for prompt in call["prompts"]]
         assert call["answer"] == [str(row + 1) for row in rows]
         assert call["source"] == ["first" if row % 2 else "second" for row in rows]
@@ -207,7 +209,7 @@ def test_a_signal_while_a_function_hangs_saves_and_leaves_at_once(environment, f
     [
         ("nowhere.py:f", "can't import nowhere.py: FileNotFoundError"),
         ("examples/length_reward.py:scores", "has no function 'scores'; it has score"),
-        ("json:dumps", "json:dumps: can't be called as dumps(prompts, completions, completion_ids, data_source, "),
+        ("json:dumps", "json:dumps: can't be called as dumps(prompts, completions, completion_ids, trainer_state, "),
     ],
 )
 def test_a_function_that_can_not_be_called_is_found_before_the_run_starts(tmp_path, function, problem):

@@ -112,6 +112,36 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
     assert _sidecar_of(killed.pid) is None
 
 
+def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(run_environment, tmp_path, record_property):
+    """Lag 1: SIGKILL to the trainer or to the sidecar at random moments, the trainer resumed each time."""
+    steps, kills, lag = 40, 20, "--config.rollout.lag=1"
+    output, _ = (whole := _start(run_environment, tmp_path / "whole", steps, "debug", lag)).communicate(timeout=HANGS_S)
+    assert whole.returncode == 0, output
+    killed = _start(run_environment, tmp_path / "killed", steps, "debug", lag)
+    chance, done = random.Random(1), 0
+    while done < kills:
+        seen = _steps(tmp_path / "killed")
+        wait_until(lambda p=killed, s=seen: _steps(tmp_path / "killed") > s or p.poll() is not None, "another step")
+        time.sleep(0.5 * chance.random())
+        assert killed.poll() is None, f"the run ended after {done} kills"
+        if chance.random() < 0.5:
+            if (sidecar := _sidecar_of(killed.pid)) is None:
+                continue
+            os.kill(sidecar, signal.SIGKILL)
+        else:
+            killed.kill()
+            killed.communicate()
+            killed = _start(run_environment, tmp_path / "killed", steps, "debug", lag)
+        done += 1
+    output, _ = killed.communicate(timeout=HANGS_S)
+    assert killed.returncode == 0, output
+    record_property("kills", kills)
+    expected = _records(tmp_path / "whole")
+    assert _records(tmp_path / "killed") == expected
+    assert [expected[step]["rollout/staleness_max"] for step in range(1, steps + 1)] == [0, *[1] * (steps - 1)]
+    assert expected[steps]["staleness/log_ratio_abs_mean"] > 0 and expected[steps]["mismatch/log_ratio_abs_mean"] > 0
+
+
 _ROUNDING = {"rel": 1e-3, "abs": 1e-4}
 
 

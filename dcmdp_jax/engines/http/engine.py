@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.http.client import VllmHttpClient
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.validation import checked_sequences, scored_rows
@@ -100,7 +102,7 @@ class RemoteEngine:
         """
         raise EngineError(
             f"push_weights: the vLLM server at {self._server.address} holds its own weights and takes no others; "
-            "training needs rollout.engine=vllm or local"
+            "training needs an engine that does, such as vllm or local"
         )
 
     def generate(
@@ -292,3 +294,11 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
 
 def _logits(found: str) -> str:
     return f"{found}: the server reports logits; start it with --logprobs-mode processed_logprobs or raw_logprobs"
+
+
+def build(arguments: EngineArguments) -> RemoteEngine:
+    """The engine of `kind.EngineKind`."""
+    return RemoteEngine(
+        arguments.model, **dataclasses.asdict(arguments.settings), max_total_tokens=arguments.max_total_tokens,
+        max_concurrent=arguments.max_rows,
+    )  # fmt: skip

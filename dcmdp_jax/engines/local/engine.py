@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -12,12 +12,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.cache import FLOAT8
 from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, Program, check_mesh, engine_mesh
-from dcmdp_jax.engines.local.schedule import ATTENTION_ELEMENTS, Completions, Draw, Scheduler, Sizes, round_up
-from dcmdp_jax.engines.local.score import score as score_rows
+from dcmdp_jax.engines.local.prepare import Preparation, decoding_program
+from dcmdp_jax.engines.local.schedule import Completions, Draw, Scheduler, Sizes
+from dcmdp_jax.engines.local.score import score as score_program
+from dcmdp_jax.engines.local.sizes import (
+    batch_rows,
+    default_cache_block,
+    length_bucket,
+    round_up,
+    score_rows,
+    smallest_batch,
+)
 from dcmdp_jax.engines.local.weights import (
-    PRECISIONS,
+    ENGINE_PRECISIONS,
     conversion_mesh,
     convert,
     fingerprint,
@@ -33,8 +43,6 @@ from dcmdp_jax.parallel.global_arrays import to_local
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
-
-_SMALLEST_BUCKET = 16
 
 
 class LocalEngine:
@@ -64,13 +72,14 @@ class LocalEngine:
         cache_block: int | None = None,
         mesh: Mesh | None = None,
         routed_experts: bool = False,
+        prepare: bool = False,
     ) -> None:
         """Check the settings; nothing is allocated before the first push.
 
         Args:
             config: the model.
             precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "float16", "int8", "int4",
-                "fp8".
+                "int3", "int2", "fp8".
             compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
             kv_cache_dtype: "auto" (the compute dtype) or "fp8" (float8_e4m3fn, scale 1).
             max_total_tokens: longest prompt with its completion.
@@ -78,24 +87,29 @@ class LocalEngine:
                 prompt allowed.
             max_rows: completions in one batch. Bounds the memory of caches: with more rows than this to sample, up to
                 three times that of a batch of the longest rows.
-            min_rows: batches do not shrink below this when rows finish.
+            min_rows: batches do not shrink below this when rows finish. 0: `sizes.smallest_batch`.
             cache_block: initial completion slots of the cache, doubled as rows fill them. If the first doubling would
                 hold the longest completion, the cache has that length from the start. None: 32 on CPU, where a step's
                 time is proportional to the cache, and 128 elsewhere; each length is a program.
             mesh: from `parallel.mesh.sampling_mesh`: rows are split over data, fsdp and expert, weights over tensor and
                 expert. The devices of a mesh with other axes split rows; None is the first local device.
-            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
+            routed_experts: return the experts of each token with the episodes (column `routed_experts`).
+            prepare: after the first call compile all programs of `decode` that more like it can come to, in a thread.
+                For a training run, whose memory stays with the process; without it memory of caches that a call is done
+                with returns to the system.
 
         Raises:
             ValueError: for a setting out of range, naming it.
         """
-        _allowed("precision", precision, PRECISIONS)
+        _allowed("precision", precision, ENGINE_PRECISIONS)
         _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16", "float16"))
         _allowed("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
         self._mesh = engine_mesh(mesh)
         check_mesh(config, self._mesh.shape[TENSOR], self._mesh.shape[EXPERT])
+        platform = self._mesh.devices.flat[0].platform
         if cache_block is None:
-            cache_block = 32 if self._mesh.devices.flat[0].platform == "cpu" else 128
+            cache_block = default_cache_block(platform)
+        min_rows = min_rows or smallest_batch(platform)
         sizes = {"max_rows": max_rows, "min_rows": min_rows, "cache_block": cache_block}
         for name, value in sizes.items():
             if value < 1:
@@ -114,6 +128,8 @@ class LocalEngine:
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
         cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
         self._program = Program(config, compute_dtype, cache_dtype, self._mesh, routed_experts)
+        self._preparation = Preparation() if prepare else None
+        self._prepared: set[Hashable] = set()
         self._weights: Params | None = None
         self._policy_version: int | None = None
         self._fingerprint: int | None = None
@@ -204,10 +220,11 @@ class LocalEngine:
         routed = self.config.routing[:2] if self._program.routed_experts else None
         first_row = first_prompt * group
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
-        # Whole groups, if they fit.
-        size = min(self._max_rows // group * group or self._max_rows, len(prompts) * group)
+        size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
-        scheduler = Scheduler(self._weights, sampled, draw, sizes, program=self._program)
+        weights = self._weights
+        trims = self._preparation is None
+        scheduler = Scheduler(weights, sampled, draw, sizes, program=self._program, trims=trims)
         version, stops = self._policy_version, set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
@@ -228,9 +245,19 @@ class LocalEngine:
             for bucket, members in self._by_bucket(prompts, -(-size // group)):
                 for _ in scheduler.sample(prompts, members, group, bucket):
                     yield waiting.add(map(episode, sampled.take_finished()))
+                self._prepare(scheduler, weights, draw, bucket)
             yield waiting.add(map(episode, sampled.take_finished()))
 
         return groups()
+
+    def _prepare(self, scheduler: Scheduler, weights: Params, draw: Draw, bucket: int) -> None:
+        """Compile the programs that later calls like this one can need, unless they are already."""
+        shapes = tuple(scheduler.shapes(bucket))
+        options = {"program": self._program, "prompt_slots": bucket, "mode": draw.mode}
+        if self._preparation is None or (key := (shapes, bucket, draw.stop_ids.size, draw.mode)) in self._prepared:
+            return
+        self._prepared.add(key)
+        self._preparation.add(decoding_program(weights, shape, draw.stop_ids.size, **options) for shape in shapes)
 
     def _by_bucket(self, prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
         """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next one in use."""
@@ -272,13 +299,12 @@ class LocalEngine:
             prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
         )
         inverse = np.float32(1 / temperature if temperature else 1)
-        buckets = [_bucket(row.size, _powers_of_two(self.max_total_tokens)) for row in rows]
+        buckets = [length_bucket(row.size) for row in rows]
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         for length in sorted(set(buckets)):
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
-            fit = ATTENTION_ELEMENTS // (self.config.num_heads * length**2)
-            size = max(1, min(self._max_rows, fit, 1 << (len(members) - 1).bit_length()))
-            size = round_up(size, self._program.row_shards)
+            most = min(self._max_rows, 1 << (len(members) - 1).bit_length())
+            size = score_rows(self.config.num_heads, length, most, self._program.row_shards)
             for start in range(0, len(members), size):
                 part = members[start : start + size]
                 padded, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
@@ -286,7 +312,7 @@ class LocalEngine:
                     padded[place, : rows[index].size] = rows[index]
                     lengths[place] = rows[index].size
                 padded, lengths = jax.device_put((padded, lengths), self._program.rows)
-                logprobs = np.asarray(score_rows(self._weights, padded, lengths, inverse, program=self._program))
+                logprobs = np.asarray(score_program(self._weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
         check_finite(results)
@@ -297,8 +323,17 @@ class LocalEngine:
         self._weights = self._policy_version = self._fingerprint = None
 
     def close(self) -> None:
-        """As `release_weights`. Safe to call twice."""
+        """As `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
         self.release_weights()
+        if self._preparation:
+            self._preparation.stop()
+
+
+def build(arguments: EngineArguments) -> LocalEngine:
+    """The engine of `kind.EngineKind`."""
+    mesh = arguments.mesh(tensor=arguments.settings.tensor, expert=arguments.settings.expert)
+    own = {"min_rows": arguments.min_rows, "prepare": arguments.prepare}
+    return LocalEngine(arguments.model, **arguments.common, **own, mesh=mesh)
 
 
 def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -308,8 +343,7 @@ def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
 
 def _powers_of_two(limit: int) -> tuple[int, ...]:
     """Return 16, 32, ... up to the first that is at least `limit`."""
-    top = max(_SMALLEST_BUCKET, 1 << (limit - 1).bit_length())
-    return tuple(_SMALLEST_BUCKET << i for i in range((top // _SMALLEST_BUCKET).bit_length()))
+    return tuple(sorted({length_bucket(1 << i) for i in range((length_bucket(limit)).bit_length())}))
 
 
 def _bucket(length: int, buckets: Sequence[int]) -> int:

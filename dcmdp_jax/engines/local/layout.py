@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import declarations
@@ -163,6 +164,11 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
             raise UserError(f"tensor: got {tensor}, must divide the model's {name}={size}")
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
         raise UserError(f"expert: got {expert}, must divide the model's num_experts={config.num_experts}, or be 1")
+
+
+def check_model(arguments: EngineArguments, platform: str) -> None:
+    """`check_mesh` of an engine that is not there yet."""
+    check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
 
 
 @functools.lru_cache(maxsize=32)

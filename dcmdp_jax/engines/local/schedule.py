@@ -15,12 +15,15 @@ from dcmdp_jax.engines.local import decode as programs
 from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.local.sampler import row_keys
+from dcmdp_jax.engines.local.sizes import PREEMPTED_CACHES, cache_capacities, prefill_shape, round_up
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.types import Params
 
-ATTENTION_ELEMENTS = 2**28
-"""Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32."""
 _REFILL = 4
 """A batch is refilled when one in this many of its slots is free."""
+_STEPS_OF_A_MOVE = 8
+"""A move to half the rows takes about as long as half of this many steps; with fewer left before the next one, which
+halves the rows as well, it saves nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,17 +159,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, weights: Params, completions: Completions, draw: Draw, sizes: Sizes, *, program: Program
+        self,
+        weights: Params,
+        completions: Completions,
+        draw: Draw,
+        sizes: Sizes,
+        *,
+        program: Program,
+        trims: bool = False,
     ) -> None:
+        """`trims`: memory of a cache that is done with returns to the system, so that the heap of another device's
+        thread can have it."""
         self._weights, self._completions, self._draw = weights, completions, draw
-        self._sizes, self._program, self._devices = sizes, program, program.mesh.size
+        self._sizes, self._program, self._devices, self._trims = sizes, program, program.mesh.size, trims
         self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
-        # One doubling is not worth a second program and the copy.
-        capacities = [sizes.limit if sizes.limit <= 2 * sizes.cache_block else sizes.cache_block]
-        # A row of n tokens holds n - 1 of them in the cache.
-        while capacities[-1] < sizes.limit - 1:
-            capacities.append(min(2 * capacities[-1], sizes.limit))
-        self._capacities = capacities
+        self._capacities = cache_capacities(sizes.cache_block, sizes.limit)
 
     def sample(self, prompts: Sequence[np.ndarray], members: Sequence[int], group: int, bucket: int) -> Iterator[None]:
         """Sample `group` rows for each of the prompts `members`, none longer than `bucket`.
@@ -180,6 +187,14 @@ class Scheduler:
             levels = [level for level in range(len(self._queues)) if self._has(level)]
             yield from self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
 
+    def shapes(self, bucket: int) -> list[tuple[int, int, int]]:
+        """Rows, cache slots and prefix slots of all batches that prompts of a bucket can come to."""
+        sizes = [self._sizes.rows]
+        while (half := self._shrunk(sizes[-1], -(-sizes[-1] // 2))) < sizes[-1]:
+            sizes.append(half)
+        slots = [bucket, *(bucket + capacity for capacity in self._capacities)]
+        return [(rows, *pair[::-1]) for pair in itertools.pairwise(slots) for rows in sizes]
+
     def _has(self, level: int) -> bool:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
 
@@ -188,7 +203,9 @@ class Scheduler:
         if level == len(self._queues) - 1:
             return False
         aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
-        return sum(slots_of(kept.cache) for kept in aside.values()) > self._bucket + self._sizes.limit
+        # Those of the batch that runs may come on top.
+        most = (PREEMPTED_CACHES - 1) * (self._bucket + self._sizes.limit)
+        return sum(slots_of(kept.cache) for kept in aside.values()) > most
 
     def _run(self, level: int) -> Iterator[None]:
         """Run a batch, refilling it, until all its rows are done or preempted."""
@@ -214,7 +231,8 @@ class Scheduler:
                 if more:
                     continue
                 return
-            if not more and (smaller := self._shrunk(places.size, live.size)) < places.size:
+            pays = self._steps_left(level, places[live]) > _STEPS_OF_A_MOVE
+            if pays and not more and (smaller := self._shrunk(places.size, live.size)) < places.size:
                 cache, order = self._take(cache, live, smaller, slots_of(cache))
                 places = _ordered(places[live], order)
                 live = np.flatnonzero(places >= 0)
@@ -229,7 +247,7 @@ class Scheduler:
                 level, clock = level + 1, 0
                 if size == places.size:
                     extra = self._slots(level) - prefix
-                    cache = take(cache, None, extra=extra, sharding=self._program.cache, release=True)
+                    cache = self._trimmed(take(cache, None, extra=extra, sharding=self._program.cache, release=True))
                 else:
                     cache, order = self._take(cache, full, size, self._slots(level))
                     places = _ordered(places[full], order)
@@ -249,12 +267,12 @@ class Scheduler:
             sampled=sampled,
             done=places < 0,
         )
-        end = min(self._capacities[level] + 1, self._sizes.limit)
         half = round_up(-(-places.size // 2), self._devices)
-        shrinkable = self._sizes.min_rows <= half < places.size
+        shrinkable = self._sizes.min_rows <= half < min(places.size, live.size)
         floor = places.size - self._unit if more else half if shrinkable else 0
+        steps = np.int32(self._steps_left(level, places[live]))
         cache, decoded = programs.decode(
-            self._weights, cache, rows, np.int32(clock), np.int32(end - sampled[live].max()), np.int32(floor),
+            self._weights, cache, rows, np.int32(clock), steps, np.int32(floor),
             draw.inverse_temperature, draw.top_p, draw.stop_ids,
             program=self._program, prompt_slots=self._bucket, prefix_slots=prefix, mode=draw.mode,
         )  # fmt: skip
@@ -266,6 +284,10 @@ class Scheduler:
         places[live] = np.where(ended, -1, of)
         completions.finish(of[ended])
         return cache, steps
+
+    def _steps_left(self, level: int, rows: np.ndarray) -> int:
+        """Steps until one of these rows fills its cache or ends."""
+        return min(self._capacities[level] + 1, self._sizes.limit) - int(self._completions.sampled[rows].max())
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
         """Whether a batch of full rows moves to the next level whole: none to wait for, or too many to copy twice."""
@@ -286,8 +308,8 @@ class Scheduler:
         program, group, completions, draw = self._program, self._group, self._completions, self._draw
         count = max(1, self._sizes.rows // group)
         members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
-        groups = min(count, -(-count * program.config.num_heads * self._bucket**2 // ATTENTION_ELEMENTS))
-        padded = np.zeros((round_up(count, groups * self._devices), self._bucket), np.int32)
+        prompts, groups = prefill_shape(program.config.num_heads, count, self._bucket, self._devices)
+        padded = np.zeros((prompts, self._bucket), np.int32)
         lengths = np.ones(padded.shape[0], np.int32)
         for place, index in enumerate(members):
             padded[place, : self._prompts[index].size] = self._prompts[index]
@@ -370,7 +392,15 @@ class Scheduler:
         named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
         extra = slots - slots_of(cache)
         sharding = self._program.cache
-        return take(cache, named, extra=extra, sharding=sharding, local=bool(local), release=release), order
+        taken = take(cache, named, extra=extra, sharding=sharding, local=bool(local), release=release)
+        return self._trimmed(taken), order
+
+    def _trimmed(self, cache: Cache) -> Cache:
+        """Return a cache after the memory of the one that it was taken from has gone back to the system."""
+        if self._trims:
+            jax.block_until_ready(cache)
+            release_freed_memory()
+        return cache
 
     def _insert(self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]) -> Cache:
         for start in range(0, len(rows), self._unit):
@@ -391,8 +421,3 @@ class Scheduler:
 def _ordered(rows: Sequence[int], order: np.ndarray) -> np.ndarray:
     """Return `rows[order]`, -1 where `order` is -1."""
     return np.where(order >= 0, np.asarray(rows)[order], -1)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Round up to a multiple."""
-    return -(-value // multiple) * multiple

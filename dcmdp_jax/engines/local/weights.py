@@ -25,7 +25,7 @@ from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.parallel.global_arrays import to_local
 from dcmdp_jax.types import Params
 
-PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)
+ENGINE_PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)
 
 
 def _cast(tree: Params, precision: str) -> Params:
@@ -168,8 +168,8 @@ def convert(params: Params, config: ModelConfig, precision: str, mesh: Mesh) -> 
     Args:
         params: as returned by `params.init_params`, on any mesh.
         config: the model.
-        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", "int8", "int4" or "fp8"
-            (`quantize.quantize_kernel`).
+        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", or of
+            `quantize.PRECISIONS`.
         mesh: see `conversion_mesh`.
 
     Returns:

@@ -10,7 +10,7 @@ from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.manifest import differing
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
-from dcmdp_jax.engines.sidecar.replies import checked_completions, split_routed_experts
+from dcmdp_jax.engines.sidecar.replies import checked_completions, split_columns
 from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.sidecar.supervisor import Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
@@ -93,7 +93,7 @@ class Replica:
             raise SidecarBroken(
                 f"weights of version {publication.policy_version}: the engine's log-probs of the probe are "
                 f"{difference:.3g} nats from the trainer's on average, allowed are {self._probe_tolerance:g} "
-                "(rollout.vllm.probe_tolerance)"
+                "(`probe_tolerance`)"
             )
         return difference
 
@@ -171,10 +171,13 @@ class Replica:
                 if again := [completion.row for completion in completions if completion.row in rows]:
                     raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
                 rows.update(completion.row for completion in completions)
-                routed: Sequence[np.ndarray | None] = [None] * len(completions)
-                if self._routed_experts and completions:
-                    lengths = [prompts[groups[c.row // group_size]].size + c.token_ids.size for c in completions]
-                    routed = split_routed_experts(message.arrays, lengths, self._weights.config)
+                asked = self._routed_experts and completions
+                columns = split_columns(
+                    message.arrays,
+                    [prompts[groups[completion.row // group_size]].size for completion in completions],
+                    [completion.token_ids.size for completion in completions],
+                    {"routed_experts": self._weights.config.routing[:2]} if asked else {},
+                )
                 episodes = waiting.add(
                     single_turn(
                         prompts[groups[row // group_size]],
@@ -184,9 +187,9 @@ class Replica:
                         group=groups[row // group_size],
                         member=row % group_size,
                         finish_reason=reason,
-                        routed_experts=experts,
+                        **further,
                     )
-                    for (row, tokens, logprobs, reason), experts in zip(completions, routed, strict=True)
+                    for (row, tokens, logprobs, reason), further in zip(completions, columns, strict=True)
                 )
                 fresh = [episode for episode in episodes if episode.group not in delivered]
                 delivered.update(episode.group for episode in fresh)

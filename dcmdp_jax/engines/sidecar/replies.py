@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dcmdp_jax.data.columns import COLUMNS, Shape
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.sidecar.process import SidecarBroken
-from dcmdp_jax.models.config import ModelConfig
 
 
 class Completion(NamedTuple):
@@ -28,25 +28,36 @@ class Completion(NamedTuple):
     finish_reason: str
 
 
-def split_routed_experts(
-    arrays: Mapping[str, np.ndarray], lengths: Sequence[int], config: ModelConfig
-) -> list[np.ndarray]:
-    """[tokens, layers, k] int16 for each completion of a frame, of its prompt's tokens and its own but the last.
+def split_columns(
+    arrays: Mapping[str, np.ndarray], prompts: Sequence[int], completions: Sequence[int], expected: Mapping[str, Shape]
+) -> list[dict[str, np.ndarray]]:
+    """The columns of `data.columns.COLUMNS` that a frame has beside tokens and log-probs, for each completion.
+
+    A column that given tokens have comes for a prompt's tokens and the completion's own but the last, which is not
+    read; another for the completion's tokens. Completions follow each other on the first axis.
 
     Args:
         arrays: of the frame.
-        lengths: tokens of each completion with its prompt.
-        config: the model.
+        prompts, completions: tokens of each completion's prompt, and its own.
+        expected: shape of an entry of the columns that must be there. Others may be.
 
     Raises:
-        SidecarBroken: if they are not there, or not that many. `validation.check_routed_experts` looks at the values.
+        SidecarBroken: if a column is not there, or of another shape. `validation` looks at the values.
     """
-    read = np.array(lengths, np.int64) - 1
-    routed = arrays.get("routed_experts", np.empty(0))
-    expected = (int(read.sum()), *config.routing[:2])
-    if routed.shape != expected:
-        raise SidecarBroken(f"generate: routed experts of shape {routed.shape}, expected {expected}")
-    return np.split(routed, np.cumsum(read)[:-1])
+    found: list[dict[str, np.ndarray]] = [{} for _ in completions]
+    for name, column in COLUMNS.items():
+        if name not in arrays and name not in expected:
+            continue
+        counts = np.array(completions, np.int64)
+        counts = counts + np.array(prompts, np.int64) - 1 if column.of_given else counts
+        values = arrays.get(name, np.empty(0))
+        shape = (int(counts.sum()), *expected.get(name, values.shape[1:]))
+        if values.shape != shape:
+            label = name.replace("_", " ")
+            raise SidecarBroken(f"generate: {label} of shape {values.shape}, expected {shape}")
+        for columns, part in zip(found, np.split(values, np.cumsum(counts)[:-1]), strict=True):
+            columns[name] = part
+    return found
 
 
 def checked_completions(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from pathlib import Path
 
-from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.engines.kind import DeviceShare, EngineArguments
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.parallel.gpus import has_cuda_plugin, present_gpus
 
 NO_CHIPS = (
-    "config.rollout.vllm.visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' chips there, "
+    "visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' chips there, "
     "such as 2,3, and the trainer's in TPU_VISIBLE_CHIPS"
 )
 
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
+# Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
+_UNUSED = 0.1
 # tpu-inference's first port of the TPU runtime; each process on a host has one of its own.
 _TPU_PORT = 8476
-_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 # JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with neither if both are set.
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -26,7 +27,7 @@ def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
     """The GPUs, or TPU chips, of each replica: `tensor_parallel_size`, the next ones for the next replica.
 
     Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs without
-    `rollout.vllm.visible_devices`.
+    `visible_devices`.
 
     Args:
         settings: of the sidecars.
@@ -47,15 +48,12 @@ def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
     if platform == "cpu" or (count == 1 and not visible):
         return [""] * count
     if not visible:
-        raise UserError(
-            f"config.rollout.vllm.replicas: got {count}, and no GPU is seen here; name theirs in "
-            "rollout.vllm.visible_devices"
-        )
+        raise UserError(f"replicas: got {count}, and no GPU is seen here; name theirs in `visible_devices`")
     if count * each > len(visible):
         raise UserError(
-            f"config.rollout.vllm.replicas: got {count} of rollout.vllm.tensor_parallel_size={each} devices each, and "
+            f"replicas: got {count} of `tensor_parallel_size`={each} devices each, and "
             f"there are {len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or name more "
-            "in rollout.vllm.visible_devices"
+            "in `visible_devices`"
         )
     if count == 1 and platform == "cuda":
         return [settings.visible_devices]
@@ -75,7 +73,7 @@ def _chips_of_sidecars(settings: VllmSettings) -> list[str]:
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
     if not on_cpu and (not ours or set(ours) & set(chips)):
         raise UserError(
-            f"config.rollout.vllm.visible_devices: got {settings.visible_devices}, and the trainer has "
+            f"visible_devices: got {settings.visible_devices}, and the trainer has "
             f"{','.join(ours) or 'all chips'} (TPU_VISIBLE_CHIPS); a chip belongs to one process, so give it others"
         )
     return chips
@@ -97,16 +95,6 @@ def device_variables(devices: str, platform: str) -> dict[str, str]:
         "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
         "CLOUD_TPU_TASK_ID": "0",
     }
-
-
-def present_gpus() -> list[str]:
-    """Numbers of the NVIDIA GPUs that this machine, or container, has: CUDA counts them from 0."""
-    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-
-
-def has_cuda_plugin() -> bool:
-    """Whether JAX's plugin for NVIDIA GPUs is installed."""
-    return any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS)
 
 
 def memory_fraction() -> tuple[str, str]:
@@ -148,6 +136,22 @@ def share_devices(settings: VllmSettings) -> None:
     os.environ[name] = f"{fraction:g}"
 
 
+def device_share(arguments: EngineArguments) -> DeviceShare | None:
+    """How sidecars share the trainer's GPUs; None where they have others.
+
+    Raises:
+        UserError: as `check_shares`.
+    """
+    settings = arguments.settings
+    if settings.visible_devices:
+        return None
+    if settings.sleep:
+        return DeviceShare(1 - _UNUSED, "less a tenth, while vLLM sleeps", settings.memory_share)
+    share = trainer_share(settings)
+    check_shares(settings, share)
+    return DeviceShare(share, f"less vLLM's share of {settings.memory_share:g} and a tenth")
+
+
 def trainer_share(settings: VllmSettings) -> float:
     """Share of the memory of a GPU that the trainer gets beside a sidecar that does not sleep."""
     return round(1 - _MARGIN - settings.memory_share, 2)
@@ -165,7 +169,7 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
     """
     if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
         raise UserError(
-            f"config.rollout.vllm.memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
+            f"memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
             f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
-            "rollout.vllm.visible_devices and the trainer others with CUDA_VISIBLE_DEVICES"
+            "`visible_devices` and the trainer others with CUDA_VISIBLE_DEVICES"
         )

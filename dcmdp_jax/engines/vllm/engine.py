@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dcmdp_jax.config.settings import VllmSettings
 from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.probe import Probe
 from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
@@ -21,6 +21,7 @@ from dcmdp_jax.engines.sidecar.supervisor import Supervisor, gathered, in_turn
 from dcmdp_jax.engines.sidecar.weights import SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import devices, launch
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_limits import check_temperature
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.types import Params
@@ -74,7 +75,7 @@ class VllmEngine:
             max_total_tokens: longest prompt with its completion.
             max_rows: completions in flight, of all replicas together; more wait in vLLM's queues.
             probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
-            routed_experts: return the experts of each token with the episodes (`Episode.routed_experts`).
+            routed_experts: return the experts of each token with the episodes (column `routed_experts`).
             script: the sidecar.
 
         Raises:
@@ -89,7 +90,7 @@ class VllmEngine:
         self.precision = precision
         self.max_total_tokens = max_total_tokens
         if cpu and settings.sleep:
-            logger.warning("rollout.vllm.sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
+            logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
         if platform == "tpu":
             logger.warning(
                 "vLLM on a TPU: the bridge is written against tpu-inference 0.32 and was never tested on a TPU"
@@ -282,3 +283,9 @@ def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode
             if complete is not None or time.monotonic() - last > _PAUSE_S:
                 yield complete or []
                 last = time.monotonic()
+
+
+def build(arguments: EngineArguments) -> VllmEngine:
+    """The engine of `kind.EngineKind`."""
+    same = {"directory": arguments.directory, "probe": arguments.probe(), **arguments.common}
+    return VllmEngine(arguments.model, arguments.settings, **same)

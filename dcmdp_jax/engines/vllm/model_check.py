@@ -5,7 +5,7 @@ from __future__ import annotations
 from dcmdp_jax.engines.sidecar import manifest
 
 
-def check_manifest(directory: str, tensors: list[manifest.Tensor]) -> None:
+def check_received_tensors(directory: str, tensors: list[manifest.Tensor]) -> None:
     """Compare the manifest with the model that transformers builds from the same config.json, on no device.
 
     A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.

@@ -52,7 +52,7 @@ _find_package()
 import numpy as np  # noqa: E402
 
 from dcmdp_jax.engines.sidecar import manifest, wire  # noqa: E402
-from dcmdp_jax.engines.vllm.model_check import check_manifest  # noqa: E402
+from dcmdp_jax.engines.vllm.model_check import check_received_tensors  # noqa: E402
 from dcmdp_jax.engines.vllm.torch_builds import check_torch_builds  # noqa: E402
 
 _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
@@ -87,7 +87,7 @@ class EngineHost:
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
         tensors = manifest.parse(self._manifest, self._size)
-        check_manifest(fields["engine"]["model"], tensors)
+        check_received_tensors(fields["engine"]["model"], tensors)
         engine = dict(fields["engine"])
         self._routing = Routing(engine)
         self.llm = vllm.LLM(**engine, worker_extension_cls=f"dcmdp_jax.engines.vllm.{extension}")

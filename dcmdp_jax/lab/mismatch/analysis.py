@@ -13,9 +13,10 @@ from dcmdp_jax.lab.mismatch import breakdown
 from dcmdp_jax.lab.mismatch.breakdown import Group, Growth, TokenText, WorstToken
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, collect
+from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.mismatch.remedies import Effect, effects, not_computed
-from dcmdp_jax.lab.mismatch.statistics import Statistics, completion_means, measure
+from dcmdp_jax.lab.mismatch.statistics import Statistics, means_by_completion, measure
 from dcmdp_jax.lab.mismatch.tolerance import Recommendation, recommend
 
 _TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
@@ -34,6 +35,7 @@ class Measured:
         rounding: see `evidence.Evidence`.
         explanations: controlled re-scorings.
         settings, lifted: see `evidence.Evidence`.
+        over_training: by step, rank and source; None unless the pair was recorded over training.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Measured:
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifted: Sequence[Lifted] = ()
+    over_training: OverTraining | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Analysis:
         worst: tokens in context.
         texts: the completions of the largest and of the median mismatch.
         evidence: what the findings are drawn from.
+        over_training: of `Measured`.
     """
 
     name: str
@@ -104,6 +108,7 @@ class Analysis:
     worst: tuple[WorstToken, ...]
     texts: tuple[ColoredText, ...]
     evidence: Evidence
+    over_training: OverTraining | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is not finite is None. Texts of whole completions are for the page alone."""
@@ -155,12 +160,13 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         worst=tuple(breakdown.worst_tokens(pairs, text)),
         texts=_texts(pairs, text),
         evidence=evidence,
+        over_training=measured.over_training,
     )
 
 
 def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColoredText, ...]:
     """Half of them the completions of the largest mean, half those around the median; equal ones once."""
-    means, bounds = completion_means(pairs), pairs.starts[1:]
+    means, bounds = means_by_completion(pairs), pairs.starts[1:]
     alike = {
         (ids.tobytes(), f"{mean:.3g}"): row
         for row, (ids, mean) in reversed(list(enumerate(zip(np.split(pairs.token_ids, bounds), means, strict=True))))

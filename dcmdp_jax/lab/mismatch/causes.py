@@ -119,7 +119,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     5. A re-scoring that explains at least 50%.
     6. What the columns suggest: chat template, temperature, raw log-probs.
     7. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
-       not measured, median |d| within 0.02 nats.
+       not measured and no setting of the engine has a price, median |d| within 0.02 nats.
     8. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
     9. undetermined.
     """
@@ -260,9 +260,10 @@ def _settings(e: Evidence) -> Iterator[Finding]:
     measured = {each.cause: each for each in e.lifted}
     for cause, setting in e.settings.items():
         if cause not in measured:
+            scored = "is beyond rounding, no emulation reproduces it" if e.explanations else "was not scored again"
             yield Finding(cause, (
-                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} is beyond rounding, no "
-                "emulation reproduces it, and nothing speaks of a defect in sampling, tokens or prompts.",
+                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}, and nothing speaks "
+                "of a defect in sampling, tokens or prompts.",
             ))  # fmt: skip
         elif measured[cause].share > _LIFTED_AT_ALL:
             yield Finding(cause, (_without(e, measured[cause]), "Nothing speaks of a defect."))
@@ -279,7 +280,7 @@ def _rounding(e: Evidence) -> Iterator[Finding]:
                 f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes "
                 "in the engine's dtype.",
             ))  # fmt: skip
-    elif e.median_log_ratio <= _ROUNDING_LOG_RATIO and not (e.ratio.below(1) or e.ratio.above(1)):
+    elif not e.settings and e.median_log_ratio <= _ROUNDING_LOG_RATIO and not (e.ratio.below(1) or e.ratio.above(1)):
         yield Finding("rounding", (
             f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits, on either side.",
         ))  # fmt: skip

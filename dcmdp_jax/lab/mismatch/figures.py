@@ -61,12 +61,34 @@ def draw_groups(pairs: TokenPairs, analysis: Analysis) -> Figure:
     return figure
 
 
+def draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure:
+    """Mean and 99% quantile of |p - q| of each step, and c."""
+    del pairs
+    over = analysis.over_training
+    steps = [step.step for step in over.steps]
+    figure, axes = _figure(7.2)
+    for name, color in (("mean", _BLUE), ("p99", _ORANGE)):
+        values = [getattr(step.statistics, name) for step in over.steps]
+        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3, label=name)
+    if over.tolerance > 0:
+        axes.axhline(over.tolerance, color=_INK, linestyle="--", linewidth=1.2, label=f"c {over.tolerance:.2g}")
+    axes.legend(frameon=False, fontsize=9)
+    _finish(axes, "step", "|p - q|")
+    return figure
+
+
 FIGURES: Mapping[str, tuple[str, Callable[[TokenPairs, Analysis], Figure]]] = MappingProxyType({
     "scatter": ("Each token's probability under both.", draw_scatter),
     "distribution": ("Share of tokens above each |p - q|; mean, noise floors and c.", draw_distribution),
     "groups": ("Mean |p - q| where it arises.", draw_groups),
 })  # fmt: skip
 """File stem to (caption, function)."""
+
+
+def figures_of(analysis: Analysis) -> dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure]]]:
+    """The figures of a pair: `FIGURES`, and the curve over training where there are several steps."""
+    several = analysis.over_training is not None and len(analysis.over_training.steps) > 1
+    return {**({"steps": ("|p - q| over training.", draw_steps)} if several else {}), **FIGURES}
 
 
 def _figure(width: float) -> tuple[Figure, Axes]:

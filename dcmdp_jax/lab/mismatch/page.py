@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
+from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.number_format import number, percent
 from dcmdp_jax.observe.html_page import render_page
 
@@ -32,14 +33,14 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
         The path of the page, which embeds its images, runs no script and makes no request.
     """
     # The plotting library takes most of a second to import.
-    from dcmdp_jax.lab.mismatch.figures import FIGURES
+    from dcmdp_jax.lab.mismatch.figures import figures_of
 
     plots = out_dir / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
     images = []
     for one, analysis in zip(measured, analyses, strict=True):
         drawn = []
-        for stem, (caption, draw) in FIGURES.items():
+        for stem, (caption, draw) in figures_of(analysis).items():
             buffer = io.BytesIO()
             draw(one.pairs, analysis).savefig(buffer, format="png", dpi=_DPI)
             (plots / f"{_slug(analysis.name)}-{stem}.png").write_bytes(buffer.getvalue())
@@ -83,7 +84,27 @@ def table(analyses: Sequence[Analysis]) -> str:
             lines.append(f"{analysis.name}: {'also ' if place else ''}{finding.title}")
             lines += [f"  {line}" for line in (*finding.evidence, f"-> {finding.remedy}")]
         lines.append(f"  {analysis.recommendation.reasoning}")
+        if analysis.over_training is not None:
+            lines += ["", *_over_training(analysis.over_training)]
     return "\n".join(lines)
+
+
+def _over_training(over: OverTraining) -> list[str]:
+    """The first, the last and the largest step, the ranks, the sources, what stands out, and the alarms."""
+    means = {step.step: step.statistics.mean for step in over.steps}
+    largest = max(means, key=means.get)
+    first, last = over.steps[0].step, over.steps[-1].step
+    lines = [
+        f"over {len(means)} steps: mean |dp| {means[first]:.3g} in step {first}, {means[last]:.3g} in step {last}, at "
+        f"most {means[largest]:.3g} in step {largest}"
+    ]
+    for heading, parts in (("by rank", over.ranks), ("by source", over.sources)):
+        if parts:
+            lines.append(f"{heading}: {', '.join(f'{part.name} {part.mean:.3g}' for part in parts)}")
+    lines += [f"  {note}" for note in over.notes]
+    c = f"c = {over.tolerance:.3g}, {over.tolerance_from}" if math.isfinite(over.tolerance) else "no c"
+    lines.append(f"alarms over the steps ({c}): {'none' if not over.alarms else ''}".rstrip())
+    return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
 
 
 def _color(train: float, rollout: float) -> str:

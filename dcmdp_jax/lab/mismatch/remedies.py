@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.algorithm.corrections import (
-    CORRECTIONS,
-    USES_ADVANTAGES,
-    Corrected,
-    Correction,
-    SampledTokens,
-    parameters,
-)
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, Correction
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
+from dcmdp_jax.algorithm.remedies import Corrected, Region, Tokens, uses
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.named_functions import needed_parameters
 
 _BLOCK_TOKENS = 1 << 16
 
@@ -46,34 +41,34 @@ class Effect:
     discrepancy_dropped: float
 
 
-def _trust_region(tokens: SampledTokens, *, name: str, size: float) -> Corrected:
+def _trust_region(tokens: Tokens, *, region: Callable[..., Region]) -> Corrected:
     """A trust region around the engine's probabilities at the first update, where the policy is p: weight p / q."""
-    ratio = jnp.exp(clamped_log_ratio(tokens.old_logprobs, tokens.rollout_logprobs))
-    region = TRUST_REGIONS[name](
-        ratio, tokens.advantages, tokens.old_logprobs, tokens.rollout_logprobs, size, size
-    )  # fmt: skip
-    return Corrected(ratio, ~(region.low | region.high), jnp.zeros_like(region.low))
+    anchor = tokens.rollout_logprobs
+    ratio = jnp.exp(clamped_log_ratio(tokens.old_logprobs, anchor))
+    found = region(tokens._replace(anchor_logprobs=anchor, ratio=ratio))
+    return Corrected(ratio, ~(found.low | found.high))
 
 
-# With the sizes of configs/remedies.py.
-_REGIONS = {
-    name: functools.partial(_trust_region, name=name, size=size) for name, size in (("dppo_tv", 0.2), ("dppo_kl", 0.05))
-}
-_REMEDIES = {
-    **{name: each for name, each in CORRECTIONS.items() if None not in parameters(name).values()},
-    **_REGIONS,
-}
-_NEED_ADVANTAGES = USES_ADVANTAGES | set(_REGIONS)
+def _remedies() -> Iterator[tuple[str, Correction]]:
+    """Every correction whose parameters have defaults, and the trust regions that stop tokens by probability."""
+    for name, correction in CORRECTIONS.items():
+        if not needed_parameters(correction):
+            yield name, correction
+    for name in ("dppo_tv", "dppo_kl"):
+        yield name, functools.partial(_trust_region, region=TRUST_REGIONS[name])
+
+
+_REMEDIES = dict(_remedies())
 
 
 def not_computed(pairs: TokenPairs) -> list[str]:
     """Remedies that `effects` leaves out because they look at advantages, which these tokens have none of."""
-    return [name for name in _REMEDIES if name in _NEED_ADVANTAGES] if pairs.advantages is None else []
+    return [name for name, one in _REMEDIES.items() if pairs.advantages is None and uses(one, "advantages")]
 
 
 def effects(pairs: TokenPairs, remedies: Mapping[str, Correction] = _REMEDIES) -> list[Effect]:
     """The effect of every correction that has default constants, with these, and of DPPO; see `not_computed`."""
-    known = [name for name in remedies if pairs.advantages is not None or name not in _NEED_ADVANTAGES]
+    known = [name for name, one in remedies.items() if pairs.advantages is not None or not uses(one, "advantages")]
     return [_effect(name, remedies[name], pairs) for name in known]
 
 
@@ -106,7 +101,7 @@ def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.nda
     }  # fmt: skip
     train, rollout, mask, index, advantages = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
     corrected = correction(
-        SampledTokens(
+        Tokens(
             train_logprobs=train,
             old_logprobs=train,
             rollout_logprobs=rollout,

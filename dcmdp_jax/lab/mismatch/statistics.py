@@ -40,7 +40,7 @@ class Statistics:
     tolerance: float
 
 
-def completion_means(pairs: TokenPairs) -> np.ndarray:
+def means_by_completion(pairs: TokenPairs) -> np.ndarray:
     """[N] float64, each completion's own mean |p - q|."""
     return np.add.reduceat(pairs.discrepancy, pairs.starts) / pairs.lengths
 
@@ -55,7 +55,7 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
     delta, d = pairs.discrepancy, pairs.log_ratio
     p50, p99 = np.quantile(delta, (0.5, 0.99))
     weights = np.exp(d - d.max())
-    over = float(np.mean(completion_means(pairs) > tolerance)) if tolerance is not None else np.nan
+    over = float(np.mean(means_by_completion(pairs) > tolerance)) if tolerance is not None else np.nan
     return Statistics(
         tokens=len(delta),
         completions=len(pairs.lengths),

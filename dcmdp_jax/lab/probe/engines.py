@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
-from dcmdp_jax.config.settings import VllmSettings
+from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
-from dcmdp_jax.engines.registry import ENGINES, EngineArguments
+from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
@@ -63,7 +66,7 @@ def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingPara
 
 
 def build(
-    spec: ProbeSpec, config: ModelConfig, params: Params, *, vllm: VllmSettings, directory: Path,
+    spec: ProbeSpec, config: ModelConfig, params: Params, *, settings: Callable[[EngineKind], Any], directory: Path,
     max_total_tokens: int, max_rows: int,
 ) -> Scorer:  # fmt: skip
     """Build an engine and give it the parameters.
@@ -71,8 +74,8 @@ def build(
     Args:
         spec: which engine.
         config, params: its model.
-        vllm: of the sidecar.
-        directory: for the sidecar's files, or a copy of the model for `hf`.
+        settings: gives an engine's own settings.
+        directory: for a sidecar's files, or a copy of the model for `hf`.
         max_total_tokens: longest prompt with its completion.
         max_rows: completions in one batch.
 
@@ -80,24 +83,45 @@ def build(
         UserError, EngineError, MemoryError: in one line, if this machine can't run it.
     """
     if spec.kind == "trainer":
-        return TrainingStack(config, params, compute=Compute(dtype=spec.compute))
+        return TrainingStack(config, params, compute=Compute(dtype=spec.compute), scheme=_scheme(spec, config))
     if spec.kind == "hf":
         # torch and transformers' models take seconds to import.
         from dcmdp_jax.lab.probe.hugging_face import HuggingFace
 
         return HuggingFace(config, params, directory)
+    kind = spec.record
     arguments = EngineArguments(
         model=config, precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache,
-        max_total_tokens=max_total_tokens, max_rows=max_rows, min_rows=_MIN_ROWS, mesh=one_device_mesh,
-        probe=lambda: make_probe(config, Compute(), one_device_mesh()), vllm=vllm, directory=directory,
+        max_total_tokens=max_total_tokens, max_rows=max_rows, min_rows=_MIN_ROWS, settings=settings(kind),
+        mesh=lambda **split: one_device_mesh(), probe=lambda: make_probe(config, Compute(), one_device_mesh()),
+        directory=directory,
     )  # fmt: skip
-    engine = ENGINES[spec.kind](arguments)
+    with as_settings(of_engine(kind)):
+        kind.check_settings(arguments)
+        engine = kind.build(arguments)
     try:
         engine.push_weights(params, 0)
     except BaseException:
         engine.close()
         raise
     return engine
+
+
+def _scheme(spec: ProbeSpec, config: ModelConfig) -> Scheme:
+    """The roundings that the trainer repeats, of the engine `like`."""
+    if not spec.like:
+        return FULL
+    name, _, precision = spec.like.partition(":")
+    kind = find_engine(name)
+    arguments = EngineArguments(
+        model=config, precision=precision, compute_dtype=kind.quantized_compute, kv_cache_dtype=spec.cache,
+        max_total_tokens=0, max_rows=0, min_rows=0, settings=kind.settings(),
+    )  # fmt: skip
+    precision, cache = (
+        chosen if chosen in repeated else "full"
+        for chosen, repeated in ((precision, kind.emulated), (spec.cache, kind.emulated_caches))
+    )
+    return kind.scheme(arguments, precision, cache, jax.default_backend())
 
 
 def check_same_tokens(first: dict[str, int], second: dict[str, int], names: tuple[str, str]) -> None:

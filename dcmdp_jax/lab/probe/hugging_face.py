@@ -10,6 +10,7 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.process_memory import show_torch
 from dcmdp_jax.types import Params
 
 
@@ -22,6 +23,7 @@ class HuggingFace:
         Raises:
             UserError: if torch is not installed.
         """
+        show_torch()  # commands hide it
         try:
             import torch
             from transformers import AutoModelForCausalLM

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer, template_variables, with_suffix
+from dcmdp_jax.data.prompts import (
+    chat_messages,
+    end_token_ids,
+    load_tokenizer,
+    render_chat,
+    template_variables,
+    with_suffix,
+)
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig, read_config
+from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.types import Params
@@ -55,7 +62,7 @@ def load_model(path: Path) -> Model:
         params, config, step, tokenizer = load_params_only(resolved)
         name = f"{tokenizer.parent.name} step {step}"
     else:
-        config, tokenizer, name = read_config(path), path, resolved.name
+        config, tokenizer, name = read_model_config(path), path, resolved.name
         params = load_params(path, config, dtype="float32")
     loaded = load_tokenizer(str(tokenizer.resolve()), vocab_size=config.vocab_size)
     return Model(name, config, params, loaded, end_token_ids(loaded, tokenizer, vocab_size=config.vocab_size))
@@ -87,10 +94,8 @@ def prompt_variants(
     variables = template_variables(chat_template_kwargs, tokenizer)
 
     def chat(problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True) -> str:
-        messages = [{"role": role, "content": content} for role, content in problem.context]
-        messages = [*([{"role": "system", "content": _SYSTEM}] if system else []), *messages]
-        messages.append({"role": "user", "content": with_suffix(problem, ending)})
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **variables)
+        messages = [*([{"role": "system", "content": _SYSTEM}] if system else []), *chat_messages(problem, ending)]
+        return render_chat(tokenizer, messages, problem.tools, generation=generation, **variables)
 
     texts = {"": [chat(problem) for problem in problems]}
     texts["text without a chat template"] = [with_suffix(problem, suffix) for problem in problems]

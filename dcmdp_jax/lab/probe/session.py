@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.config.settings import VllmSettings
 from dcmdp_jax.data.prompts import encode_prompts
+from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
@@ -39,7 +39,7 @@ class Session:
         seed: of the samples.
         earlier: models whose weights the first engine may still hold.
         load: reads the model of an engine that names its own.
-        vllm: of sidecars.
+        settings: gives an engine's own settings.
         max_rows: completions in one batch.
         rescore: whether to score again with one thing changed at a time.
         show: is told what is being done.
@@ -54,7 +54,7 @@ class Session:
     seed: int
     earlier: Sequence[Model]
     load: Callable[[Path], Model]
-    vllm: VllmSettings
+    settings: Callable[[EngineKind], Any]
     max_rows: int
     rescore: bool
     show: Callable[[str], None]
@@ -67,8 +67,12 @@ def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
         UserError: in one line.
     """
     for spec in first:
-        if spec.kind not in SAMPLING_KINDS:
+        if spec.record is None:
             raise UserError(f"--a: {spec} only scores; engines that sample are {', '.join(SAMPLING_KINDS)}")
+        if not spec.record.pushes:
+            raise UserError(f"--a: {spec} holds weights of its own; the probe gives both engines the same")
+    if second.record is not None and not (second.record.scores and second.record.pushes):
+        raise UserError(f"--b: {second} can't score pushed weights; trainer, hf and {', '.join(SAMPLING_KINDS)} can")
     if second.kind == "trainer" and second.model:
         raise UserError("--b: trainer is of the probed model (--model); it takes no model of its own")
 
@@ -120,7 +124,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
             f"max_position_embeddings={room}"
         )
     variants = {name: side for name, side in variants.items() if max(map(len, side)) + limit <= room}
-    sizes = {"max_total_tokens": total, "max_rows": session.max_rows, "vllm": session.vllm}
+    sizes = {"max_total_tokens": total, "max_rows": session.max_rows, "settings": session.settings}
     with contextlib.ExitStack() as stack:
         built = []
         for place, (each, model) in enumerate(zip((spec, other), models, strict=True)):

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
+from importlib.util import find_spec
 
-from dcmdp_jax.config.rollout import QUANTIZED
-from dcmdp_jax.config.settings import ENGINE_CHOICES
+from dcmdp_jax.config.rollout import TRAINABLE
+from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-SAMPLING_KINDS = tuple(ENGINE_CHOICES)
-"""Engines that sample. The others, `trainer` and `hf`, only score."""
-PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "trainer": ("float32", "bfloat16", "float16"),
-    "hf": ("float32",),
-    **{kind: choices["rollout.precision"] for kind, choices in ENGINE_CHOICES.items()},
-})  # fmt: skip
-"""Kind of engine -> precisions; the first is the default."""
+SAMPLING_KINDS = tuple(TRAINABLE)
+"""Built-in engines that sample. `SCORERS` only score."""
+SCORERS = {"trainer": ("float32", "bfloat16", "float16"), "hf": ("float32",)}
+"""What only scores -> precisions; the first is the default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +22,12 @@ class ProbeSpec:
     """An engine to build.
 
     Attributes:
-        kind: key of `PRECISIONS`.
+        kind: of `SCORERS`, of `SAMPLING_KINDS`, or an engine by path, `module:NAME` or `file.py:NAME`.
         precision: of the weights; for `trainer` the compute dtype.
         compute: dtype of activations.
         cache: dtype of the key-value cache; "auto" is the compute dtype.
         model: directory of its own model; "" for the one that is probed.
+        like: of `trainer`, the engine whose roundings of weights, activations and `cache` it repeats, KIND:PRECISION.
     """
 
     kind: str
@@ -38,14 +35,20 @@ class ProbeSpec:
     compute: str
     cache: str = "auto"
     model: str = ""
+    like: str = ""
+
+    @property
+    def record(self) -> EngineKind | None:
+        """The engine's record; None of what only scores."""
+        return None if self.kind in SCORERS else find_engine(self.kind)
 
     @property
     def costs(self) -> dict[str, str]:
         """Cause of `mismatch.causes` -> the setting that has it as its price."""
         found = {}
-        if self.precision in QUANTIZED.get(self.kind, ()):
+        if self.record is not None and self.precision in self.record.quantized:
             found["quantized_weights"] = f"the engine's weights are {self.precision}"
-        if self.cache != "auto":
+        if self.record is not None and self.cache != "auto":
             found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
         return found
 
@@ -59,6 +62,8 @@ class ProbeSpec:
         parts = [f"{self.kind}:{self.precision}"]
         if self.compute not in (self.precision, _default_compute(self.kind, self.precision)):
             parts.append(f"compute={self.compute}")
+        if self.like:
+            parts.append(f"like={self.like}")
         if self.cache != "auto":
             parts.append(f"cache={self.cache}")
         if self.model:
@@ -67,22 +72,35 @@ class ProbeSpec:
 
 
 def parse_spec(text: str) -> ProbeSpec:
-    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`.
+    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`; KIND may be `file.py:NAME` or `module:NAME`.
+
+    The trainer takes `like=KIND:PRECISION`, and with it `cache=DTYPE`, of an engine whose roundings it repeats.
 
     Raises:
         UserError: naming what is not known and what is allowed.
     """
     head, *options = text.split(",")
     kind, _, precision = head.partition(":")
-    _one_of("engine", kind, tuple(PRECISIONS), text)
-    precision = precision or PRECISIONS[kind][0]
-    _one_of("precision", precision, PRECISIONS[kind], text)
-    values = {"compute": _default_compute(kind, precision), "cache": "auto", "model": ""}
-    choices = ENGINE_CHOICES.get(kind, {})
-    allowed = {"compute": choices.get("rollout.compute_dtype", ()), "cache": choices.get("rollout.kv_cache_dtype", ())}
+    if precision and kind not in (*SCORERS, *SAMPLING_KINDS) and ("." in kind or (kind and find_spec(kind))):
+        name, _, precision = precision.partition(":")
+        kind = f"{kind}:{name}"
+        record = find_engine(kind)
+    else:
+        _one_of("engine", kind, (*SCORERS, *SAMPLING_KINDS), text)
+        record = TRAINABLE.get(kind)
+    precisions = SCORERS[kind] if record is None else record.precisions
+    precision = precision or precisions[0]
+    _one_of("precision", precision, precisions, text)
+    values = {"compute": _default_compute(kind, precision), "cache": "auto", "model": "", "like": ""}
+    allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes} if record else {}
+    if kind == "trainer":
+        repeated = [one for one in TRAINABLE.values() if one.emulated]
+        allowed["like"] = tuple(f"{one.name}:{each}" for one in repeated for each in one.precisions if each != "exact")
     for option in options:
         name, _, value = option.partition("=")
-        known = [key for key in values if key == "model" or allowed[key]]
+        if name == "like" and value in allowed.get("like", ()):
+            allowed["cache"] = ("auto", *TRAINABLE[value.partition(":")[0]].emulated_caches)
+        known = [key for key in values if key == "model" or allowed.get(key)]
         _one_of("option", name, tuple(known), text)
         if name != "model":
             _one_of(name, value, allowed[name], text)
@@ -91,10 +109,10 @@ def parse_spec(text: str) -> ProbeSpec:
 
 
 def _default_compute(kind: str, precision: str) -> str:
-    """The precision where it is a dtype; else float32 embedded, which is exact but for the weights, and vLLM's own."""
-    if precision in ("float32", "float16", "bfloat16"):
+    """The precision where it is a dtype; else what the engine computes quantized weights in."""
+    if precision in ("float32", "float16", "bfloat16") or kind in SCORERS:
         return precision
-    return "bfloat16" if kind == "vllm" else "float32"
+    return find_engine(kind).quantized_compute
 
 
 def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.training.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Params, Rows
@@ -22,15 +23,16 @@ _SHORTEST = 16
 class TrainingStack:
     """Scores completions with the forward pass of the training step, on one device."""
 
-    def __init__(self, config: ModelConfig, params: Params, *, compute: Compute) -> None:
+    def __init__(self, config: ModelConfig, params: Params, *, compute: Compute, scheme: Scheme = FULL) -> None:
         """Keep the parameters; nothing is compiled yet.
 
         Args:
             config: the model.
             params: the trainer's parameters.
             compute: dtype and kernel of the forward pass.
+            scheme: roundings of an engine that it repeats.
         """
-        self._config, self._params, self._compute = config, params, compute
+        self._config, self._params, self._compute, self._scheme = config, params, compute, scheme
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -62,15 +64,18 @@ class TrainingStack:
         return tuple(list(column) for column in zip(*found, strict=True))
 
     def _program(self, temperature: float) -> Callable[[Params, Rows], RowOutputs]:
-        return _program(self._config, self._compute, temperature)
+        return _program(self._config, self._compute, self._scheme, temperature)
 
     def close(self) -> None:
         """Nothing to free: the parameters are the caller's."""
 
 
 @functools.lru_cache(maxsize=16)
-def _program(config: ModelConfig, compute: Compute, temperature: float) -> Callable[[Params, Rows], RowOutputs]:
-    return jax.jit(make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh()))
+def _program(
+    config: ModelConfig, compute: Compute, scheme: Scheme, temperature: float
+) -> Callable[[Params, Rows], RowOutputs]:
+    row_logprobs = make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme)
+    return jax.jit(row_logprobs)
 
 
 def _rows(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int) -> Rows:
@@ -83,4 +88,4 @@ def _rows(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], leng
         segments[row, :end] = 1
         mask[row, len(prompt) : end] = True
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), {})

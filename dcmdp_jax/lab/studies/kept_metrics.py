@@ -19,6 +19,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.metrics_io import Series
 
 _KEPT = (
     "reward/mean",
@@ -28,32 +29,58 @@ _KEPT = (
     "dual/tolerance",
     "policy/entropy",
     "mismatch/noise_floor",
+    "mismatch/log_ratio_abs_mean",
+    "staleness/log_ratio_abs_mean",
 )
 _DIGITS = 9
 
 
 def write_kept_metrics(path: Path, runs: Table) -> None:
     """Write the metrics of all runs, atomically. Equal metrics give equal bytes."""
-    lines = []
-    for arm, seeds in runs.items():
-        for seed, series in seeds.items():
-            by_step: dict[int, dict[str, float]] = defaultdict(dict)
-            for name, (steps, values) in series.items():
-                if name in _KEPT or (name.startswith("eval/") and "/avg@" in name):
-                    for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-                        by_step[step][name] = float(f"{value:.{_DIGITS}g}")
-            lines += [
-                jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]}) for step in sorted(by_step)
-            ]
+    _write(
+        path,
+        [line for arm, seeds in runs.items() for seed, series in seeds.items() for line in _lines(arm, seed, series)],
+    )
+
+
+def append_kept_metrics(path: Path, arm: str, seed: int, series: Series) -> None:
+    """Add a run to the file, which may not be there yet; atomic, so that a kill loses none of the others."""
+    before = _read_lines(path) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, [*(line + "\n" for line in before), *_lines(arm, seed, series)])
+
+
+def kept_runs(path: Path) -> set[tuple[str, int]]:
+    """The (arm, seed) that the file has; empty without a file."""
+    return {(row["arm"], row["seed"]) for row in map(json.loads, _read_lines(path))} if path.exists() else set()
+
+
+def _write(path: Path, lines: Sequence[str]) -> None:
     atomic_write(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
-def read_kept_metrics(path: Path, arms: Sequence[str]) -> Table:
+def _lines(arm: str, seed: int, series: Series) -> list[str]:
+    by_step: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, (steps, values) in series.items():
+        if name in _KEPT or (name.startswith("eval/") and "/avg@" in name):
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                by_step[step][name] = float(f"{value:.{_DIGITS}g}")
+    return [jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]}) for step in sorted(by_step)]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return gzip.decompress(path.read_bytes()).decode().splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read as gzipped JSON lines ({error})") from error
+
+
+def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
     """Read what `write_kept_metrics` wrote.
 
     Args:
         path: of the file.
-        arms: labels of the study, in its order.
+        arms: labels of the study, in its order; None for those of the file.
 
     Returns:
         Arm -> seed -> series; an arm that the file lacks has no seeds.
@@ -61,17 +88,15 @@ def read_kept_metrics(path: Path, arms: Sequence[str]) -> Table:
     Raises:
         UserError: in one line, if the file can't be read, or holds an arm that the study has not.
     """
-    points: dict[str, dict[int, dict[str, list[tuple[int, float]]]]] = {arm: {} for arm in arms}
-    try:
-        lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read as gzipped JSON lines ({error})") from error
-    for number, line in enumerate(lines, start=1):
+    points: dict[str, dict[int, dict[str, list[tuple[int, float]]]]] = {arm: {} for arm in arms or ()}
+    for number, line in enumerate(_read_lines(path), start=1):
         try:
             row = json.loads(line)
             arm, seed, step = row.pop("arm"), row.pop("seed"), row.pop("step")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}, line {number}: must be an object with arm, seed, step and metrics") from error
+        if arms is None:
+            points.setdefault(arm, {})
         if arm not in points:
             raise UserError(f"{path}, line {number}: arm {arm!r} is none of the study's: {', '.join(arms)}")
         of_run = points[arm].setdefault(seed, {})

@@ -96,8 +96,11 @@ MEASURES = {
     "over_tolerance": Measure("steps over c, %", _share_over_tolerance),
     "multiplier": Measure("lambda, last tenth", _last_tenth("dual/multiplier")),
     "entropy": Measure("entropy, last tenth, nats", _last_tenth("policy/entropy")),
+    "mismatch": Measure("mismatch, last tenth, nats", _last_tenth("mismatch/log_ratio_abs_mean")),
+    "staleness": Measure("staleness, last tenth, nats", _last_tenth("staleness/log_ratio_abs_mean")),
 }
-"""Columns of a study's table. The held-out score is the inference engine's policy after the last step."""
+"""Columns of a study's table, without those of metrics that no run has. The held-out score is the inference engine's
+policy after the last step."""
 
 
 def estimate(values: Mapping[int, float]) -> Estimate:
@@ -152,7 +155,7 @@ def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
     columns = {name: arms for name, arms in columns.items() if any(found.values for found in arms.values())}
     headings = [MEASURES[name].title for name in columns]
     lines = [f"# {title}", "", "Mean over seeds ± half of the 95% t interval.", ""]
-    lines += _markdown(
+    lines += markdown(
         ["arm", "seeds", *headings],
         [
             [arm, str(len(runs[arm])), *(_cell(arms[arm], MEASURES[name].digits) for name, arms in columns.items())]
@@ -162,7 +165,7 @@ def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
     differences = {name: paired_differences(arms, baseline) for name, arms in columns.items()}
     if len(runs) > 1 and runs.get(baseline):
         lines += ["", f"Paired difference to {baseline}, seed by seed.", ""]
-        lines += _markdown(
+        lines += markdown(
             ["arm", *headings],
             [
                 [arm, *(_cell(found[arm], MEASURES[name].digits, sign=True) for name, found in differences.items())]
@@ -201,5 +204,6 @@ def _cell(found: Estimate, digits: int, *, sign: bool = False) -> str:
     return f"{text} ± {found.half_width:.2g}" if math.isfinite(found.half_width) else text
 
 
-def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
@@ -22,7 +23,7 @@ class Arm:
     """One config of a study.
 
     Attributes:
-        config: as --config of bin.train, `configs/demo.py:grpo`.
+        config: as --config of train, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
     """
 
@@ -31,14 +32,14 @@ class Arm:
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, str):
-            raise UserError(f"an arm's config is {shorten(self.config)}, must be text as --config of bin.train")
+            raise UserError(f"an arm's config is {shorten(self.config)}, must be text as --config of train")
         if not isinstance(self.settings, Mapping) or not all(isinstance(name, str) for name in self.settings):
             raise UserError(
                 f"an arm's settings are {shorten(self.settings)}, must be a mapping from a setting's name to its value"
             )
 
     def arguments(self) -> list[str]:
-        """Arguments of bin.train."""
+        """Arguments of `dcmdp train`."""
         return [f"--config={self.config}", *(f"--config.{name}={_text(self.settings[name])}" for name in self.settings)]
 
 
@@ -51,8 +52,10 @@ class Study:
         arms: label -> config; a label is also a directory.
         baseline: label that the others are compared with, seed by seed.
         seeds: of every arm.
-        evaluation: arguments of bin.evaluate for each finished run, `--tasks` among them, without --method and --out;
-            empty: the runs' own held-out scores are compared alone.
+        evaluation: arguments of `dcmdp evaluate` for each finished run, `--tasks` among them, without --method and
+            --out; empty: the runs' own held-out scores are compared alone.
+        doses: label -> charge and lambda of the arms of a study of dose and response; empty: it is none.
+        control: label of the arm that differs from the baseline by a perturbation alone; empty: there is none.
     """
 
     title: str
@@ -60,6 +63,8 @@ class Study:
     baseline: str
     seeds: Sequence[int]
     evaluation: Sequence[str] = ()
+    doses: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    control: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -76,7 +81,7 @@ class StudyRun:
     Attributes:
         arm, seed: which.
         directory: of the run.
-        arguments: of bin.train.
+        arguments: of `dcmdp train`.
     """
 
     arm: str
@@ -96,7 +101,7 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
     Args:
         study: what to run.
         directory: of the study; a run's is `directory`/ARM/seedN.
-        overrides: arguments of bin.train for every run.
+        overrides: arguments of `dcmdp train` for every run.
     """
     return [
         StudyRun(
@@ -113,6 +118,8 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
 def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, Any]]) -> None:
     """Refuse two runs that would be the same run.
 
+    Settings that a method without dual ascent does not use make no difference.
+
     Args:
         runs: of one study.
         configs: each run's resolved config as a nested dict.
@@ -122,14 +129,28 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
     """
     seen: list[tuple[StudyRun, dict[str, Any]]] = []
     for run, config in zip(runs, configs, strict=True):
-        content = {name: value for name, value in config.items() if name != "run_dir"}
+        content = {**config, "run_dir": "", "algorithm": _used(config["algorithm"])}
         for other, before in seen:
             if before == content:
                 raise UserError(
-                    f"study: {other.label!r} and {run.label!r} are one config, every setting is equal; "
+                    f"study: {other.label!r} and {run.label!r} are one config, every setting that is used is equal; "
                     "drop one or make them differ"
                 )
         seen.append((run, content))
+
+
+_OF_THE_ASCENT = (
+    "multiplier", "dual_learning_rate", "multiplier_min", "multiplier_max", "tolerance_steps", "tolerance_quantile",
+    "tolerance_factor",
+)  # fmt: skip
+
+
+def _used(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the algorithm that its method uses."""
+    method = algorithm["method"]
+    unused = _OF_THE_ASCENT if method in FIXED_MULTIPLIERS else ()
+    unused += ("level",) if method == "grpo" else ()
+    return {name: value for name, value in algorithm.items() if name not in unused}
 
 
 def _check_types(study: Study) -> None:
@@ -153,6 +174,10 @@ def _check_types(study: Study) -> None:
 def _check_grid(study: Study) -> None:
     if not study.arms or not study.seeds:
         raise UserError(f"{len(study.arms)} arms and {len(study.seeds)} seeds, must have at least one of each")
+    if strangers := [label for label in study.doses if label not in study.arms]:
+        raise UserError(f"doses names {strangers[0]!r}, which is none of its arms {', '.join(study.arms)}")
+    if study.control and study.control not in study.arms:
+        raise UserError(f"the control {shorten(study.control)} is none of its arms {', '.join(study.arms)}")
     if study.baseline not in list(study.arms):
         raise UserError(f"the baseline {shorten(study.baseline)} is none of its arms {', '.join(study.arms)}")
     for place, seed in enumerate(study.seeds):

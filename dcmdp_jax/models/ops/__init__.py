@@ -1,7 +1,7 @@
 """The operations of a decoder that have a version for each platform, chosen here and nowhere else.
 
-Every version computes what `reference` computes, up to rounding. Attention kernels of a platform (cuDNN, splash) are a
-setting of their own: `attention.choose_kernel`.
+Every version computes what `reference` computes, up to rounding. Other attention kernels (blockwise, cuDNN, splash) are
+a setting of their own: `attention.choose_kernel`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import re
 from fractions import Fraction
 
 from dcmdp_jax.rewards.math import algebra
-from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer, split_tolerance
+from dcmdp_jax.rewards.math.answers import compare_literals, split_tolerance
 from dcmdp_jax.rewards.math.intervals import as_intervals
 from dcmdp_jax.rewards.math.labels import equation_parts, is_name, named_elements, split_label
 from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, split_tuple, without_spaces
@@ -32,22 +32,6 @@ _OPERATION = re.compile(
 )
 _EMPTY_SETS = (r"\emptyset", r"\varnothing")
 _APPROXIMATES = 0.05
-
-
-def judge(completion: str, answer: str) -> bool:
-    r"""Whether a completion's answer equals the reference answer.
-
-    Pure, without time or memory limit (see the module's note); may raise what sympy raises.
-
-    Args:
-        completion: decoded text; the answer is taken from it by `extract_answer`.
-        answer: reference answer in the verifier's notation, `$...$` or a box around it allowed.
-
-    Returns:
-        False when the completion has no answer.
-    """
-    prediction = extract_answer(completion)
-    return prediction is not None and equivalent(prediction, answer)
 
 
 def equivalent(prediction: str, gold: str) -> bool:

@@ -179,7 +179,7 @@ def test_effects_of_corrections_by_hand():
 
 def test_corrections_see_whole_completions_in_blocks():
     lengths = [40_000, 40_000, 3]
-    pairs = make_pairs(*([np.full(n, value) for n in lengths] for value in (1, -0.5, -0.5)))
+    pairs = make_pairs(*([np.full(n, value) for n in lengths] for value in (1, -0.5, -0.5)), advantages=[0.0] * 3)
     seen = []
 
     def count(tokens):

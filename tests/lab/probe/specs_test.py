@@ -19,6 +19,11 @@ from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
         ("vllm:fp8_per_block", ProbeSpec("vllm", "fp8_per_block", "bfloat16")),
         ("local:exact,model=a/b", ProbeSpec("local", "exact", "float32", "auto", "a/b")),
         ("hf", ProbeSpec("hf", "float32", "float32")),
+        ("tests/engines/stub_engine.py:ENGINE", ProbeSpec("tests/engines/stub_engine.py:ENGINE", "float32", "float32")),
+        (
+            "tests.engines.stub_engine:ENGINE:float32,model=a/b",
+            ProbeSpec("tests.engines.stub_engine:ENGINE", "float32", "float32", "auto", "a/b"),
+        ),
     ],
 )
 def test_a_name_says_which_engine(text, expected):
@@ -30,6 +35,8 @@ def test_a_name_says_which_engine(text, expected):
     ("text", "said"),
     [
         ("torch", "engine 'torch': engine 'torch', allowed are trainer, hf, local, vllm"),
+        ("tests/engines/stub_engine.py:ENGINE:fp8", "precision 'fp8', allowed are float32"),
+        ("tests/engines/stub_engine.py:MISSING", "stub_engine.py:MISSING: no 'MISSING' there; it has"),
         ("local:fp4", "precision 'fp4', allowed are exact, float32"),
         ("vllm:bfloat16,cache=int4", "cache 'int4', allowed are auto, fp8"),
         ("trainer,cache=fp8", "option 'cache', allowed are model"),

@@ -79,7 +79,25 @@ def test_an_arm_that_cannot_be_run_is_one_line(config, settings, message):
 
 def test_two_arms_of_one_config_collide():
     runs = runs_of(_study({"a": Arm("c.py"), "b": Arm("c.py", {"x": 1})}, seeds=(0,)), Path("out"))
-    config = {"run_dir": "out/a/seed0", "algorithm": {"tolerance": 0.1}}
-    with pytest.raises(UserError, match="'a, seed 0' and 'b, seed 0' are one config, every setting is equal"):
+    config = {"run_dir": "out/a/seed0", "algorithm": {"method": "dc_grpo", "tolerance": 0.1}}
+    with pytest.raises(
+        UserError, match="'a, seed 0' and 'b, seed 0' are one config, every setting that is used is equal"
+    ):
         check_collisions(runs, [config, {**config, "run_dir": "out/b/seed0"}])
-    check_collisions(runs, [config, {**config, "algorithm": {"tolerance": 0.2}}])
+    check_collisions(runs, [config, {**config, "algorithm": {"method": "dc_grpo", "tolerance": 0.2}}])
+
+
+def test_arms_that_differ_in_settings_that_their_method_does_not_use_collide():
+    runs = runs_of(_study({"a": Arm("c.py"), "b": Arm("c.py", {"x": 1})}, seeds=(0,)), Path("out"))
+
+    def config(**algorithm):
+        return {"run_dir": "out", "algorithm": {"multiplier": 0.1, "level": "token", **algorithm}}
+
+    check_collisions(runs, [config(method="dc_grpo"), config(method="dc_grpo", multiplier=0.2)])
+    check_collisions(runs, [config(method="dual_grpo"), config(method="dual_grpo", level="sequence")])
+    for first, second in (
+        ({"method": "dual_grpo"}, {"method": "dual_grpo", "multiplier": 0.2}),
+        ({"method": "grpo"}, {"method": "grpo", "level": "sequence"}),
+    ):
+        with pytest.raises(UserError, match="are one config"):
+            check_collisions(runs, [config(**first), config(**second)])

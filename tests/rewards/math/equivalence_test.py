@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.rewards.math.equivalence import equivalent, judge
+from dcmdp_jax.rewards.math.equivalence import equivalent
+from tests.rewards.math.judging import judge
 
 _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "verifier"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.rewards.math.equivalence import judge
+from tests.rewards.math.judging import judge
 
 _CASES = [json.loads(line) for line in Path(__file__).with_name("judged_cases.jsonl").read_text().splitlines()]
 

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.rewards.math.equivalence import judge
+from tests.rewards.math.judging import judge
 
 _DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 _INTEGERS = ("42", "7", "204", "-3", "1024", "15", "360", "2500000", "10", "96")

@@ -1,0 +1,88 @@
+"""Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy, for each charge.
+
+    python -m bin.sweep --study=configs/studies/dose_response.py --one_process=docs/evidence/dose_response.jsonl.gz \
+        --config.model.path=runs/evidence/policy
+    python -m bin.sweep --study=configs/studies/dose_response.py --redraw=docs/evidence/dose_response.jsonl.gz
+
+Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run. lambda is fixed
+(eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the
+two is chance, and no smaller effect is claimed. All runs start from one policy; docs/evidence.md says how it is made.
+
+`dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` five arms against vLLM.
+"""
+
+from configs.studies.base import DEMO
+from configs.studies.remedies import VLLM
+from dcmdp_jax.lab.studies.study import Arm, Study
+
+CHARGES = ("token", "reward", "sequence", "state")
+"""Charges, each an `algorithm.level`."""
+LAMBDAS = (1, 10, 100, 1000)
+"""Fixed multipliers, four decades. At 1 the charge is 0.005 where advantages are 1; less was not run."""
+SEEDS = tuple(range(10))
+SETTING = {
+    "rollout.max_rows": 64,
+    "rollout.min_rows": 64,
+    "training.steps": 32,
+    "training.prompts_per_step": 8,
+    "training.prompts_per_mini_batch": 8,
+    "optimizer.learning_rate": 2e-4,
+    "evaluation.every_steps": 32,
+    "evaluation.samples": (2,),
+    "checkpoint.every_steps": 100_000,
+    "observe.samples": 0,
+    "mesh.cpu_devices": 1,
+    "algorithm.tolerance_steps": 0,
+    "warmup.steps": 0,
+}
+"""A run takes about 5 seconds of one core. 64 completions a step, in one update."""
+ASCENT = {
+    "algorithm.method": "dc_grpo",
+    "algorithm.tolerance": 0.0044,
+    "algorithm.dual_learning_rate": 2000.0,
+    "algorithm.multiplier": 0.0,
+    "algorithm.multiplier_max": 1000.0,
+}
+"""Dual ascent. c is 0.9 times GRPO's mean delta over the last half of its steps (0.00486), so that it binds and is far
+above the noise floor. A step's delta differs from its mean by 0.001: at this eta that moves lambda by 2, and what GRPO
+has above c moves it by 30 in 32 steps, to where the token's charge acts."""
+_CONTROL = "grpo_perturbed"
+VLLM_ARMS = ("grpo", _CONTROL, "token_10", "token_100", "reward_10")
+_ENDING = {"two": "", "one": "_one"}
+_INT4 = {"rollout.precision": "int4"}
+FIXED = {"algorithm.method": "dc_grpo", "algorithm.dual_learning_rate": 0.0, "algorithm.multiplier_max": 1e6}
+"""A fixed lambda."""
+
+
+def doses(sided: str) -> dict[str, tuple[str, float]]:
+    """Arm -> charge and lambda: `token_10`, one-sided `token_one_10`."""
+    charges = [charge + _ENDING[sided] for charge in CHARGES]
+    return {f"{charge}_{strength:g}": (charge, float(strength)) for charge in charges for strength in LAMBDAS}
+
+
+def get_study(arg: str = "") -> Study:
+    if arg not in ("", "one", "vllm"):
+        raise ValueError(f"study argument {arg!r}: allowed are one and vllm")
+    sided = arg if arg == "one" else "two"
+    # One-sided discrepancy is about half of the two-sided one, so its baselines measure it so too.
+    ending = {"algorithm.sided": sided}
+    arms = {
+        "grpo": {"algorithm.method": "grpo", **ending},
+        "grpo_perturbed": {"algorithm.method": "grpo", "algorithm.std_epsilon": 2e-6, **ending},
+        "exact": {"algorithm.method": "grpo", "rollout.precision": "exact", **ending},
+    }
+    chosen = doses(sided)
+    for name, (charge, strength) in chosen.items():
+        level = charge.removesuffix(_ENDING["one"])
+        arms[name] = {**FIXED, **ending, "algorithm.level": level, "algorithm.multiplier": strength}
+    for level in ("token", "reward"):
+        arms[f"ascent_{level}"] = {**ASCENT, "algorithm.level": level}
+    if arg == "one":
+        arms = {name: settings for name, settings in arms.items() if name != "exact" and not name.startswith("ascent")}
+    if arg == "vllm":
+        chosen = {name: dose for name, dose in chosen.items() if name in VLLM_ARMS}
+        found = {name: Arm(VLLM, {**SETTING, **arms[name]}) for name in VLLM_ARMS}
+        return Study("Dose and response, vLLM, FP8 cache", found, "grpo", SEEDS[:5], doses=chosen, control=_CONTROL)
+    found = {name: Arm(DEMO, {**SETTING, **_INT4, **settings}) for name, settings in arms.items()}
+    title = f"Dose and response, embedded int4 engine{', one-sided' if arg else ''}"
+    return Study(title, found, "grpo", SEEDS, doses=chosen, control=_CONTROL)

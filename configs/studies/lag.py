@@ -1,0 +1,41 @@
+"""Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and what each remedy does under lag.
+
+    python -m bin.sweep --study=configs/studies/lag.py             vLLM: BF16, FP8 cache
+    python -m bin.sweep --study=configs/studies/lag.py:local       embedded engine: FP8 weights; the lag without overlap
+
+The setting of configs/studies/dose_response.py, in which GRPO learns in every run, from the same first policy:
+
+    python -m bin.sweep --study=configs/studies/lag.py --one_process=docs/evidence/lag.jsonl.gz \
+        --config.model.path=runs/evidence/policy
+
+`lag0_grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the two is chance, and no
+smaller effect is claimed. `proximal` is GRPO with the decoupled objective. docs/overlap.md says what the lag is and has
+the results.
+"""
+
+from configs.studies.base import DEMO
+from configs.studies.dose_response import SETTING
+from configs.studies.remedies import VLLM, remedy_arms
+from dcmdp_jax.lab.studies.study import Arm, Study
+
+LAGS = (0, 1, 2, 4)
+SEEDS = tuple(range(5))
+_PERTURBED = {"algorithm.std_epsilon": 2e-6}
+
+
+def get_study(arg: str = "") -> Study:
+    if arg not in ("", "local"):
+        raise ValueError(f"study argument {arg!r}: allowed is local")
+    config = DEMO if arg else VLLM
+    given = remedy_arms(config, {}, DEMO)
+    remedies = {name: dict(given[name].settings) for name in ("grpo", "dc_grpo", "tis", "icepop")}
+    remedies["proximal"] = remedies["grpo"] | {"algorithm.ratio_denominator": "proximal"}
+    arms = {
+        f"lag{lag}_{name}": Arm(config, SETTING | settings | {"rollout.lag": lag})
+        for lag in LAGS
+        for name, settings in remedies.items()
+        if lag or name != "proximal"  # without a lag it is GRPO
+    }
+    arms["lag0_grpo_perturbed"] = Arm(config, SETTING | remedies["grpo"] | {"rollout.lag": 0} | _PERTURBED)
+    engine = "embedded FP8 engine" if arg else "vLLM, FP8 key-value cache"
+    return Study(f"Lag of sampling ({engine})", arms, "lag0_grpo", SEEDS, control="lag0_grpo_perturbed")

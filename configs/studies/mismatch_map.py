@@ -1,0 +1,37 @@
+"""Where does mismatch matter? GRPO against the exact control at one changed setting of the dose-and-response study.
+
+    python -m bin.sweep --study=configs/studies/mismatch_map.py:2bits --one_process=docs/evidence/map_2bits.jsonl.gz \
+        --config.model.path=runs/evidence/policy
+
+Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6 (chance alone), and
+GRPO whose log-probs are the trainer's own. The argument names the setting, 3bits without one; docs/evidence.md has the
+tables of those that were run.
+"""
+
+from configs.studies.base import DEMO
+from configs.studies.dose_response import SETTING
+from dcmdp_jax.lab.studies.study import Arm, Study
+
+CHANGES = {
+    "2bits": {"rollout.precision": "int2"},
+    "3bits": {"rollout.precision": "int3"},
+    "rate4e-4": {"optimizer.learning_rate": 4e-4},
+    "rate1e-3": {"optimizer.learning_rate": 1e-3},
+    "four_updates": {"training.prompts_per_mini_batch": 2},
+    "128steps": {"training.steps": 128, "evaluation.every_steps": 128},
+}
+"""Argument -> what differs from the setting of the dose-and-response study, whose weights have 4 bits."""
+
+
+def get_study(arg: str = "") -> Study:
+    arg = arg or "3bits"
+    if arg not in CHANGES:
+        raise ValueError(f"study argument {arg!r}: allowed are {', '.join(CHANGES)}")
+    engine = {"algorithm.method": "grpo", **SETTING, "rollout.precision": "int4", **CHANGES[arg]}
+    arms = {
+        "grpo": engine,
+        "grpo_perturbed": {**engine, "algorithm.std_epsilon": 2e-6},
+        "exact": {**engine, "rollout.precision": "exact"},
+    }
+    found = {name: Arm(DEMO, settings) for name, settings in arms.items()}
+    return Study(f"Map of regimes, {arg}", found, "grpo", tuple(range(5)), control="grpo_perturbed")

@@ -1,0 +1,273 @@
+"""The one convention of remedies: from one struct of token arrays to token terms and typed statistics.
+
+A remedy is a pure function
+
+    remedy(tokens: Tokens, *, parameters) -> terms,    or    (terms, {name: Sum, Mean, Max or Min})
+
+| kind | terms | setting |
+|---|---|---|
+| penalty | advantages [R, L] | `algorithm.method` |
+| correction | `Corrected(weights, keep)` | `algorithm.corrections` |
+| trust region | `Region(objective)`, to be maximized | `algorithm.trust_region` |
+| loss | token losses [R, L], to be minimized | `algorithm.loss` |
+
+Terms are float32. Penalties and corrections are constants to the gradient; in trust regions and losses it flows through
+`train_logprobs` and `ratio`. Statistics are merged over micro-batches, devices and updates by their type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.algorithm.stats import Statistic
+from dcmdp_jax.types import Array
+
+Statistics = dict[str, Statistic]
+
+
+class Tokens(NamedTuple):
+    """Input of every remedy, rows [R, L]. All tokens of a completion are in the same call.
+
+    What lies outside `completion_mask` is undefined for penalties and corrections, and 0 for trust regions and losses.
+
+    Attributes:
+        train_logprobs: [R, L] nats, training stack, weights now. Equal to `old_logprobs` in the first update of a step.
+        old_logprobs: [R, L] nats, training stack, weights that made the batch.
+        rollout_logprobs: [R, L] nats, the inference engine's.
+        advantages: [R, L] float32, of each token's completion; penalized in trust regions and losses.
+        discrepancy: [R, L] float32 >= 0, delta as it is charged: the token's, or its completion's mean
+            (`algorithm.level`). 0 outside the mask.
+        completion_mask: [R, L] bool, true on sampled tokens; in trust regions and losses on those in the loss.
+        completion_index: [R, L] int, the completion of a token.
+        num_completions: N, static.
+        multiplier: lambda_k, [].
+        tolerance: c, [], in the discrepancy's unit.
+        anchor_logprobs: [R, L] nats, denominator of the importance ratio (`algorithm.ratio_denominator`); None for
+            penalties and corrections.
+        ratio: [R, L] float32, importance ratio gamma of the token or its completion (`algorithm.ratio_level`); None for
+            penalties and corrections.
+        start_logprobs: [R, L] nats, training stack, weights at the start of the step; those that made the batch unless
+            it lags behind (`rollout.lag`). None for trust regions and losses that are called without it.
+    """
+
+    train_logprobs: Array = None
+    old_logprobs: Array = None
+    rollout_logprobs: Array = None
+    advantages: Array = None
+    discrepancy: Array = None
+    completion_mask: Array = None
+    completion_index: Array = None
+    num_completions: int = 0
+    multiplier: Array = None
+    tolerance: Array = None
+    anchor_logprobs: Array = None
+    ratio: Array = None
+    start_logprobs: Array = None
+
+
+class Corrected(NamedTuple):
+    """Result of a correction of rows [R, L].
+
+    Attributes:
+        weights: [R, L] float32 >= 0, factor of a token's loss; 0 outside the mask.
+        keep: [R, L] bool, false on tokens to leave out.
+        truncated: [R, L] bool, tokens whose weight a bound has changed; False: none.
+    """
+
+    weights: jax.Array
+    keep: jax.Array
+    truncated: jax.Array | bool = False
+
+
+class Region(NamedTuple):
+    """The objective of tokens within a trust region.
+
+    Attributes:
+        objective: [R, L] float32, to be maximized; the gradient flows through it.
+        low, high: [R, L] bool, tokens whose gradient is stopped because the ratio fell or rose too far; False: none.
+    """
+
+    objective: jax.Array
+    low: jax.Array | bool = False
+    high: jax.Array | bool = False
+
+
+Terms = Any
+Function = Callable[[Tokens], Terms | tuple[Terms, Statistics]]
+
+
+def split(result: Terms | tuple[Terms, Statistics]) -> tuple[Terms, Statistics]:
+    """Terms and statistics of a remedy's result; no statistics for terms alone.
+
+    Raises:
+        ValueError: for a tuple of something else.
+    """
+    if type(result) is not tuple:
+        return result, {}
+    if len(result) != 2 or not isinstance(result[1], Mapping):
+        raise ValueError(f"returned a tuple of {len(result)}; return the terms, or (terms, statistics): {_STATISTICS}")
+    return result
+
+
+_STATISTICS = "statistics are a dict of name -> Sum, Mean, Max or Min of dcmdp_jax.algorithm.stats, each of shape ()"
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRemedy:
+    """A user's remedy: a `Function` whose statistics are metrics `remedy/NAME/STATISTIC`.
+
+    Attributes:
+        name: of the function.
+        function: the remedy.
+        parameters: its keyword arguments.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, Any]
+
+    def __call__(self, tokens: Tokens) -> tuple[Terms, Statistics]:
+        terms, statistics = split(self.function(tokens, **self.parameters))
+        return terms, {f"remedy/{self.name}/{key}": value for key, value in statistics.items()}
+
+
+def uses(function: Function, field: str) -> bool:
+    """Whether a remedy computes with a field of `Tokens`, such as `advantages`."""
+    arrays, count = _arrays(_probe())
+    traced = jax.make_jaxpr(lambda arrays: split(function(Tokens(**arrays, num_completions=count)))[0])(arrays).jaxpr
+    (place,) = [i for i, name in enumerate(sorted(arrays)) if name == field]  # a dict's leaves come sorted
+    wanted = traced.invars[place]
+    return any(each is wanted for equation in traced.eqns for each in equation.invars) or any(
+        each is wanted for each in traced.outvars
+    )
+
+
+def check_terms(kind: str, function: Function) -> None:
+    """Trace a remedy on small rows of two shapes: nothing is computed.
+
+    Args:
+        kind: "penalty", "correction", "trust region" or "loss".
+        function: the remedy.
+
+    Raises:
+        ValueError: in one line, for terms or statistics of a wrong type, shape or dtype.
+        Exception: what the function raises.
+    """
+    for tokens in (_probe(), _probe(rows=3, length=5)):
+        shape, (arrays, count) = tokens.completion_mask.shape, _arrays(tokens)
+        # The one at hand, so that a type that is no array is seen before JAX sees it.
+        found: list[Any] = []
+
+        def trace(arrays: dict[str, Any], count: int = count, found: list[Any] = found) -> tuple[()]:
+            found[:] = [function(Tokens(**arrays, num_completions=count))]
+            return ()
+
+        jax.eval_shape(trace, arrays)
+        terms, statistics = split(found[0])
+        for name, value, dtypes in _KINDS[kind](terms):
+            _check_array(name, value, shape, dtypes)
+        for name, statistic in statistics.items():
+            if not isinstance(name, str) or not isinstance(statistic, Statistic):
+                raise ValueError(f"returned the statistic {name!r} as {type(statistic).__name__}; {_STATISTICS}")
+            for value in statistic:
+                _check_array(f"the statistic {name!r}", value, (), "fiub")
+
+
+def check_values(kind: str, function: Function) -> None:
+    """Compute a remedy and the gradient that it lets through on a few finite tokens.
+
+    They include equal log-probs, some far apart, advantages of 0 and rows with padding.
+
+    Raises:
+        ValueError: in one line, for a term, a gradient or a statistic that is not finite.
+    """
+    arrays, count = _arrays(_probe())
+    mask = arrays["completion_mask"]
+
+    def terms(moving: dict[str, jax.Array], others: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        made, statistics = split(function(Tokens(**moving, **others, num_completions=count)))
+        named = {name: value for name, value, _ in _KINDS[kind](made)}
+        first = next(iter(named.values()))
+        return jnp.sum(jnp.where(mask, first, 0.0)), (named, {key: one.value() for key, one in statistics.items()})
+
+    moving = {name: arrays.pop(name) for name in ("train_logprobs", "ratio")}
+    gradient, (named, statistics) = jax.jit(jax.grad(terms, has_aux=True))(moving, arrays)
+    if kind in ("trust region", "loss"):
+        named |= {f"the gradient of {name}": value for name, value in gradient.items()}
+    for name, value in named.items():
+        if wrong := int(np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)):
+            raise ValueError(
+                f"returned {name} that are not finite on {wrong} of {int(mask.sum())} tokens with finite log-probs"
+            )
+    for name, value in statistics.items():
+        if not np.isfinite(value):
+            raise ValueError(f"returned the statistic {name!r} = {value} of finite log-probs")
+
+
+def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> None:
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
+        raise ValueError(f"returned {name} as {type(value).__name__}; must be an array")
+    dtype = jnp.result_type(value)
+    if np.shape(value) != shape:
+        raise ValueError(f"returned {name} of shape {np.shape(value)}; must be {shape}{' as the tokens' * bool(shape)}")
+    if dtype.kind not in kinds or (kinds == "f" and dtype != jnp.float32):
+        allowed = {"f": "float32", "b": "bool"}.get(kinds, "a number")
+        raise ValueError(f"returned {name} in {dtype}; must be {allowed}")
+
+
+def _of_type(kind: type, terms: Any) -> Any:
+    if not isinstance(terms, kind):
+        fields = ", ".join(kind._fields)
+        found = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
+        raise ValueError(f"returned {found}; must be {kind.__name__}({fields}) of dcmdp_jax.algorithm.remedies")
+    return terms
+
+
+def _flags(name: str, value: Any) -> list[tuple[str, Any, str]]:
+    return [] if value is False else [(name, value, "b")]
+
+
+# Kind of remedy -> (name, array, kind of its dtype) of each of its terms.
+_KINDS: Mapping[str, Callable[[Any], list[tuple[str, Any, str]]]] = {
+    "penalty": lambda terms: [("advantages", terms, "f")],
+    "correction": lambda terms: [
+        ("weights", _of_type(Corrected, terms).weights, "f"), ("keep", terms.keep, "b"),
+        *_flags("truncated", terms.truncated),
+    ],
+    "trust region": lambda terms: [
+        ("objective", _of_type(Region, terms).objective, "f"), *_flags("low", terms.low), *_flags("high", terms.high),
+    ],
+    "loss": lambda terms: [("losses", terms, "f")],
+}  # fmt: skip
+
+
+def _arrays(tokens: Tokens) -> tuple[dict[str, np.ndarray], int]:
+    """The arrays by name, and the static number of completions."""
+    arrays = tokens._asdict()
+    return arrays, arrays.pop("num_completions")
+
+
+def _probe(rows: int = 2, length: int = 12) -> Tokens:
+    """Tokens of a completion a row and one that is empty; the second half of the first row agrees exactly."""
+    rng = np.random.default_rng(0)
+    shape = rows, length
+    old = -rng.exponential(1.0, shape).astype(np.float32)
+    train, rollout = (np.minimum(old + rng.normal(0, s, shape), 0).astype(np.float32) for s in (0.05, 0.2))
+    old[0, length // 2 :] = train[0, length // 2 :] = rollout[0, length // 2 :]
+    train[1, 0], old[1, 0], rollout[1, 0] = -0.01, -12.0, -15.0
+    train[1, 1], old[1, 1], rollout[1, 1] = -15.0, -0.01, 0.0
+    mask = np.arange(length) < np.array([length, *range(length - 2, length - 2 * rows, -2)])[:, None]
+    advantages = np.where(np.arange(length) % 3 == 0, 0.0, np.array([1.0, -0.7] * rows)[:rows, None]).astype(np.float32)
+    return Tokens(
+        train_logprobs=train, old_logprobs=old, rollout_logprobs=rollout, advantages=advantages,
+        discrepancy=np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0).astype(np.float32),
+        completion_mask=mask, completion_index=np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1),
+        num_completions=rows + 1, multiplier=np.float32(0.5), tolerance=np.float32(0.01),
+        anchor_logprobs=rollout, ratio=np.exp(train - rollout),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What `dcmdp NAME` and `bin/` run: flags and one call each."""

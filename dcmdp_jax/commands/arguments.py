@@ -1,0 +1,106 @@
+"""Types of command-line arguments: numbers in range, written in the digits 0-9, lists of tasks, files to write."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from dcmdp_jax.data.mixtures import source_name, split_locations
+from dcmdp_jax.inputs import shorten
+
+UNLIMITED = 2**31 - 1
+"""No number of tokens, rows or problems is larger."""
+# Below, log-probs reach their clamp; above, all tokens are about equally likely. As config.rollout.temperature.
+_TEMPERATURES = 0.01, 100.0
+
+
+def whole(low: int, high: int = UNLIMITED) -> Callable[[str], int]:
+    """An argument type: an integer from `low` to `high`, in the digits 0-9."""
+
+    def integer(text: str) -> int:
+        # int() also takes the digits of other scripts, underscores and spaces.
+        if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a whole number")
+        value = int(text)
+        if not low <= value <= high:
+            bounds = f"at least {low}" if high == UNLIMITED and value < low else f"in [{low}, {high}]"
+            raise argparse.ArgumentTypeError(f"got {shorten(value)}, must be {bounds}")
+        return value
+
+    return integer
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    """An argument type: a number above `low` and up to `high`, in the digits 0-9."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text) if text.isascii() and "_" not in text else None
+        except ValueError:
+            value = None
+        if value is None:
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a number")
+        # NaN compares as false.
+        if not low < value <= high:
+            raise argparse.ArgumentTypeError(f"got {value:g}, must be in ({low:g}, {high:g}]")
+        return value
+
+    return number
+
+
+def temperature(text: str) -> float:
+    """An argument type: 0 (greedy), or a temperature at which log-probs can be computed."""
+    value = real(-math.inf, math.inf)(text)
+    low, high = _TEMPERATURES
+    if value != 0 and not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"got {value:g}, must be 0 (greedy) or in [{low:g}, {high:g}]")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """An argument type: a file that can be written once the work is done; nothing is made yet."""
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, which is a directory; name a file")
+        if path.exists() and not path.is_file():
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, which is a FIFO, socket or device; name a file")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, in a directory that is not there; make it first")
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
+    if not writable:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written; choose another")
+    return path
+
+
+def output_directory(text: str) -> Path:
+    """An argument type: a directory that is there and writable, or can be made; nothing is made yet."""
+    path = existing = Path(text)
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
+    if not writable:
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written ({existing}); choose another")
+    return path
+
+
+def split_tasks(text: str) -> dict[str, str]:
+    """Name -> location."""
+    tasks: dict[str, str] = {}
+    for location in split_locations(text):
+        if not location:
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, an empty name is no task")
+        name = location if location.startswith("arithmetic") else source_name(location)
+        if name in tasks:
+            raise argparse.ArgumentTypeError(f"{tasks[name]} and {location} are both called {name!r}; rename one")
+        tasks[name] = location
+    return tasks

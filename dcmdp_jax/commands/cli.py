@@ -1,0 +1,188 @@
+"""Bad arguments and failures of commands: one clear line, an exit code, no lost traceback."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from dcmdp_jax.errors import UserError, one_line
+
+_EXPECTED = 2
+_UNEXPECTED = 1
+_INTERRUPTED = 130
+_DEBUG = "--debug"
+_DISK_FULL = "No space left on device"  # in an OSError, and at the end of Orbax's long message
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's errors begin
+ERROR_LOG = "error.log"
+_run_dir: Path | None = None
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that raises one-line errors for `run_main`, with the nearest flag for an unknown one."""
+
+    def __init__(self, command: str = "", **options: Any) -> None:
+        if command:
+            installed = f"dcmdp {command}"
+            options["prog"] = installed if sys.argv[0] == installed else f"python -m bin.{command}"
+        # An abbreviated flag would change its meaning when a new one is added.
+        super().__init__(epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError instead of printing the usage and exiting."""
+        raise UserError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        """Parse as argparse does; UserError in one line for an unknown argument."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            near = difflib.get_close_matches(rest[0].partition("=")[0], self._flags(), n=1)
+            self.error(f"{rest[0]}: no such argument; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        return parsed
+
+    def _flags(self) -> list[str]:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    flags += parser._flags()
+        return flags
+
+
+def run_main(
+    main: Callable[[list[str]], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    expected: tuple[type[Exception], ...] = (),
+) -> NoReturn:
+    """Run a command and leave the process with its exit code; a failure prints one line on stderr.
+
+    | what `main` does | printed | exit code |
+    |---|---|---|
+    | returns None or a number | nothing | 0 or the number |
+    | raises UserError, or an OSError with a file's name or a message of its own | `error: ...` | 2 |
+    | raises one of `expected` | `error: ...` | 2 |
+    | fills the disk | `error: ...`, and what to do | 2 |
+    | fills the device's memory | `error: ...`, and what to make smaller | 1 |
+    | raises anything else | `error: ...`, and where its traceback is | 1 |
+    | is interrupted (Ctrl-C) | `interrupted` | 130 |
+
+    The traceback of everything but a UserError is appended to error.log of the run directory that
+    `keep_tracebacks_in` names. Without one, the traceback of an unexpected failure goes to stderr before the line.
+    Exceptions of threads are handled the same way. SystemExit (argparse, absl) passes through. `--debug` before a bare
+    `--` is removed from the arguments; every failure then prints its traceback on stderr as well.
+
+    Args:
+        main: takes the arguments as in `sys.argv`, the program's name first, without `--debug`.
+        argv: the arguments, program name first; None reads `sys.argv`.
+        expected: further exceptions whose message is enough.
+    """
+    global _run_dir
+    _run_dir = None
+    arguments = list(sys.argv if argv is None else argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = _DEBUG in arguments[1:end]
+    arguments = [word for place, word in enumerate(arguments) if not (0 < place < end and word == _DEBUG)]
+    if argv is None and not debug:
+        _keep_failures_of_threads()
+    try:
+        code = main(arguments) or 0
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        print("interrupted", file=sys.stderr)
+        code = _INTERRUPTED
+    except Exception as error:
+        code = _fail(error, debug, expected)
+    sys.exit(code)
+
+
+def keep_tracebacks_in(run_dir: str | Path) -> None:
+    """Append tracebacks to `run_dir`/error.log from now on, if that directory exists."""
+    global _run_dir
+    _run_dir = Path(run_dir)
+
+
+def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) -> int:
+    """Print the error, keep the traceback, return the exit code."""
+    text, line, code = traceback.format_exc(), _message(error), _EXPECTED
+    log = None if isinstance(error, UserError) else _append_to_log("failed", text)
+    hints = [] if log is None else [f"traceback: {log}"]
+    # This package raises OSError with a message alone, without errno.
+    names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
+    if not (names_file or isinstance(error, (UserError, *expected)) or _DISK_FULL in str(error)):
+        line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
+        if _OUT_OF_MEMORY in str(error):
+            hints.insert(0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens")
+        else:
+            hints = ["unexpected", *(hints or ["traceback above"])]
+            debug = debug or log is None
+    print((text if debug else "") + f"error: {line}" + (f" ({'; '.join(hints)})" if hints else ""), file=sys.stderr)
+    return code
+
+
+def _append_to_log(what: str, text: str) -> Path | None:
+    """Append to the run's error.log; its path, or None if there is none or it can't be written."""
+    if _run_dir is None:
+        return None
+    path = _run_dir / ERROR_LOG
+    try:
+        # A FIFO would wait for a reader.
+        if not _run_dir.is_dir() or (path.exists() and not path.is_file()):
+            return None
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
+    except OSError:
+        return None
+    return path
+
+
+def _keep_failures_of_threads() -> None:
+    """Send failures outside the main thread to the log, or to stderr if there is no log.
+
+    When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned coroutines print
+    another at exit, and it logs more. The main thread raises the same error and reports it in one line.
+    """
+
+    def keep(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        if not issubclass(kind, SystemExit) and _append_to_log(what, text) is None:
+            print(f"{what}:\n{text}", file=sys.stderr, end="")
+
+    def thread_failed(failure: threading.ExceptHookArgs) -> None:
+        name = "a thread" if failure.thread is None else f"thread {failure.thread.name}"
+        keep(f"{name} failed", failure.exc_type, failure.exc_value, failure.exc_traceback)
+
+    def unraisable(failure: Any) -> None:
+        what = f"{failure.err_msg or 'exception ignored in'} {failure.object!r}"
+        keep(what, failure.exc_type, failure.exc_value, failure.exc_traceback)
+
+    threading.excepthook = thread_failed
+    sys.unraisablehook = unraisable
+    orbax = logging.getLogger("absl")
+    orbax.setLevel(logging.ERROR)
+    orbax.propagate = False
+    orbax.addHandler(_LogHandler())
+
+
+class _LogHandler(logging.Handler):
+    """Appends records to the run's error.log; drops them if there is none."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _append_to_log(f"logged by {record.name}", self.format(record))
+
+
+def _message(error: Exception) -> str:
+    if _DISK_FULL in str(error):
+        return "no space left on the disk; make room and run the same command again"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.strerror}: {error.filename}"
+    return one_line(error) or type(error).__name__

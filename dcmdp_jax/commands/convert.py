@@ -1,0 +1,133 @@
+"""Hugging Face directories in and out.
+
+python -m bin.convert hf-check HF_DIR
+python -m bin.convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
+python -m bin.convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import has_tokenizer
+from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
+from dcmdp_jax.models.hf_manifest import check_manifest, check_values
+from dcmdp_jax.models.hf_weights import load_params, save_params
+from dcmdp_jax.models.params import num_params
+from dcmdp_jax.observe.model_card import model_card
+
+_DTYPES = ("bfloat16", "float32")
+
+
+def main(argv: list[str]) -> None:
+    """Parse the arguments (program name first) and run the command; a failure is an exception for `run_main`."""
+    arguments = _parser().parse_args(argv[1:])
+    # Conversion needs the host's memory only; a busy or small accelerator must not get in its way.
+    jax.config.update("jax_platforms", "cpu")
+    if arguments.command == "hf-check":
+        _check(arguments.hf_dir)
+    elif arguments.command == "copy":
+        _copy(arguments.hf_dir, arguments.out_dir, arguments.dtype, arguments.overwrite)
+    else:
+        _export(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("convert", description="Check, copy and write Hugging Face model directories.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser("hf-check", help="check a directory's config.json, tokenizer, tensors and values")
+    check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer")
+    copy = commands.add_parser("copy", help="import a directory and export it again")
+    copy.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, maybe a tokenizer")
+    export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
+    export.add_argument(
+        "run_dir", type=Path, metavar="RUNDIR", help="a run directory, its checkpoints/, or one step's directory there"
+    )
+    export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
+    export.add_argument("--push", default="", metavar="USER/NAME", help="then upload OUT_DIR to the Hugging Face Hub")
+    for command in (copy, export):
+        command.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
+        command.add_argument(
+            "--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the tensors (default: %(default)s)"
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
+    return parser
+
+
+def _check(directory: Path) -> None:
+    config = read_model_config(directory)
+    manifest = check_manifest(directory, config)
+    tokenizer = load_tokenizer(str(directory.resolve()), vocab_size=config.vocab_size)
+    ends = end_token_ids(tokenizer, directory, vocab_size=config.vocab_size)
+    check_values(manifest)
+    stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
+    print(_describe(config))
+    files = {place.path for place in manifest.tensors.values()}
+    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s)")
+    print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
+    print(f"tokenizer    {len(tokenizer):,} tokens; a completion ends with {', '.join(map(str, ends))}")
+    print(f"{directory}: fits its config.json, all values are finite")
+
+
+def _check_apart(source: Path, out_dir: Path) -> None:
+    """Refuse an output that would replace what it is made of, or lie within it, --overwrite or not."""
+    source, out_dir = source.resolve(), out_dir.resolve()
+    if out_dir.is_relative_to(source) or source.is_relative_to(out_dir):
+        raise UserError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")
+
+
+def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
+    _check_apart(source, out_dir)
+    config = read_model_config(source)
+    tokenizer_dir = source if has_tokenizer(source) else None
+    _write(load_params(source, config, dtype=dtype), config, out_dir, dtype, tokenizer_dir, overwrite)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    # Orbax takes seconds to import; only this needs it.
+    from dcmdp_jax.training.checkpoint import latest_checkpoint, load_params_only
+
+    run_dir, out_dir, dtype = arguments.run_dir, arguments.out_dir, arguments.dtype
+    if arguments.push:
+        check_push(arguments.push)
+    _check_apart(latest_checkpoint(run_dir)[0], out_dir)
+    params, config, step, tokenizer_dir = load_params_only(run_dir, arguments.step)
+    print(f"checkpoint of step {step}")
+    _write(params, config, out_dir, dtype, tokenizer_dir, arguments.overwrite)
+    (out_dir / "README.md").write_text(model_card(tokenizer_dir.parent, step, on_hub=is_hub_name), encoding="utf-8")
+    if arguments.push:
+        print(f"pushed to {push(out_dir, arguments.push, message=f'Step {step}, {dtype}')}")
+
+
+def _write(
+    params: dict, config: ModelConfig, out_dir: Path, dtype: str, tokenizer_dir: Path | None, overwrite: bool
+) -> None:
+    save_params(params, config, out_dir, dtype=dtype, tokenizer_dir=tokenizer_dir, overwrite=overwrite)
+    tokenizer = "no tokenizer" if tokenizer_dir is None else f"tokenizer of {tokenizer_dir}"
+    print(_describe(config))
+    print(f"wrote {out_dir} in {dtype}, {tokenizer}")
+
+
+def _describe(config: ModelConfig) -> str:
+    embeddings = "tied" if config.tie_word_embeddings else "untied"
+    mlp = f"MLP {config.intermediate_size}"
+    if config.num_experts:
+        mlp = f"{config.num_experts_per_tok} of {config.num_experts} experts of {config.moe_intermediate_size}"
+    return (
+        f"model        {config.model_type}, {num_params(config):,} parameters, {config.num_layers} layers, "
+        f"hidden {config.hidden_size}, {mlp}, heads {config.num_heads}/{config.num_kv_heads} "
+        f"of {config.head_dim}, vocabulary {config.vocab_size}, {embeddings}\n"
+        f"rotary       base {config.rope_theta:g}, {config.rope_scaling.kind}; "
+        f"context {config.max_position_embeddings} tokens"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

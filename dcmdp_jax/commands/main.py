@@ -1,0 +1,59 @@
+"""The command `dcmdp NAME`, also `python -m dcmdp_jax NAME`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from types import MappingProxyType
+from typing import NoReturn
+
+import dcmdp_jax
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.process_memory import hide_torch, keep_freed_memory
+
+COMMANDS = MappingProxyType(
+    {
+        "train": "train a policy; the same command resumes a run",
+        "evaluate": "avg@K and pass@K of a model, and tables over runs",
+        "report": "plots and a page of one run, or of several",
+        "view": "completions and curves on one page",
+        "probe": "how far two engines disagree, and why",
+        "sweep": "a grid of configs and seeds, compared",
+        "plan": "memory, communication and time of a run on hardware that is not here",
+        "convert": "check, copy and write Hugging Face directories",
+        "toy": "the paper's one-state toy",
+        "settings": "every setting, in Markdown",
+    }
+)
+"""Module of this folder -> what it does."""
+
+
+def console() -> NoReturn:
+    """Run the command that `sys.argv` names, and leave the process with its exit code."""
+    # Before what they import makes threads.
+    for started_as in ("dcmdp", "dcmdp_jax"):
+        keep_freed_memory(started_as)
+        hide_torch(started_as)
+    # A reward, remedy or engine may be named `module:name`. `python -m` has this directory first.
+    sys.path.append("")
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in COMMANDS:
+        run_main(_without_command)
+    sys.argv = [f"dcmdp {name}", *sys.argv[2:]]
+    command = importlib.import_module(f"dcmdp_jax.commands.{name}")
+    run_main(command.main, expected=getattr(command, "EXPECTED", ()))
+
+
+def _without_command(argv: list[str]) -> None:
+    word = argv[1] if len(argv) > 1 else ""
+    if word in ("-h", "--help"):
+        lines = [f"  {name:9} {about}" for name, about in COMMANDS.items()]
+        print("\n".join(["usage: dcmdp COMMAND ...", "", *lines, "", "dcmdp COMMAND --help lists its arguments."]))
+    elif word == "--version":
+        print(f"dcmdp_jax {dcmdp_jax.__version__}")
+    else:
+        near = difflib.get_close_matches(word, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"{word}: no such command; {hint}" if word else f"a command is missing; {hint}")

@@ -1,0 +1,84 @@
+"""Memory, communication and time of a run at full size, from its own programs, compiled without an accelerator.
+
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
+    python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
+
+Prints memory by kind, what fits, collectives, operations, a lower bound of the time, and checks of the programs;
+docs/plan.md explains them.
+`pip install -e '.[plan]'` installs the compilers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.commands.arguments import output_file
+from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.flags import parse_with
+from dcmdp_jax.config.arguments import PACKING, as_settings
+from dcmdp_jax.config.settings import MeshSettings
+from dcmdp_jax.data.lengths import parse_lengths
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.plan.at_lengths import at_lengths
+from dcmdp_jax.plan.plan_text import describe_plan, plan_record
+from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run
+from dcmdp_jax.plan.search import search
+from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
+    parser = Parser("plan", description="Memory, communication and time of a run at full size.")
+    parser.add_argument("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
+    parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
+    parser.add_argument(
+        "--search", action="store_true", help="compile the step for other meshes and micro-batches; rank those that fit"
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", metavar="LENGTHS", default="",
+        help="padding, operations and time at these lengths of completions too: lognormal(MEDIAN,CAP), or the "
+        "directory of a run",
+    )  # fmt: skip
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
+    config, arguments = parse_with(parser, argv)
+    if arguments.topology is None:
+        raise UserError(f"--topology is missing; known are {known_topologies()}")
+    if arguments.lengths and arguments.search:
+        raise UserError("--lengths: got with --search, which compares worst cases; give one of the two")
+    lengths = None
+    if arguments.lengths:
+        with as_settings(PACKING):
+            lengths = parse_lengths(arguments.lengths, limit=config.rollout.max_completion_tokens)
+    only = tuple(name for name in arguments.programs.split(",") if name)
+    if unknown := [name for name in only if name not in PROGRAMS]:
+        raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")
+    _, devices = chip_and_count(arguments.topology)
+    # A search tries meshes of its own.
+    searched = dataclasses.replace(config, mesh=MeshSettings()) if arguments.search else config
+    check_run(searched, platform_of(arguments.topology), devices)
+    set_environment()
+    topology = load_topology(arguments.topology)
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    if arguments.search:
+        found = search(config, topology, tell=tell)
+        record, code = found.record(), 0 if found.fitting else 1
+        tell(found.table())
+    else:
+        plan = compile_run(config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ..."))
+        record, code = plan_record(plan), 0 if plan.fits else 1
+        tell(describe_plan(plan))
+        if lengths is not None:
+            found_at = at_lengths(plan, lengths)
+            record["at_lengths"] = found_at.record()
+            tell("\n".join(found_at.lines()))
+    if arguments.json is not None:
+        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
+        tell(f"wrote {arguments.json}")
+    return code

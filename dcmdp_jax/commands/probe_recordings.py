@@ -1,0 +1,144 @@
+"""The part of `bin.probe` that reads recordings: its arguments, and what is measured."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from dcmdp_jax.commands.arguments import whole
+from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.mismatch.analysis import Measured
+from dcmdp_jax.lab.mismatch.columns import Columns
+from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
+from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_run
+from dcmdp_jax.lab.mismatch.recording import read_recording
+from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE
+from dcmdp_jax.training.run_directory import read_config
+
+_MAX_TOKENS = 5_000_000
+_FLOOR = "mismatch/noise_floor"
+_TOKEN_COLUMN = "token_ids"
+_RECORDED_BY = "trl", "verl", "skyrl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what was recorded, and where."""
+    recording = parser.add_argument_group("a recording").add_argument
+    formats = ("auto", *(name for name in FORMATS if name != "recorder"), *_RECORDED_BY)
+    recording(
+        "recording", nargs="*", metavar="PATH", help="files, directories, globs of one framework, or a run directory"
+    )
+    recording("--recording", dest="recorded_file", metavar="FILE", help="the same as PATH")
+    recording(
+        "--format", default="auto", choices=formats, metavar="NAME",
+        help=f"refuse others than: {', '.join(formats[1:])} (default: %(default)s, told by the columns)",
+    )  # fmt: skip
+    recording("--allow-gaps", action="store_true", help="go on where steps or ranks are missing in the middle")
+    recording("--token-column", default=_TOKEN_COLUMN, metavar="NAME", help="lists of token ids (default: %(default)s)")
+    recording("--train-column", metavar="NAME", help="lists of the training stack's log-probs, nats")
+    recording("--rollout-column", metavar="NAME", help="lists of the engine's log-probs, nats")
+    recording("--mask-column", default="", metavar="NAME", help="1 on sampled tokens (default: all are)")
+    recording("--entropy-column", default="", metavar="NAME", help="the training stack's entropies (default: none)")
+    recording("--lag-column", default="", metavar="NAME", help="age in steps of the weights that sampled")
+    recording("--advantage-column", default="", metavar="NAME", help="a number for each completion")
+    recording("--reward-column", default="", metavar="NAME", help="in its place: a number for each completion")
+    recording("--group-column", default="", metavar="NAME", help="with --reward-column: which prompt it answers")
+    recording(
+        "--max-tokens", type=whole(1), default=_MAX_TOKENS, metavar="N", help="above it, an even share of the rows"
+    )
+    recording("--tokenizer", metavar="DIR", help="shows tokens as text (default: ids)")
+
+
+def given(arguments: argparse.Namespace) -> list[str]:
+    """The paths to read, in the order given."""
+    return [*arguments.recording, *([arguments.recorded_file] if arguments.recorded_file else [])]
+
+
+def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
+    """Read what the arguments name; a title and the one pair.
+
+    Raises:
+        UserError: in one line, what is wrong with the arguments or the recording.
+    """
+    paths = given(arguments)
+    title = f"Mismatch of {Path(paths[0]).name or paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
+    columns = {name: value for name in _column_options() if (value := getattr(arguments, f"{name}_column"))}
+    if columns != {"token": _TOKEN_COLUMN}:
+        return title, [_by_columns(arguments, paths)]
+    files = find_files(paths)
+    framework = files[0].framework
+    if arguments.format not in ("auto", framework):
+        raise UserError(
+            f"--format={arguments.format}: {files[0].path} was recorded by {framework}; leave --format out, or name it"
+        )
+    run = _own_run(files)
+    metrics = read_metrics(run) if run else None
+    found = read_run(
+        files, max_tokens=arguments.max_tokens, allow_gaps=arguments.allow_gaps, tolerance=arguments.tolerance,
+        metrics=metrics,
+    )  # fmt: skip
+    names = format_of(framework).columns
+    source = {
+        "recording": paths[0] if len(paths) == 1 else f"{len(paths)} paths",
+        "format": f"{framework} ({format_of(framework).writer})",
+        "training stack": names.train, "engine": names.rollout,
+        "files": f"{found.files:,}", "rows": _rows(found.rows, found.kept_every),
+    }  # fmt: skip
+    name = framework if len(files) > 1 else f"{framework} {files[0].path.stem}"
+    measured = Measured(name, source, found.pairs, _text(arguments.tokenizer), over_training=found.over_training)
+    if run:
+        rollout = read_config(run).rollout
+        spec = ProbeSpec(rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype)
+        floors = {str(spec): float(metrics[_FLOOR][1][-1])} if _FLOOR in metrics else {}
+        measured = dataclasses.replace(measured, floors=floors, settings=spec.costs)
+    return title, [measured]
+
+
+def _own_run(files: list[RecordedFile]) -> Path | None:
+    """The run directory of a recording of ours, if its metrics are there."""
+    run = files[0].path.parent.parent
+    own = files[0].framework == "dcmdp" and all(file.path.parent.parent == run for file in files)
+    return run if own and all((run / name).is_file() for name in (METRICS_FILE, CONFIG_FILE)) else None
+
+
+def _column_options() -> list[str]:
+    return [option[2:].removesuffix("-column") for option in Columns(*"abcdefghi").options()]
+
+
+def _by_columns(arguments: argparse.Namespace, paths: list[str]) -> Measured:
+    for option, content in (("token", "token ids"), ("train", "train log-probs"), ("rollout", "rollout log-probs")):
+        if not getattr(arguments, f"{option}_column"):
+            raise UserError(f"--{option}-column is missing: name the column of the {content}")
+    if bool(arguments.reward_column) != bool(arguments.group_column):
+        raise UserError("--reward-column and --group-column belong together: rewards are compared within a group")
+    if arguments.reward_column and arguments.advantage_column:
+        raise UserError("give --advantage-column or --reward-column, not both")
+    if len(paths) > 1:
+        raise UserError(
+            f"{len(paths)} paths with --train-column: give one file; several are read by their format alone"
+        )
+    columns = Columns(**{name: getattr(arguments, f"{name}_column") for name in _column_options()})
+    path = Path(paths[0])
+    recording = read_recording(path, columns, max_tokens=arguments.max_tokens)
+    source = {
+        "recording": paths[0], "training stack": columns.train, "engine": columns.rollout,
+        "rows": _rows(recording.rows, recording.kept_every),
+    }  # fmt: skip
+    return Measured(path.stem, source, recording.pairs, _text(arguments.tokenizer))
+
+
+def _rows(rows: int, kept_every: int) -> str:
+    return f"{rows:,}, {'all' if kept_every == 1 else f'every {kept_every}th'} used"
+
+
+def _text(tokenizer: str | None) -> Callable[[int], str] | None:
+    if tokenizer is None:
+        return None
+    loaded = load_tokenizer(tokenizer)
+    return functools.cache(lambda token: loaded.decode([token]))

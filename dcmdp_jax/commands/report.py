@@ -1,0 +1,31 @@
+"""Draw one or several runs: plots as PNG and one self-contained HTML page.
+
+    python -m bin.report RUNDIR [RUNDIR ...] [--out DIR]
+
+One run's report goes into its own directory, a comparison into `report/`, unless --out says otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.observe.report import write_report
+from dcmdp_jax.observe.run_files import PLOTS_DIRECTORY
+
+
+def main(argv: list[str]) -> None:
+    """Parse the arguments (program name first), write the report, print where it is."""
+    parser = Parser(
+        "report",
+        description="Plots (PNG) and a self-contained HTML page of one run, or of several, overlaid.",
+    )
+    parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by train")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to write (default: the run's own directory; report/ for several)"
+    )
+    arguments = parser.parse_args(argv[1:])
+    default = Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report")
+    out_dir = default if arguments.out is None else arguments.out
+    report = write_report(arguments.run_dirs, out_dir)
+    print(f"wrote {report} and {out_dir / PLOTS_DIRECTORY}/*.png")

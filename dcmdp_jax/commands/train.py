@@ -1,0 +1,99 @@
+"""Train a policy: dcmdp train --config=demo [--config.section.name=value ...] [--dry_run]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from dcmdp_jax.commands.cli import keep_tracebacks_in
+from dcmdp_jax.commands.flags import load_config, parse
+from dcmdp_jax.config.settings import Config, from_config_dict
+from dcmdp_jax.config.text import print_config
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+from dcmdp_jax.training import loop
+from dcmdp_jax.training.across_hosts import settings_and_code
+from dcmdp_jax.training.setup import Plan, describe, joined_hosts, make_plan_of_run
+from dcmdp_jax.training.stopping import Interrupted, TrainingStopped
+
+EXPECTED = (EngineError, MemoryError, TrainingStopped)
+"""Failures whose message is enough."""
+
+
+def main(argv: list[str]) -> int:
+    """Check everything, print the plan, train, write the report."""
+    arguments = parse(argv)
+    config = arguments.config
+    if arguments.print_config:
+        print(print_config(config))
+        return 0
+    keep_tracebacks_in(config.run_dir)
+
+    def show(line: str) -> None:
+        print(line, flush=True)
+
+    try:
+        _run(config, show, dry_run=arguments.dry_run)
+    except Interrupted as stopped:
+        return 128 + stopped.signal_number
+    return 0
+
+
+def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callable[[str], None] | None = None) -> Path:
+    """Train a policy as the command `dcmdp train` does, in this process. The same call resumes an interrupted run.
+
+    glibc's memory settings, for which the command restarts, are left as they are: on a CPU a step may take longer.
+
+    Args:
+        config: checked settings; a ConfigDict or nested mapping of settings; or text as for `load_config`, such as
+            "demo:debug".
+        show: is called with each line that the command prints; None shows nothing.
+
+    Returns:
+        The run directory: report.html, metrics.jsonl, checkpoints/ and the rest.
+
+    Raises:
+        UserError: in one line, for a wrong config, file or machine.
+        EngineError: an engine gave up.
+        TrainingStopped: the gradients stay broken.
+        Interrupted: after SIGTERM or SIGINT, once everything is saved.
+    """
+    if isinstance(config, str):
+        config = load_config(config)
+    elif isinstance(config, Mapping | ConfigDict):
+        config = from_config_dict(config)
+    if not isinstance(config, Config):
+        raise UserError(f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name")
+    _run(config, show or (lambda line: None))
+    return Path(config.run_dir)
+
+
+def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
+    """Each process of a run on several hosts calls this; the first one speaks."""
+    with joined_hosts(config) as hosts:
+        say = show if hosts.is_writer else (lambda line: None)
+        hosts.check_same(lambda: settings_and_code(config), "start all hosts alike")
+        plan = make_plan_of_run(config, hosts)
+        say(describe(plan))
+        stopped = None if dry_run else _loop(plan, say)
+        if hosts.is_writer and not dry_run and stopped is None:
+            # Imported late: the plotting library takes most of a second.
+            from dcmdp_jax.observe.report import write_report
+
+            say(f"report: {write_report([config.run_dir], config.run_dir)}")
+    # Not in the block, where it would tell the other hosts of a failure.
+    if stopped is not None:
+        raise stopped
+
+
+def _loop(plan: Plan, say: Callable[[str], None]) -> Interrupted | None:
+    try:
+        loop.train(plan, show=say)
+    except Interrupted as stopped:
+        say(f"{stopped}; the same command resumes")
+        return stopped
+    return None

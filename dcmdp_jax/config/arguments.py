@@ -1,0 +1,72 @@
+"""Arguments of library code -> the settings that they come from: the one place that translates its messages.
+
+Library code names its own arguments: a message begins with one ("replicas: got 3, ...") or has it in back quotes. A
+user knows settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from dcmdp_jax.config.hosts import HostSettings
+from dcmdp_jax.config.rollout import RolloutSettings
+from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.registry import ENGINES
+from dcmdp_jax.errors import EngineError, UserError
+
+HOSTS = {field.name: f"hosts.{field.name}" for field in dataclasses.fields(HostSettings)}
+MESH = {
+    "mesh": "mesh", "data": "mesh.data", "fsdp": "mesh.fsdp", "tensor": "mesh.tensor", "expert": "mesh.expert",
+    "completions": "training.prompts_per_mini_batch",
+}  # fmt: skip
+PACKING = {
+    "row_lengths": "training.row_lengths", "segments_per_row": "training.segments_per_row",
+    "completions": "training.prompts_per_mini_batch or rollout.group_size",
+    "limit": "rollout.max_completion_tokens", "max_completion_tokens": "rollout.max_completion_tokens",
+}  # fmt: skip
+EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
+EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
+REWARDS = {"memory_gib": "rewards.memory_limit"}
+_FIRST = re.compile(r"^(\w+)(?=[.:=]| \()")
+_QUOTED = re.compile(r"`(\w+)`")
+
+
+def of_engine(kind: EngineKind) -> dict[str, str]:
+    """The settings of a run's engine, by argument."""
+    own = f"rollout.{kind.name}" if kind in ENGINES.values() else "rollout.engine_args"
+    return {
+        **{field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)},
+        "mesh": own, "model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed",
+        "routed_experts": "rollout.router_replay",
+        "max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens",
+        **{field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)},
+    }  # fmt: skip
+
+
+def in_settings(message: str, names: Mapping[str, str]) -> str:
+    """A message about arguments as one about settings. Flags (`--precision`) stay as they are, settings get `config.`.
+
+    Args:
+        message: of library code.
+        names: argument -> dotted name of the setting, or flag.
+    """
+
+    def first(found: re.Match[str]) -> str:
+        name = names.get(found[1])
+        return found[1] if name is None else name if name.startswith("-") else f"config.{name}"
+
+    return _QUOTED.sub(lambda found: names.get(found[1], found[0]), _FIRST.sub(first, message))
+
+
+@contextlib.contextmanager
+def as_settings(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about arguments that are raised inside leave as errors about settings, see `in_settings`."""
+    try:
+        yield
+    except (UserError, EngineError, MemoryError) as error:
+        if (said := in_settings(str(error), names)) == str(error):
+            raise
+        raise type(error)(said) from error

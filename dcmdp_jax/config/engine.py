@@ -1,0 +1,174 @@
+"""The engine that a config names: its record, its settings, its arguments, and the rules between them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.config.arguments import as_settings, of_engine
+from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.registry import find_engine, unknown_engine
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import build, check_setting, declared, get_value, nearest_name
+from dcmdp_jax.inputs import shorten
+from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.user_code import is_place
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is no engine to train with. Nothing is imported.
+
+    Raises:
+        UserError: in one line, naming the setting.
+    """
+    if name not in TRAINABLE and not is_place(name):
+        raise UserError(f"config.rollout.{unknown_engine(name, tuple(TRAINABLE))}")
+
+
+def find_trainable(name: str) -> EngineKind:
+    """The record of an engine that takes the trainer's weights; one by path is imported.
+
+    Raises:
+        UserError: in one line, naming the setting.
+    """
+    check_name(name)
+    with as_settings({"engine": "rollout.engine"}):
+        kind = find_engine(name)
+    if not kind.pushes:
+        raise UserError(f"config.rollout.engine: {name} holds weights of its own; training pushes the trainer's")
+    return kind
+
+
+def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
+    """The engine's own settings: its section, or `rollout.engine_args` for an engine by path.
+
+    Raises:
+        UserError: in one line, for `engine_args` that are not the engine's settings.
+    """
+    if kind not in TRAINABLE.values():
+        with as_settings({"engine_args": "rollout.engine_args"}):
+            return parse_settings(kind, rollout.engine_args)
+    if rollout.engine_args:
+        raise UserError(
+            f"config.rollout.engine_args: goes with an engine by path; {kind.name} has config.rollout.{kind.name}.*"
+        )
+    return get_value(rollout, kind.name)
+
+
+def settings_beside_a_run(rollout: RolloutSettings, kind: EngineKind, engine_args: str) -> Any:
+    """An engine's own settings where no trainer shares its devices: in an evaluation or a probe.
+
+    Those of a run for a built-in engine in a process of its own; one in this process takes the devices as they are.
+
+    Args:
+        rollout: of the run, or the defaults.
+        kind: the engine.
+        engine_args: of an engine without a section in a run, a JSON object; "" for the defaults.
+
+    Raises:
+        UserError: naming `engine_args`.
+    """
+    if kind not in TRAINABLE.values():
+        return parse_settings(kind, engine_args)
+    if engine_args:
+        raise UserError(f"engine_args: goes with an engine by path, and this one is {kind.name}")
+    return get_value(rollout, kind.name) if kind.own_process else kind.settings()
+
+
+def parse_settings(kind: EngineKind, engine_args: str) -> Any:
+    """An engine's own settings from a JSON object; empty for the defaults.
+
+    Raises:
+        UserError: in one line that names `engine_args`, for what is no object, an unknown name, a wrong type or a value
+            out of range.
+    """
+    try:
+        values = json.loads(engine_args or "{}")
+    except ValueError as error:
+        raise UserError(f"engine_args: got {shorten(engine_args)}, must be a JSON object ({error})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"engine_args: got {shorten(engine_args)}, must be a JSON object")
+    known = declared(kind.settings)
+
+    def unknown(dotted: str) -> UserError:
+        near = nearest_name(dotted.removeprefix("engine_args."), list(known), list(known) or ["none"])
+        return UserError(f"{dotted}: no setting of {kind.name}; {near}")
+
+    try:
+        made = build(kind.settings, values, unknown, "engine_args.")
+        for one in known.values():
+            check_setting(one, get_value(made, one.name), f"engine_args.{one.name}")
+    except UserError as error:
+        raise UserError(str(error).removeprefix("config.")) from error
+    return made
+
+
+def engine_arguments(config: Any, **found: Any) -> tuple[EngineKind, EngineArguments]:
+    """The engine of a run and its arguments.
+
+    Args:
+        config: a `Config`.
+        found: further arguments that are known by now, such as `model` and `mesh`.
+    """
+    rollout = config.rollout
+    kind = find_trainable(rollout.engine)
+    arguments = EngineArguments(
+        precision=rollout.precision,
+        compute_dtype=rollout.compute_dtype,
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        max_total_tokens=config.max_total_tokens,
+        max_rows=rollout.max_rows,
+        min_rows=rollout.min_rows,
+        settings=settings_of(rollout, kind),
+        routed_experts=rollout.router_replay,
+        directory=Path(config.run_dir) / (kind.name if kind in TRAINABLE.values() else "engine"),
+        **found,
+    )
+    return kind, arguments
+
+
+def check_engine(config: Any) -> None:
+    """What the engine's record says about the settings alone.
+
+    Raises:
+        UserError: in one line, naming the setting.
+    """
+    kind, arguments = engine_arguments(config)
+    with as_settings(of_engine(kind)):
+        kind.check_settings(arguments)
+        kind.check_temperature(config.rollout.temperature)
+    with as_settings({"temperature": "evaluation.temperature"}):
+        kind.check_temperature(config.evaluation.temperature)
+    if config.rollout.router_replay and not kind.routes:
+        raise UserError(
+            f"config.rollout.router_replay: got True, {kind.name} can't return the experts of each token; set False"
+        )
+
+
+def forward_scheme(config: Any, platform: str = "", **found: Any) -> Scheme:
+    """The roundings of the engine that `model.forward_precision` and `model.forward_cache` repeat.
+
+    Args:
+        config: a `Config`.
+        platform: of the trainer's devices; "" unknown, for the checks alone.
+        found: as of `engine_arguments`; with `model`, what it can't have is refused.
+
+    Raises:
+        UserError: in one line, for another precision or cache than the engine's, or what the trainer can't repeat.
+    """
+    model, rollout = config.model, config.rollout
+    kind, arguments = engine_arguments(config, **found)
+    for name, chosen, setting, emulated in (
+        ("forward_precision", model.forward_precision, "precision", kind.emulated),
+        ("forward_cache", model.forward_cache, "kv_cache_dtype", kind.emulated_caches),
+    ):
+        if chosen != "full" and (chosen != (own := getattr(rollout, setting)) or chosen not in emulated):
+            repeated = ", ".join(emulated) or "none"
+            raise UserError(
+                f"config.model.{name}: got {chosen!r} with rollout.engine={rollout.engine} and rollout.{setting}="
+                f"{own}; it is the engine's own, one of those that the trainer can repeat ({repeated}), or 'full'"
+            )
+    with as_settings(of_engine(kind) | {name: f"model.{name}" for name in ("forward_precision", "forward_cache")}):
+        return kind.scheme(arguments, model.forward_precision, model.forward_cache, platform)

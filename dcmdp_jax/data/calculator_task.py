@@ -1,0 +1,68 @@
+r"""The problems of the built-in environment `calculator`: those of `arithmetic`, and worked turns to start from.
+
+    calculator:difficulty=4,count=2048,seed=0                    problems
+    calculator:difficulty=4,count=4096,seed=1,error_rate=0.5,worked=true
+
+With `worked=true` each problem is there twice: with the first turn as its solution, `calc(4*6-7+9)`; and, as a chat
+that goes on after the answer, with the second, `\boxed{26}`. A share `error_rate` of either has one digit wrong, so
+that a policy that starts from them errs, which reinforcement learning can correct.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from typing import Any
+
+from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows, parse_spec
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.rewards.protocol import Problem
+
+_WORKED = re.compile(r",?\s*worked\s*=\s*(\w+)")
+
+
+def calculator_problems(location: str) -> list[Problem]:
+    """The problems of a location; each has the columns `prompt` and `ground_truth`'s row of `arithmetic`.
+
+    Raises:
+        UserError: as for `arithmetic:`, or if `worked` is neither true nor false.
+    """
+    found = _WORKED.findall(location)
+    if len(found) > 1 or (found and found[0] not in ("true", "false")):
+        raise UserError(f"task {location!r}: worked must be true or false, once")
+    arguments = _WORKED.sub("", location).partition(":")[2].strip(", ")
+    spec = parse_spec(f"arithmetic:{arguments}")
+    rows = arithmetic_rows(dataclasses.replace(spec, error_rate=0.0))
+    if found == ["true"]:
+        return _worked(rows, spec)
+    return [_problem(row, index) for index, row in enumerate(rows)]
+
+
+def _problem(row: dict[str, Any], index: int, **fields: Any) -> Problem:
+    answer = row["reward_model"]["ground_truth"]
+    columns = {"reward_model": row["reward_model"]}
+    asked = {"prompt": row["prompt"][0]["content"]} | fields
+    return Problem(answer=answer, source="calculator", index=index, columns=columns, **asked)
+
+
+def _worked(rows: list[dict[str, Any]], spec: ArithmeticSpec) -> list[Problem]:
+    noise = random.Random(f"calculator {spec.difficulty} {spec.split} {spec.seed}")
+    problems = []
+    for index, row in enumerate(rows):
+        asked, answer = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+        call = f"calc({asked.removesuffix('=?')})"
+        chat = ({"role": "user", "content": asked}, {"role": "assistant", "content": call},
+                {"role": "user", "content": answer})  # fmt: skip
+        wrong = [noise.random() < spec.error_rate for _ in range(2)]
+        problems.append(_problem(row, index, solution=_spoiled(call, noise) if wrong[0] else call))
+        said = _spoiled(answer, noise) if wrong[1] else answer
+        problems.append(_problem(row, index, prompt=answer, messages=chat, solution=rf"\boxed{{{said}}}"))
+    return problems
+
+
+def _spoiled(text: str, noise: random.Random) -> str:
+    """The text with another digit in the place of one."""
+    place = noise.choice([place for place, character in enumerate(text) if character.isdigit()])
+    other = noise.choice([digit for digit in "0123456789" if digit != text[place]])
+    return text[:place] + other + text[place + 1 :]

@@ -1,0 +1,90 @@
+"""Tasks of the library reasoning-gym: procedural problems, made offline from a seed.
+
+    reasoning_gym:NAME,size=1000,seed=0,KEY=VALUE,...
+
+NAME is a dataset of the library, the keys are fields of its configuration. The values are JSON, or text. The reward
+`reasoning_gym` scores with the dataset's own `score_answer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from typing import Any
+
+from dcmdp_jax.data.rows import problem_from_row
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.inputs import shorten
+from dcmdp_jax.rewards.protocol import Problem
+
+_DEFAULT_SIZE, _DEFAULT_SEED = 1000, 0
+_LARGEST_SIZE = 10**7
+
+
+def reasoning_gym_problems(location: str) -> list[Problem]:
+    """The problems of a location.
+
+    Each has the column `reasoning_gym`, from which the reward of that name makes the dataset's entry again. It has an
+    answer, for `math`, only where the verifier can read it.
+
+    Raises:
+        UserError: in one line: the library is missing, it has no such dataset, the dataset refuses its configuration,
+            or an entry can't be made.
+    """
+    name, config = _parse(location)
+    try:
+        from reasoning_gym import factory
+    except ImportError:
+        raise UserError(
+            f"task {location}: the library reasoning-gym is missing: pip install 'dcmdp-jax[tasks]'"
+        ) from None
+    if name not in factory.DATASETS:
+        near = difflib.get_close_matches(name, factory.DATASETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"task {location}: reasoning-gym has no dataset {shorten(name)}{hint}")
+    fields = [field.name for field in dataclasses.fields(factory.DATASETS[name][1])]
+    if unknown := [key for key in config if key not in fields]:
+        raise UserError(f"task {location}: {name} has no setting {shorten(unknown[0])}, it has {', '.join(fields)}")
+    try:
+        dataset = factory.create_dataset(name, **config)
+        entries = [dataset[index] for index in range(config["size"])]
+    except Exception as error:  # the library checks by assertions, and its generators raise what they like
+        raise UserError(
+            f"task {location}: {name} refuses it: {one_line(f'{type(error).__name__}: {error}')}"
+        ) from error
+    return [
+        problem_from_row(
+            {
+                "question": entry["question"],
+                "answer": entry["answer"],
+                "reasoning_gym": {"dataset": name, "config": config, "index": index, "answer": entry["answer"]},
+            },
+            source=name, index=index, keep_columns=True, answers="unused",
+        )
+        for index, entry in enumerate(entries)
+    ]  # fmt: skip
+
+
+def _parse(location: str) -> tuple[str, dict[str, Any]]:
+    """The dataset and its configuration, with the size and the seed."""
+    name, *settings = (part.strip() for part in location.partition(":")[2].split(","))
+    if not name:
+        raise UserError(f"task {location}: name a dataset of reasoning-gym, such as reasoning_gym:basic_arithmetic")
+    config: dict[str, Any] = {"size": _DEFAULT_SIZE, "seed": _DEFAULT_SEED}
+    given: set[str] = set()
+    for setting in filter(None, settings):
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if not key.isidentifier() or not equals:
+            raise UserError(f"task {location}: {setting!r} is not key=value")
+        if key in given:
+            raise UserError(f"task {location}: {key} is given twice")
+        given.add(key)
+        try:
+            config[key] = json.loads(text)
+        except ValueError:
+            config[key] = text
+    for key, low, high in (("size", 1, _LARGEST_SIZE), ("seed", 0, 2**32 - 1)):
+        if type(config[key]) is not int or not low <= config[key] <= high:
+            raise UserError(f"task {location}: {key} = {config[key]!r} must be a whole number from {low} to {high}")
+    return name, config

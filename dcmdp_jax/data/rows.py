@@ -1,0 +1,219 @@
+"""Rows of a dataset as problems. The schema is recognized row by row from the fields."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten, shorten_name
+from dcmdp_jax.rewards.math.answers import answer_defect, last_boxed, split_elements
+from dcmdp_jax.rewards.math.numbers import parse_number
+from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
+
+_PROMPT_FIELDS = ("prompt", "problem", "question")
+# Arguments of reward functions, and as in TRL the fields that these come from.
+_NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
+_ANSWER_FIELDS = ("reward_model", "label", "final_answer", "expected_answer", "ground_truth", "answer", "solution")
+_LAST_ROLES = ("user", "tool", "assistant")
+PANDAS_INDEX = "__index_level_0__"
+"""The column in which pandas numbers rows."""
+
+Answers = Literal["required", "optional", "unused"]
+"""What becomes of a row whose answer the verifier can't use: "required", it is refused; "optional", it is a problem
+without answer if the row has none that is text or a number, and refused if it has; "unused", it is one in any case."""
+
+
+class _NoAnswer(UserError):
+    """The row has no answer that is text or a number."""
+
+
+def problem_from_row(
+    row: Mapping[str, Any] | str | bytes,
+    *,
+    source: str,
+    index: int,
+    keep_columns: bool = False,
+    answers: Answers = "required",
+) -> Problem:
+    """Make a problem from one row.
+
+    Args:
+        row: the row's fields, or its JSON text.
+        source: name to use where the row has no `data_source`.
+        index: 0-based row number.
+        keep_columns: whether the problem has `columns`.
+        answers: what becomes of a row without a usable answer.
+
+    Raises:
+        UserError: if the row is no JSON object, its schema is unknown, its prompt is empty, or it has no answer and
+            needs one, or one that nothing could match.
+    """
+    if not isinstance(row, Mapping):
+        row = _parse_json(row)
+    prompt, messages = _prompt(row)
+    try:
+        answer, solution = _checked_answer(row)
+    except UserError as error:
+        if answers == "required" or (answers == "optional" and not isinstance(error, _NoAnswer)):
+            raise
+        answer, solution = None, _solution(row).strip()
+    texts = [prompt, answer or "", *(message["content"] for message in messages)]
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise UserError("holds half of a surrogate pair, which is no character")
+    if row.get("context") and not messages:
+        prompt = f"{row['context']}\n\n{prompt}"
+    data_source = row.get("data_source")
+    return Problem(
+        prompt=prompt,
+        answer=answer,
+        source=data_source if isinstance(data_source, str) and data_source else source,
+        index=index,
+        messages=messages,
+        tools=_tools(row) if messages else (),
+        solution=solution,
+        columns={name: row[name] for name in row if name not in _NO_COLUMNS} if keep_columns else {},
+    )
+
+
+def _parse_json(text: str | bytes) -> Mapping[str, Any]:
+    if not text.strip():
+        raise UserError("the row is empty")
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeDecodeError:
+        raise UserError("not valid UTF-8") from None
+    except RecursionError:
+        raise UserError("nested too deeply") from None
+    if not isinstance(row, dict):
+        raise UserError(f"the row is a JSON {type(row).__name__}, not an object")
+    return row
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
+    """The text that is asked, and the chat that it is part of where the prompt is messages."""
+    field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
+    if field is None:
+        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}; {_describe_fields(row)}")
+    value = row[field]
+    messages: tuple[Message, ...] = ()
+    if isinstance(value, list):
+        messages = tuple(_message(message, field) for message in value)
+        if not messages or messages[-1]["role"] not in _LAST_ROLES:
+            raise UserError(
+                f"field {field!r}: the last message must be the user's or a tool's, or the assistant's to continue"
+            )
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        value = asked[-1] if asked else messages[-1]["content"]
+    if not isinstance(value, str):
+        raise UserError(f"field {field!r} is {type(value).__name__}, not text or a list of messages")
+    if not value.strip():
+        raise UserError("the prompt is empty")
+    return value, messages
+
+
+def _message(message: Any, field: str) -> Message:
+    """A message with text as content, without the null fields that a table gives it."""
+    if not isinstance(message, Mapping):
+        raise UserError(f"field {field!r}: every message must be an object with a role and a content")
+    kept = {str(name): value for name, value in message.items() if value is not None}
+    content = kept.get("content")
+    if content is None and kept.get("tool_calls"):
+        content = ""
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(kept.get("role"), str) or not isinstance(content, str):
+        raise UserError(f"field {field!r}: every message needs a role and a content that are text")
+    return kept | {"content": content}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The column `tools` where it is a list of JSON schemas or the text of one; else it is for the reward alone."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        return ()
+    return tuple(tools)
+
+
+def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
+    """As `_answer`, once the verifier can use the answer."""
+    answer, solution = _answer(row)
+    if not answer:
+        raise _NoAnswer(f"the answer {answer_defect(answer)}")
+    defect = answer_defect(answer)
+    if defect is not None:
+        raise UserError(f"the answer {defect}: {shorten(answer)}")
+    if (digit := foreign_digit(answer)) is not None:
+        raise UserError(f"the answer {shorten(answer)} has the digit {describe_digit(digit)}")
+    return answer, solution
+
+
+def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The reference answer and, where the row has one, a worked solution."""
+    field = next((name for name in _ANSWER_FIELDS if row.get(name) is not None), None)
+    if field is None:
+        raise _NoAnswer(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
+    value, solution = row[field], _solution(row)
+    if field == "reward_model":
+        if not isinstance(value, Mapping) or value.get("ground_truth") is None:
+            raise _NoAnswer("field 'reward_model' has no ground_truth")
+        value = value["ground_truth"]
+    elif field == "final_answer":
+        value = _olympiad_answer(row)
+    elif field == "solution":
+        value = last_boxed(solution)
+        if value is None:
+            raise _NoAnswer(r"no answer field, and no \boxed{} in the solution")
+    elif field == "answer" and isinstance(value, str) and "####" in value:
+        solution, _, value = value.rpartition("####")
+    return _answer_text(value, field), solution.strip()
+
+
+def _describe_fields(row: Mapping[str, Any]) -> str:
+    """The fields that a row has, null ones aside, for an error about those it lacks."""
+    found = [name for name in row if row[name] is not None]
+    return f"the row has {shorten_name(', '.join(map(str, found)))}" if found else "the row has none"
+
+
+def _solution(row: Mapping[str, Any]) -> str:
+    value = row.get("solution") or row.get("reference_solution") or ""
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
+
+
+def _answer_text(value: Any, field: str) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise _NoAnswer(f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}")
+
+
+def _olympiad_answer(row: Mapping[str, Any]) -> Any:
+    answers = row["final_answer"]
+    if not isinstance(answers, list) or len(answers) != 1 or not isinstance(answers[0], str):
+        raise UserError(f"field 'final_answer' must be a list of one text, not {shorten(answers)}")
+    answer = answers[0].strip()
+    if row.get("is_multiple_answer"):
+        # ", " keeps 2500,750 from reading as a number of digit groups
+        answer = ", ".join(split_elements(answer.replace("$", ""), ",", digit_groups=False))
+    if row.get("error"):
+        if foreign_digit(str(row["error"])) or parse_number(str(row["error"])) is None:
+            raise UserError(f"field 'error' is {shorten(row['error'])}, not a number")
+        answer += rf"\tolerance{{{row['error']}}}"
+    return answer

@@ -1,0 +1,117 @@
+"""Memory of the embedded engine, by the scheduler's own arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dcmdp_jax.engines.kind import EngineArguments, Workload
+from dcmdp_jax.engines.local import sizes
+from dcmdp_jax.engines.local.layout import TENSOR, weight_specs
+from dcmdp_jax.engines.local.weights import engine_shapes
+from dcmdp_jax.machine import LOGITS_HELD, PREEMPTED, Machine, Part, certain, exact
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.quantize import QuantizedKernel
+
+
+def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+    """The engine's parts when it decodes at most `rows` completions at a time.
+
+    A CPU's devices share one copy of the weights.
+
+    Args:
+        arguments: of the engine; its mesh is the one it will have.
+        load: what it is asked.
+        machine: the memory available.
+        rows: at most.
+    """
+    model, limit = arguments.model, load.max_completion_tokens
+    mesh = arguments.mesh(**dataclasses.asdict(arguments.settings)).abstract_mesh
+    cpu, sample, tensor, devices = machine.platform == "cpu", frozenset({"sample"}), mesh.shape[TENSOR], mesh.size
+    split = "more devices along `tensor`, " if load.training and not cpu else ""
+    lower = f"a smaller model, {split}or `engine`=vllm"
+    exact_weights = arguments.precision in ("exact", "float32")
+    weights_lower = f"`precision`=bfloat16, {lower}" if exact_weights else lower
+    weights, dequantized, copied = _weights(
+        model, arguments.precision, load.param_dtype, machine.product_item(arguments.compute_dtype), cpu, mesh
+    )
+    # The trainer frees them before its step.
+    held = frozenset({"push", "sample"})
+    found = [
+        exact("engine's weights", **machine.on_each(weights, 1), phases=held, lower=weights_lower),
+        Part("layers on their way to the engine", **machine.on_each(2 * copied, 1), phases=frozenset({"push"}),
+             lower=weights_lower),
+    ]  # fmt: skip
+    if dequantized:
+        # One copy in each device's program, for as long as it runs.
+        copies = machine.on_each(dequantized, devices)
+        found.append(Part("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
+    own = sizes.batch_rows(rows, load.group_size, load.completions, devices) // devices * tensor
+    stored = 1 if arguments.kv_cache_dtype == "fp8" else jnp.dtype(arguments.compute_dtype).itemsize
+    slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored // tensor
+    first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
+    longest = sizes.length_bucket(max(load.prompt_lengths))
+    full = own * (longest + limit) * slot
+    least = own * (sizes.length_bucket(min(load.prompt_lengths)) + first) * slot
+    fewer = "`max_rows` or `max_completion_tokens`"
+    found.append(
+        Part("key-value cache, rows at their longest", **machine.on_each(full, devices), phases=sample, lower=fewer,
+             certain=certain(**machine.on_each(least, devices)))
+    )  # fmt: skip
+    if load.completions > rows and first < limit:
+        preempted = machine.on_each(sizes.PREEMPTED_CACHES * full, devices)
+        found.append(Part(PREEMPTED, **preempted, phases=sample, lower=fewer))
+    if arguments.routed_experts:
+        of_token = 2 * math.prod(model.routing[:2])
+        found += [
+            Part("experts of decoded tokens", **machine.on_each(limit * own * of_token, devices), phases=sample,
+                 lower=f"{fewer}, or `routed_experts`=False",
+                 certain=certain(**machine.on_each(first * own * of_token, devices))),
+            Part("engine's record of them", host=load.completions * limit * of_token, phases=sample,
+                 lower="`max_completion_tokens`, or `routed_experts`=False"),
+        ]  # fmt: skip
+    scores = min(sizes.ATTENTION_ELEMENTS, own * model.num_heads // tensor * longest**2)
+    logits = own * model.vocab_size // tensor * 4 * LOGITS_HELD
+    working = machine.on_each(logits + 4 * scores, devices)
+    found.append(Part("sampler's logits and attention", **working, phases=sample, lower="`max_rows`"))
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(
+    model: ModelConfig, precision: str, param_dtype: str, item: int, cpu: bool, mesh: AbstractMesh
+) -> tuple[int, int, int]:
+    """Bytes of the engine's weights; of what a program first makes of them; of the largest piece of a push.
+
+    On each device, but for the first and the last on a CPU, where all devices share them.
+    """
+    tree = engine_shapes(model, precision, param_dtype)
+    specs = weight_specs(tree, model, mesh)
+    held = {"layers": 0, "outside": 0}
+    cast = largest = 0
+    kernels = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    of = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel | P))
+    for (path, leaf), spec in zip(kernels, of, strict=True):
+        where, quantized = path[0].key, isinstance(leaf, QuantizedKernel)
+        layers = model.num_layers if where == "layers" else 1
+        arrays, of_arrays = (tuple(leaf), tuple(spec)) if quantized else ((leaf,), (spec,))
+        own = [
+            math.prod(NamedSharding(mesh, part).shard_shape(array.shape))
+            for array, part in zip(arrays, of_arrays, strict=True)
+        ]
+        stored = [array.size for array in arrays] if cpu else own
+        size = sum(count * array.dtype.itemsize for count, array in zip(stored, arrays, strict=True))
+        held["layers" if where == "layers" else "outside"] += size
+        largest = max(largest, own[0] * item)
+        if arrays[0].dtype.itemsize != item and (cpu or not quantized):
+            cast += layers * own[0] * item
+    quantized = any(isinstance(leaf, QuantizedKernel) for _, leaf in kernels)
+    # A matrix that a product converts while it reads it is at most one.
+    cast = cast or (largest if quantized else 0)
+    return held["layers"] * model.num_layers + held["outside"], cast, max(held.values())

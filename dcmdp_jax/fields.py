@@ -1,0 +1,237 @@
+"""Settings as fields of frozen dataclasses: declaration, names, parsing, typed construction.
+
+Nothing here knows a particular setting; `config/settings.py` declares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+
+INT32_MAX = 2**31 - 1
+_LARGEST = INT32_MAX, "no number of a config is larger"
+_LONGEST = 604800, "a week"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """All that is known of one setting, but for its name, type and default.
+
+    Attributes:
+        doc: what it does, a sentence or two.
+        unit: of its value; empty for names and pure numbers.
+        source: where the default comes from: the paper with its section, or this project.
+        choices: allowed values; empty for any.
+        engine_choices: allowed values with each `rollout.engine`; `choices` is their union.
+        minimum, maximum: natural range, ends included; None is no bound.
+        limit: largest value that can be computed with, and why; without it 2^31 - 1, of seconds a week.
+        why: told with a refused choice or a value below `minimum`.
+        free: a resumed run may change it: it alters what is recorded, where the run is computed and in what portions,
+            or what happens to broken input, not what is learned.
+    """
+
+    doc: str
+    unit: str = ""
+    source: str = ""
+    choices: tuple[str, ...] = ()
+    engine_choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    minimum: float | None = None
+    maximum: float | None = None
+    limit: tuple[float, str] | None = None
+    why: str = ""
+    free: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """A setting in its place: dotted name, type, default, and the rest."""
+
+    name: str
+    type: Any
+    default: Any
+    about: Setting
+
+    def limit(self) -> tuple[float, str]:
+        """The declared limit, or that of all numbers: in magnitude, and of each element of a tuple."""
+        return self.about.limit or (_LONGEST if self.about.unit == "seconds" else _LARGEST)
+
+
+def setting(default: Any, doc: str, **about: Any) -> Any:
+    """Declare a setting as a dataclass field. `about` are further attributes of `Setting`."""
+    by_engine = about.get("engine_choices", {})
+    if by_engine:
+        about["choices"] = tuple(dict.fromkeys(choice for choices in by_engine.values() for choice in choices))
+    return dataclasses.field(default=default, metadata={"setting": Setting(doc, **about)})
+
+
+@functools.cache
+def declared(kind: type) -> dict[str, Declared]:
+    """All settings of a dataclass and its sections, dotted name -> declaration, in order."""
+    found: dict[str, Declared] = {}
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            for inner in declared(hints[field.name]).values():
+                name = f"{field.name}.{inner.name}"
+                found[name] = dataclasses.replace(inner, name=name)
+        else:
+            found[field.name] = Declared(field.name, hints[field.name], field.default, field.metadata["setting"])
+    return found
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one dict of dotted names. An empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+def get_value(config: Any, name: str) -> Any:
+    """The value of a dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def replace_value(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name in a nested dict, in place."""
+    *sections, last = name.split(".")
+    for section in sections:
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise UserError(f"config.{name}: {section} is {shorten(values[section])}, must be a section")
+        values = values[section]
+    values[last] = value
+
+
+def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: str = "") -> Any:
+    """Make a dataclass of settings from nested mappings. A setting that is not there has its default.
+
+    Args:
+        kind: the dataclass.
+        values: nested mappings, keys as the fields.
+        unknown: makes the exception for a dotted name that is no setting.
+        prefix: of the dotted names, for messages.
+
+    Raises:
+        UserError: in one line, for a value of a wrong type.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"config.{prefix[:-1]}: got {shorten(values)}, must be a section with named settings")
+    hints = typing.get_type_hints(kind)
+    made = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise unknown(f"{prefix}{name}")
+        hint, dotted = hints[name], f"{prefix}{name}"
+        is_section = dataclasses.is_dataclass(hint)
+        made[name] = build(hint, value, unknown, f"{dotted}.") if is_section else _typed(hint, value, dotted)
+    return kind(**made)
+
+
+def _typed(hint: Any, value: Any, dotted: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) <= sys.float_info.max else math.copysign(math.inf, value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if typing.get_origin(hint) is tuple:
+        element = typing.get_args(hint)[0]
+        # What was one number in an earlier version.
+        value = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+        allowed = (int, float) if element is float else (int,)
+        if isinstance(value, list | tuple) and all(isinstance(v, allowed) and not isinstance(v, bool) for v in value):
+            return tuple(_typed(element, v, dotted) for v in value)
+        raise UserError(f"config.{dotted}: got {shorten(value)}, must be a tuple of {element.__name__}")
+    if hint is float and isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"config.{dotted}: got {shorten(value)}, must be a finite number")
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise UserError(f"config.{dotted}: got {shorten(value)} ({type(value).__name__}), must be {hint.__name__}")
+
+
+def parse_text(one: Declared, text: str) -> Any:
+    """Parse the text of a setting, as a command line has it: `true`, `1e-6`, `(64,128)`; digits are 0-9.
+
+    Raises:
+        UserError: in one line, if the text is no value of the setting's type.
+    """
+    if one.type is str:
+        return text
+    expected, parse = _PARSERS[one.type]
+    try:
+        # int() and float() take the digits of every script.
+        if not text.isascii():
+            raise UserError
+        return parse(text)
+    except (ValueError, KeyError):
+        raise UserError(f"config.{one.name}: got {shorten(text)}, must be {expected}") from None
+
+
+def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
+    words = [word.strip() for word in text.strip().removeprefix("(").removesuffix(")").split(",")]
+    if not words[-1]:
+        words.pop()
+    return tuple(element(word) for word in words)
+
+
+def check_setting(one: Declared, value: Any, name: str) -> None:
+    """Refuse a value that is none of the choices of its setting, or outside its bounds.
+
+    Args:
+        one: the declaration.
+        value: of its type.
+        name: dotted, for messages.
+    """
+    check_choice(name, value, one.about.choices, one.about.why)
+    check_range(one, value, name)
+
+
+def check_range(one: Declared, value: Any, name: str) -> None:
+    """Refuse a number, or one of a tuple's, outside the bounds of its setting."""
+    low, high, limit = one.about.minimum, one.about.maximum, one.limit()
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, int | float):
+            continue
+        if (low is not None and number < low) or (high is not None and number > high):
+            bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+            reason = f" ({one.about.why})" if one.about.why else ""
+            raise UserError(f"config.{name}: got {number}, must be {bounds}{reason}")
+        if abs(number) > limit[0]:
+            bounds = f"at most {limit[0]}" if number > 0 else f"at least {-limit[0]}"
+            raise UserError(f"config.{name}: got {number}, must be {bounds} ({limit[1]})")
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...], why: str = "", when: str = "") -> None:
+    """Refuse a value that is none of `allowed`; empty allows any."""
+    if allowed and value not in allowed:
+        near = [choice for choice in allowed if str(value) and choice.startswith(str(value))]
+        near = near or difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        reason = f" ({why})" if why else ""
+        raise UserError(f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{reason}{hint}")
+
+
+_WORDS = {"true": True, "t": True, "1": True, "yes": True, "false": False, "f": False, "0": False, "no": False}
+_PARSERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("a whole number in digits 0-9", int),
+    float: ("a number in digits 0-9, such as 0.001 or 1e-6", float),
+    bool: ("true or false", lambda text: _WORDS[text.lower()]),
+    tuple[int, ...]: ("whole numbers in digits 0-9, such as (64,128)", functools.partial(_parse_tuple, int)),
+    tuple[float, ...]: ("numbers in digits 0-9, such as (1,0.1)", functools.partial(_parse_tuple, float)),
+}
+
+
+def nearest_name(name: str, names: list[str], sections: list[str]) -> str:
+    """Hint for a dotted name that is no setting: the nearest setting, or the sections."""
+    tail = name.rpartition(".")[2]
+    near = [other for other in names if other.rpartition(".")[2] == tail][:1]
+    near = near or difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"sections are {', '.join(sections)}"

@@ -1,0 +1,289 @@
+"""DC-GRPO in torch, for other people's trainers: discrepancy, penalized advantages, multiplier, surrogate.
+
+The same numbers as `dcmdp_jax.algorithm`, without jax. p is the training stack's probability of a sampled token under
+the weights that made the batch, q the inference engine's. `DcGrpo.charge` is all that a trainer needs to call, once in
+a training step, with the whole batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+LOGPROB_LIMIT = 1e4
+STATE_FILE = "dc_grpo.json"
+_MEASURES, _SIDES = ("diff", "ratio", "log"), ("two", "one")
+
+Reduce = Callable[[Tensor], Tensor]
+"""Adds a small float64 tensor over the processes that share a batch."""
+
+
+def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """log p - log q in float32, clamped to [-20, 20]; gradient 1 inside and at the limits, 0 outside. NaN stays NaN."""
+    difference = _clamp(numerator.float(), LOGPROB_LIMIT) - _clamp(denominator.float(), LOGPROB_LIMIT)
+    return _clamp(difference, MAX_LOG_RATIO)
+
+
+def token_discrepancy(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    measure: str = "diff",
+    sided: str = "two",
+    ratio_limit: float = 10.0,
+) -> Tensor:
+    """Discrepancy of each token (Eq. 2-3), as `dcmdp_jax.algorithm.discrepancy.token_discrepancy`.
+
+        diff   |p - q|        ratio   min(|p / q - 1|, ratio_limit)        log   |log p - log q|
+
+    One-sided charges only tokens with p > q.
+
+    Args:
+        train_logprobs, rollout_logprobs: same shape, nats.
+        measure: "diff", "ratio" or "log".
+        sided: "two" or "one".
+        ratio_limit: most that `ratio` gives a token.
+
+    Returns:
+        Same shape, float32, 0 or more. No gradient flows. NaN stays NaN.
+
+    Raises:
+        ValueError: if the shapes differ or an option is unknown.
+    """
+    if train_logprobs.shape != rollout_logprobs.shape:
+        raise ValueError(
+            f"train_logprobs is {list(train_logprobs.shape)}, rollout_logprobs is {list(rollout_logprobs.shape)}: "
+            "must be the same shape"
+        )
+    if measure not in _MEASURES or sided not in _SIDES:
+        raise ValueError(f"measure={measure!r}, sided={sided!r}: allowed are {_MEASURES} and {_SIDES}")
+    train, rollout = train_logprobs.detach().float(), rollout_logprobs.detach().float()
+    if measure == "diff":
+        train, rollout = train.clamp(max=0.0), rollout.clamp(max=0.0)
+    log_ratio = clamped_log_ratio(train, rollout)
+    if sided == "one":
+        log_ratio = log_ratio.clamp(min=0.0)
+    if measure == "diff":
+        return torch.maximum(train, rollout).exp() * -torch.expm1(-log_ratio.abs())
+    if measure == "ratio":
+        return torch.expm1(log_ratio).abs().clamp(max=ratio_limit)
+    return log_ratio.abs()
+
+
+def penalized_advantages(advantages: Tensor, discrepancy: Tensor, multiplier: float | Tensor) -> Tensor:
+    """A_i - lambda delta_{i,t} (Eq. 8), a constant to the gradient.
+
+    Args:
+        advantages: [N], or [N, T].
+        discrepancy: [N, T], 0 where nothing was sampled.
+        multiplier: lambda.
+
+    Returns:
+        [N, T] float32.
+    """
+    advantages = advantages.detach().float()
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    return advantages - torch.as_tensor(multiplier, dtype=torch.float32, device=discrepancy.device) * discrepancy
+
+
+def dual_update(
+    multiplier: float,
+    mean_discrepancy: float,
+    *,
+    tolerance: float,
+    learning_rate: float,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+) -> float:
+    """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32; unchanged by a mean that is not finite."""
+    if not math.isfinite(mean_discrepancy):
+        return multiplier
+    mean, c, rate, before = (
+        torch.tensor(value, dtype=torch.float32) for value in (mean_discrepancy, tolerance, learning_rate, multiplier)
+    )
+    return float((before + rate * (mean - c)).clamp(minimum, maximum))
+
+
+def discrepancy_statistics(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean and maximum of |p - q|, k1, k3, Pearson's correlation and effective sample size over the sampled tokens.
+
+    Definitions as in `dcmdp_jax.algorithm.discrepancy.mismatch_statistics`; all 0 if no token was sampled. Not sums:
+    they are of the tokens given, and do not add over processes.
+
+    Args:
+        train_logprobs, rollout_logprobs: same shape, nats.
+        mask: same shape, not 0 on sampled tokens.
+    """
+    sampled = mask.bool()
+    train, rollout = train_logprobs.detach().float()[sampled], rollout_logprobs.detach().float()[sampled]
+    if not train.numel():
+        return dict.fromkeys(("mean", "max", "kl_k1", "kl_k3", "pearson", "effective_sample_size"), 0.0)
+    delta = token_discrepancy(train, rollout)
+    log_ratio = clamped_log_ratio(train, rollout).double()
+    weights = (log_ratio - log_ratio.max()).exp()
+    p, q = (x.clamp(max=0.0).double().exp() for x in (train, rollout))
+    constant = bool((p == p[0]).all() or (q == q[0]).all())
+    p, q = p - p.mean(), q - q.mean()
+    scale = (p.square().sum() * q.square().sum()).sqrt()
+    pearson = 0.0 if constant or not scale > 0 else float(((p * q).sum() / scale).clamp(-1, 1))
+    return {
+        "mean": float(delta.double().mean()),
+        "max": float(delta.max()),
+        "kl_k1": float(-log_ratio.mean()),
+        "kl_k3": float((torch.expm1(log_ratio) - log_ratio).mean()),
+        "pearson": pearson,
+        "effective_sample_size": float(weights.sum() ** 2 / (weights.numel() * weights.square().sum())),
+    }
+
+
+def clipped_surrogate(
+    train_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9), r = exp(clip(log pi - log pi_old)).
+
+    The gradient reaches `train_logprobs` alone: -r A where the clip does not bite, its ends included, 0 where it does.
+
+    Args:
+        train_logprobs, old_logprobs, advantages: same shape.
+        clip_low, clip_high: size of the trust region.
+
+    Returns:
+        Same shape, float32; to be averaged over the sampled tokens as the trainer does.
+    """
+    advantages = advantages.detach().float()
+    ratio = clamped_log_ratio(train_logprobs, old_logprobs.detach()).exp()
+    outside = torch.where(advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0))
+    held = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -torch.where(outside, held, ratio) * advantages
+
+
+@dataclasses.dataclass
+class DcGrpo:
+    """The multiplier between steps, and what moves it.
+
+    Attributes:
+        tolerance: c, in the unit of `measure`; docs/probe.md tells how to choose it.
+        multiplier: lambda of the next step, in advantage per discrepancy.
+        learning_rate: eta.
+        minimum, maximum: ends of lambda.
+        measure, sided: of `token_discrepancy`.
+        history: lambda after each update, so that a run can go back to an earlier checkpoint.
+
+    Raises:
+        ValueError: if a number is out of its range, naming it.
+    """
+
+    tolerance: float
+    multiplier: float = 0.1
+    learning_rate: float = 1.0
+    minimum: float = 0.0
+    maximum: float = 1.0
+    measure: str = "diff"
+    sided: str = "two"
+    history: list[float] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "learning_rate", "minimum"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be a finite number from 0")
+        if not self.minimum <= self.multiplier <= self.maximum < math.inf:
+            raise ValueError(
+                f"multiplier is {self.multiplier}: must be from minimum={self.minimum} to finite maximum={self.maximum}"
+            )
+        token_discrepancy(torch.zeros(1), torch.zeros(1), measure=self.measure, sided=self.sided)
+
+    def charge(
+        self,
+        advantages: Tensor,
+        train_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        mask: Tensor,
+        *,
+        reduce: Reduce | None = None,
+        update: bool = True,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Penalize the advantages of a step's whole batch by lambda, then move lambda by its mean discrepancy.
+
+        A token whose engine reported no log-prob (NaN, as vLLM may) is neither charged nor counted.
+
+        Args:
+            advantages: [N] or [N, T], this process's share.
+            train_logprobs, rollout_logprobs: [N, T] nats, under the weights that made the batch.
+            mask: [N, T], not 0 on sampled tokens.
+            reduce: adds over the processes that share the batch; None: there is one.
+            update: false leaves lambda as it is, for evaluation.
+
+        Returns:
+            Penalized advantages [N, T] float32, A where nothing was sampled; and metrics: `multiplier` that was used,
+            `mean` over all processes, `violation` (mean - c), and the statistics of this process's tokens.
+        """
+        used, sampled = self.multiplier, mask.bool() & ~torch.isnan(rollout_logprobs)
+        delta = token_discrepancy(train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided)
+        delta = torch.where(sampled, delta, torch.zeros_like(delta))
+        sums = torch.stack([delta.double().sum(), sampled.double().sum()])
+        total, count = (sums if reduce is None else reduce(sums)).tolist()
+        mean = total / count if count else math.nan
+        if update:
+            self.multiplier = dual_update(
+                used, mean, tolerance=self.tolerance, learning_rate=self.learning_rate, minimum=self.minimum,
+                maximum=self.maximum,
+            )  # fmt: skip
+            self.history.append(self.multiplier)
+        statistics = discrepancy_statistics(train_logprobs, rollout_logprobs, sampled)
+        metrics = statistics | {"multiplier": used, "mean": mean, "violation": mean - self.tolerance}
+        return penalized_advantages(advantages, delta, used), metrics
+
+    def save(self, path: str | Path) -> None:
+        """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory, as a checkpoint's."""
+        path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
+        partial = path.with_name(f".{path.name}.new")
+        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    def load(self, path: str | Path, *, steps: int | None = None) -> None:
+        """Take `multiplier` and `history` from what `save` wrote; the settings stay those of this object.
+
+        Args:
+            path: as in `save`.
+            steps: go back to the state after this many updates, at least 1; None: the last.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: naming the file, if it is not what `save` writes, its multiplier is out of range, or it has
+                fewer updates than `steps`.
+        """
+        path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            multiplier, history = float(state["multiplier"]), [float(value) for value in state["history"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not the state of DC-GRPO ({error})") from None
+        if steps is not None:
+            if not 1 <= steps <= len(history):
+                raise ValueError(f"{path}: steps is {steps}, it holds the state after 1 to {len(history)} updates")
+            history = history[:steps]
+            multiplier = history[-1]
+        if not self.minimum <= multiplier <= self.maximum:
+            raise ValueError(
+                f"{path}: multiplier is {multiplier}, must be from minimum={self.minimum} to maximum={self.maximum}"
+            )
+        self.multiplier, self.history = multiplier, history
+
+
+def prefixed(metrics: Mapping[str, float], prefix: str = "dc_grpo/") -> dict[str, float]:
+    """Metrics under the names that the hooks log."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def _clamp(x: Tensor, limit: float) -> Tensor:
+    """clip(x, -limit, limit) with gradient 1 at the limits themselves."""
+    return torch.where((x < -limit) | (x > limit), x.detach().clamp(-limit, limit), x)

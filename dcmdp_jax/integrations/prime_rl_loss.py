@@ -1,0 +1,103 @@
+"""DC-GRPO in prime-rl: a custom loss.
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "dcmdp_jax.integrations.prime_rl_loss.dc_grpo_loss"
+    kwargs = { tolerance = 0.0037, state_path = "outputs/dc_grpo.json" }
+
+prime-rl calls it for each sample and makes one optimizer update in a step, at whose end lambda moves. p is of the
+weights being trained: with one update a step these made the batch, unless rollouts lag behind the trainer. What the
+policy moved since is then in the discrepancy too; set max_async_level=0 to keep it out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, dual_update, penalized_advantages, token_discrepancy
+
+
+class DcGrpoLoss:
+    """The loss, its multiplier, and the sums of the step so far.
+
+    Args:
+        state_path: JSON file of lambda, read now if it is there and written by rank 0 after each step.
+        resume_steps: training steps of the checkpoint that the run resumes from, if it is not the last one.
+        settings: of `DcGrpo`.
+    """
+
+    def __init__(
+        self, *, state_path: str | Path | None = None, resume_steps: int | None = None, **settings: Any
+    ) -> None:
+        self.dc_grpo, self._path = DcGrpo(**settings), None if state_path is None else Path(state_path)
+        if self._path is not None and self._path.is_file():
+            self.dc_grpo.load(self._path, steps=resume_steps)
+        self._sums, self._optimizer = torch.zeros(2, dtype=torch.float64), None
+        register_optimizer_step_post_hook(self._after_update)
+
+    def __call__(self, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a sample, summed over its tokens, and metrics.
+
+            l_t = -r_t (A - lambda delta_t),    r_t = exp(log pi - sg(log pi)) = 1, whose gradient is that of log pi
+
+        which is Eq. 9 where each batch is used once; its clip never bites there.
+
+        Args:
+            inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`, `loss_mask`,
+                `loss_weights` or None, [T] each.
+        """
+        train, mask = inputs.trainer_logprobs, inputs.loss_mask
+        settings = {"measure": self.dc_grpo.measure, "sided": self.dc_grpo.sided}
+        delta = token_discrepancy(train, inputs.inference_logprobs, **settings)
+        delta = torch.where(mask & ~torch.isnan(delta), delta, torch.zeros_like(delta))
+        self._sums += torch.stack([delta.double().sum(), mask.double().sum()]).to(self._sums.device)
+        charged = penalized_advantages(inputs.advantages[None], delta[None], self.dc_grpo.multiplier)[0]
+        ratio = torch.exp(train - train.detach())
+        weights = mask.to(ratio.dtype) if inputs.loss_weights is None else mask * inputs.loss_weights
+        loss = -torch.where(mask, ratio * charged * weights, torch.zeros_like(ratio)).sum()
+        mean = delta.sum() / mask.sum().clamp(min=1)
+        return loss, {"dc_grpo/mean": mean, "dc_grpo/multiplier": torch.full_like(mean, self.dc_grpo.multiplier)}
+
+    def _after_update(self, optimizer: Any, *_: Any) -> None:
+        """End of a step: move lambda by the mean over all ranks. Of several optimizers only the first one counts."""
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        distributed = torch.distributed.is_initialized()
+        if distributed:
+            device = optimizer.param_groups[0]["params"][0].device
+            sums = self._sums.to(device)
+            torch.distributed.all_reduce(sums)
+            self._sums = sums.cpu()
+        total, count = self._sums.tolist()
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        if not count:
+            return
+        state = self.dc_grpo
+        state.multiplier = dual_update(
+            state.multiplier, total / count, tolerance=state.tolerance, learning_rate=state.learning_rate,
+            minimum=state.minimum, maximum=state.maximum,
+        )  # fmt: skip
+        state.history.append(state.multiplier)
+        if self._path is not None and (not distributed or torch.distributed.get_rank() == 0):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            state.save(self._path)
+
+
+_loss: DcGrpoLoss | None = None
+
+
+def dc_grpo_loss(inputs: Any, **settings: Any) -> Any:
+    """The function that `import_path` names; `settings` are those of `DcGrpoLoss`, made at the first call."""
+    global _loss
+    from prime_rl.trainer.rl.loss import LossOutputs
+
+    if _loss is None:
+        _loss = DcGrpoLoss(**settings)
+    loss, metrics = _loss(inputs)
+    return LossOutputs(loss=loss, metrics=metrics)

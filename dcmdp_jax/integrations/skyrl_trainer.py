@@ -1,0 +1,66 @@
+"""DC-GRPO in SkyRL: a trainer whose advantages are charged, once in a step, on the driver.
+
+    class Experiment(BasePPOExp):
+        def get_trainer(self, *args, **options):
+            return make_trainer(RayPPOTrainer)(*args, dc_grpo=DcGrpo(tolerance=0.0037), **options)
+
+with `trainer.algorithm.policy_loss_type=regular`, no `off_policy_correction`, and
+`generator.sampling_params.logprobs=0` or more. Lambda is kept as dc_grpo.json in each checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo, prefixed
+
+
+def make_trainer(base: type) -> type:
+    """A subclass of `RayPPOTrainer`, or of another trainer of SkyRL, that takes `dc_grpo`."""
+
+    class DcGrpoTrainer(base):
+        """SkyRL's trainer with DC-GRPO."""
+
+        def __init__(self, *args: Any, dc_grpo: DcGrpo, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.dc_grpo = dc_grpo
+
+        def compute_advantages_and_returns(self, data: Any) -> Any:
+            """Charge what SkyRL's estimator gives."""
+            data = super().compute_advantages_and_returns(data)
+            self.all_metrics.update(prefixed(charge(self.dc_grpo, data)))
+            return data
+
+        def save_checkpoints(self) -> str:
+            """Save lambda beside the checkpoint."""
+            folder = super().save_checkpoints()
+            self.dc_grpo.save(os.path.join(folder, STATE_FILE))
+            return folder
+
+        def load_checkpoints(self) -> tuple[int, str]:
+            """Take lambda from the checkpoint that the run resumes from."""
+            step, folder = super().load_checkpoints()
+            if step > 0:
+                self.dc_grpo.load(os.path.join(folder, STATE_FILE))
+            return step, folder
+
+    return DcGrpoTrainer
+
+
+def charge(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
+    """Penalize a `TrainingInputBatch`'s `advantages` in place and move lambda; return the metrics.
+
+    Raises:
+        ValueError: if one of the two log-probs is not there, naming what gives it.
+    """
+    for name, advice in (
+        ("action_log_probs", "a policy loss that recomputes them, such as regular"),
+        ("rollout_logprobs", "generator.sampling_params.logprobs=0"),
+    ):
+        if batch[name] is None:
+            raise ValueError(f"dc_grpo: the batch has no {name}: set {advice}")
+    mask = batch["loss_mask"]
+    charged, metrics = dc_grpo.charge(batch["advantages"], batch["action_log_probs"], batch["rollout_logprobs"], mask)
+    batch["advantages"] = charged * mask
+    return metrics

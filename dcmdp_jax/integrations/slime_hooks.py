@@ -1,0 +1,88 @@
+"""DC-GRPO in slime: a function for `--custom-advantage-function-path`.
+
+    --custom-advantage-function-path dcmdp_jax.integrations.slime_hooks.dc_grpo_advantages
+    --custom-config-path dc_grpo.yaml        # dc_grpo_tolerance: 0.0037; dc_grpo_state: checkpoints/dc_grpo.json; ...
+    --get-mismatch-metrics                   # so that slime computes the training stack's log-probs before the update
+
+slime calls it once in a step in each data-parallel rank, with the rank's whole batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
+
+_LOG = logging.getLogger(__name__)
+_SETTINGS = "tolerance", "multiplier", "learning_rate", "minimum", "maximum", "measure", "sided"
+_state: DcGrpo | None = None
+
+
+def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Set `advantages` and `returns` of a batch, lists of [T_i] tensors; move lambda.
+
+    `rewards` are group-relative already (`--rewards-normalization`), as slime's own GRPO takes them.
+
+    Args:
+        args: slime's; `dc_grpo_tolerance` and, if given, `dc_grpo_multiplier`, `dc_grpo_learning_rate`,
+            `dc_grpo_minimum`, `dc_grpo_maximum`, `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the JSON file
+            of lambda.
+        rollout_data: `log_probs`, `rollout_log_probs`, `loss_masks`, `rewards`, a list entry for each sample.
+
+    Raises:
+        ValueError: in one line, if a setting or the log-probs are not there, or context parallelism splits samples.
+    """
+    dc_grpo = _settings(args)
+    for name, flag in (("log_probs", "--get-mismatch-metrics"), ("rollout_log_probs", "an engine with log-probs")):
+        if not rollout_data.get(name):
+            raise ValueError(f"dc_grpo: the batch has no {name}: set {flag}")
+    train, rollout, masks = (rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks"))
+    lengths = [len(values) for values in train]
+    if lengths != [len(mask) for mask in masks]:
+        raise ValueError("dc_grpo: log-probs and masks differ in length: context parallelism above 1 is not supported")
+    device = train[0].device
+    rewards = torch.tensor(rollout_data["rewards"], dtype=torch.float32, device=device)
+    # Samples behind one another: a row for each token.
+    flat = [
+        torch.cat([torch.as_tensor(x, device=device) for x in values])[:, None] for values in (train, rollout, masks)
+    ]
+    advantages = rewards.repeat_interleave(torch.tensor(lengths, device=device))
+    charged, metrics = dc_grpo.charge(advantages, *flat, reduce=_over_ranks)
+    rollout_data["advantages"] = list(charged[:, 0].split(lengths))
+    rollout_data["returns"] = list(advantages.split(lengths))
+    _LOG.info("dc_grpo: %s", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    path = getattr(args, "dc_grpo_state", None)
+    if path and _rank() == 0:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        dc_grpo.save(path)
+
+
+def _settings(args: Any) -> DcGrpo:
+    """The state of this process, made at the first call."""
+    global _state
+    if _state is None:
+        given = {name: getattr(args, f"dc_grpo_{name}") for name in _SETTINGS if hasattr(args, f"dc_grpo_{name}")}
+        if "tolerance" not in given:
+            raise ValueError("dc_grpo: set dc_grpo_tolerance in the file of --custom-config-path")
+        _state = DcGrpo(**given)
+        path = getattr(args, "dc_grpo_state", None)
+        if path and Path(path).is_file():
+            _state.load(path)
+    return _state
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _over_ranks(sums: torch.Tensor) -> torch.Tensor:
+    """Over the data-parallel ranks; tensor-parallel ones hold the same tokens."""
+    if torch.distributed.is_initialized():
+        from megatron.core import mpu
+
+        torch.distributed.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return sums

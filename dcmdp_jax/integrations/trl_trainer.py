@@ -1,0 +1,96 @@
+"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine that sampled.
+
+    trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=..., args=GRPOConfig(use_vllm=True, ...), ...)
+
+The engine must report log-probs: vLLM does, and so may a `rollout_func`. Set
+`vllm_importance_sampling_correction=False` unless you want TRL's importance weights on top. Metrics are logged as
+`dc_grpo/*`; lambda is kept as dc_grpo.json in each checkpoint, and a resumed run takes it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, prefixed
+
+OnBatch = Callable[[int, dict[str, Any], torch.Tensor], None]
+"""(step, batch of TRL with penalized advantages, log-probs under the weights that made it)."""
+
+
+class DcGrpoTrainer(GRPOTrainer):
+    """`GRPOTrainer` with DC-GRPO.
+
+    Args:
+        dc_grpo: c, lambda and what moves it.
+        on_batch: called with each training batch, for example to record it (`dcmdp_jax.record.record_trl`).
+        options: of `GRPOTrainer`.
+    """
+
+    def __init__(self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any) -> None:
+        self.dc_grpo, self._on_batch = dc_grpo, on_batch
+        super().__init__(*args, **options)
+        self.add_callback(_SavesState(dc_grpo))
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        rollout = output.get("sampling_per_token_logps")
+        if rollout is None:
+            raise ValueError(
+                "DcGrpoTrainer: the batch has no sampling_per_token_logps: set use_vllm=True, or have rollout_func "
+                "return logprobs"
+            )
+        mode = "train" if self.model.training else "eval"
+        train = self._old_logprobs(output)
+        mask = output["completion_mask"]
+        if "tool_mask" in output:
+            mask = mask * output["tool_mask"]
+        output["advantages"], metrics = self.dc_grpo.charge(
+            output["advantages"], train, rollout, mask, update=mode == "train",
+            reduce=lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum"),
+        )  # fmt: skip
+        for name, value in prefixed(metrics).items():
+            self._metrics[mode][name].append(value)
+        if self._on_batch is not None and mode == "train":
+            self._on_batch(self.state.global_step, output, train)
+        return output
+
+    def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor:
+        """Log-probs under the weights that made the batch. TRL leaves them out where its loss does not need them."""
+        if (known := output.get("old_per_token_logps")) is not None:
+            return known
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        extra = {name: output[name] for name in _MODEL_INPUTS if name in output}
+        with torch.no_grad():
+            return self._get_per_token_logps_and_entropies(
+                self.model, ids, attention, output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size, **extra,
+            )[0]  # fmt: skip
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.dc_grpo.load(Path(resume_from_checkpoint))
+
+
+_MODEL_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "num_tiles", "pixel_attention_mask", "spatial_shapes",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+class _SavesState(TrainerCallback):
+    """Writes lambda into each checkpoint."""
+
+    def __init__(self, dc_grpo: DcGrpo) -> None:
+        self._dc_grpo = dc_grpo
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called by transformers after a checkpoint is on disk."""
+        if state.is_world_process_zero:
+            self._dc_grpo.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")

@@ -1,0 +1,137 @@
+"""DC-GRPO in verl: a registered advantage estimator and a registered policy loss.
+
+Put into a module of your own, named in VERL_USE_EXTERNAL_MODULES so that verl imports it in every process:
+
+    from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
+    from dcmdp_jax.integrations.verl_hooks import register
+    register(DcGrpo(tolerance=0.0037), state_path="checkpoints/dc_grpo.json")
+
+and set `algorithm.adv_estimator=dc_grpo`, `actor_rollout_ref.actor.policy_loss.loss_mode=dc_grpo`,
+`actor_rollout_ref.rollout.calculate_log_probs=True`, and no `algorithm.rollout_correction`.
+
+verl gives an estimator rewards and masks but no log-probs. So the estimator makes verl's own group-relative advantages,
+and `compute_advantage`, which calls it with the whole batch on the driver, charges them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, clipped_surrogate
+
+NAME = "dc_grpo"
+_LOG = logging.getLogger(__name__)
+# Modules that have imported the function by name.
+_CALLERS = (
+    "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.utils", "verl.experimental.separation.ray_trainer",
+    "verl.experimental.fully_async_policy.fully_async_trainer",
+)  # fmt: skip
+
+
+def register(
+    dc_grpo: DcGrpo,
+    *,
+    state_path: str | Path | None = None,
+    resume_steps: int | None = None,
+    on_batch: Callable[[Any], None] | None = None,
+) -> None:
+    """Register the estimator and the loss under the name "dc_grpo".
+
+    Args:
+        dc_grpo: c, lambda and what moves it.
+        state_path: JSON file of lambda, read now if it is there and written in each step.
+        resume_steps: training steps of the checkpoint that the run resumes from, if it is not the last one.
+        on_batch: called with each `DataProto` after its advantages are charged, for example to record it.
+    """
+    from verl.trainer.ppo import core_algos, ray_trainer
+
+    if state_path is not None and Path(state_path).is_file():
+        dc_grpo.load(state_path, steps=resume_steps)
+    core_algos.register_adv_est(NAME)(group_advantages)
+    core_algos.register_policy_loss(NAME)(policy_loss)
+    original = ray_trainer.compute_advantage
+
+    @functools.wraps(original)
+    def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **options: Any) -> Any:
+        data = original(data, adv_estimator, *args, **options)
+        if adv_estimator == NAME:
+            charge(dc_grpo, data.batch)
+            if state_path is not None:
+                Path(state_path).parent.mkdir(parents=True, exist_ok=True)
+                dc_grpo.save(state_path)
+            if on_batch is not None:
+                on_batch(data)
+        return data
+
+    for name in _CALLERS:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "compute_advantage", None) is original:
+            module.compute_advantage = compute_advantage
+
+
+def charge(dc_grpo: DcGrpo, batch: Any) -> None:
+    """Penalize a batch's `advantages` in place and move lambda.
+
+    Raises:
+        ValueError: if the engine's log-probs are not there, naming the setting.
+    """
+    missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch.keys()]  # noqa: SIM118
+    if missing:
+        raise ValueError(
+            f"dc_grpo: the batch has no {', '.join(missing)}: set actor_rollout_ref.rollout.calculate_log_probs=True "
+            "and no bypass_mode"
+        )
+    charged, metrics = dc_grpo.charge(
+        batch["advantages"], batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    )
+    batch["advantages"] = charged * batch["response_mask"]
+    _LOG.info("dc_grpo: %s", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def group_advantages(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, config: Any = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """verl's own GRPO advantages, [N, T] each; `compute_advantage` charges them."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    return compute_grpo_outcome_advantage(
+        token_level_rewards=token_level_rewards, response_mask=response_mask, index=index,
+        norm_adv_by_std_in_grpo=by_std,
+    )  # fmt: skip
+
+
+def policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The clipped surrogate of Eq. 9, averaged as verl does: without verl's dual clip and importance weights.
+
+    The charge already answers for the mismatch; weights on top would answer twice.
+
+    Raises:
+        ValueError: if there are importance weights.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    if rollout_is_weights is not None:
+        raise ValueError("dc_grpo: importance weights on top of the charge; set algorithm.rollout_correction=null")
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    losses = clipped_surrogate(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high)
+    losses = torch.where(response_mask.bool(), losses, torch.zeros_like(losses))
+    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    drift = ((log_prob - old_log_prob).detach() * response_mask).sum() / response_mask.sum().clamp(min=1)
+    return loss, {"actor/ppo_kl": -drift.item()}

@@ -1,0 +1,285 @@
+"""What each framework records: where its files lie, how they are told apart, and which column is which.
+
+To add a format, add an entry to `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten_name
+from dcmdp_jax.lab.mismatch.columns import Columns
+from dcmdp_jax.lab.mismatch.recording import column_names, read_rows
+from dcmdp_jax.process_memory import show_torch
+
+_SUFFIXES = (".jsonl", ".parquet", ".pt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in a run a row was recorded; None where it is not known."""
+
+    step: int | None
+    rank: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A framework's recording.
+
+    Attributes:
+        patterns: globs of its files, at any depth below a directory.
+        keys: columns that tell it from the others; each row has them.
+        columns: names of the columns that it always has.
+        optional: kind of column -> name, used where a row has it.
+        source: column with the name of the task or environment; "" if there is none.
+        place: (path, row) -> step and rank.
+        prepare: makes of a row, in place, what `columns.checked_row` takes.
+        writer: who writes it, for people.
+    """
+
+    patterns: tuple[str, ...]
+    keys: frozenset[str]
+    columns: Columns
+    optional: Mapping[str, str]
+    source: str
+    place: Callable[[Path, Mapping[str, Any]], Place]
+    prepare: Callable[[dict[str, Any]], None]
+    writer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedFile:
+    """A file of a recording: its path, its framework, and the place of its first row."""
+
+    path: Path
+    framework: str
+    place: Place
+
+
+def identify(path: Path) -> RecordedFile | None:
+    """The framework that wrote a file, by the names of its columns; None if there is no row in it.
+
+    Raises:
+        UserError: with the keys found and the formats tried, if none knows them, or the file is not readable.
+    """
+    found = _keys(path)
+    if not found:
+        return None
+    for name, each in FORMATS.items():
+        if each.keys <= set(found):
+            row = next(_file_rows(path, each, first=1), None)
+            if row is None:
+                return None
+            framework = str(row["framework"]) if name == "recorder" else name
+            return RecordedFile(path, framework, each.place(path, row))
+    tried = "; ".join(f"{name} ({', '.join(sorted(each.keys))})" for name, each in FORMATS.items())
+    raise UserError(
+        f"{path}: no format knows it. Keys found: {shorten_name(', '.join(map(str, found)))}. Formats tried: {tried}. "
+        "Columns of other names are given by --train-column, --rollout-column and so on"
+    )
+
+
+def format_of(framework: str) -> Format:
+    """The format of a framework; the recorder's for one that has none of its own."""
+    return FORMATS.get(framework, FORMATS["recorder"])
+
+
+def rows_of(file: RecordedFile) -> Iterator[tuple[Place, str | None, Columns, dict[str, Any]]]:
+    """Place, source, columns and cells of each row of a file; the columns name what this row has."""
+    each = format_of(file.framework)
+    for row in _file_rows(file.path, each):
+        place, source = each.place(file.path, row), row.get(each.source) if each.source else None
+        each.prepare(row)
+        given = {kind: name for kind, name in each.optional.items() if row.get(name) is not None}
+        yield place, _source_name(source), dataclasses.replace(each.columns, **given), row
+
+
+def files_below(directory: Path) -> list[Path]:
+    """The recorded files at any depth below a directory: those that a format's pattern names, else all that may be."""
+    for patterns in (sum((each.patterns for each in FORMATS.values()), ()), [f"*{suffix}" for suffix in _SUFFIXES]):
+        found = {path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()}
+        if found:
+            return sorted(found)
+    return []
+
+
+def _source_name(source: Any) -> str | None:
+    """NeMo-RL names an agent by an object with a name."""
+    if isinstance(source, list) and len(source) == 1:
+        source = source[0]
+    if isinstance(source, Mapping):
+        source = source.get("name", dict(source))
+    return None if source is None else str(source)
+
+
+def _keys(path: Path) -> list[str]:
+    if path.suffix == ".pt":
+        payload = _load_torch(path)
+        samples = payload.get("samples") if isinstance(payload, dict) else None
+        inner = list(samples[0]) if isinstance(samples, list) and samples and isinstance(samples[0], dict) else []
+        return [*payload, *inner] if isinstance(payload, dict) else [type(payload).__name__]
+    if path.suffix not in _SUFFIXES:
+        raise UserError(f"{path}: a recording is a .jsonl, .parquet or .pt file, a directory, or a glob of these")
+    return column_names(path)
+
+
+def _file_rows(path: Path, each: Format, *, first: int | None = None) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".pt":
+        payload = _load_torch(path)
+        for sample in payload["samples"][:first]:
+            yield {**sample, "rollout_id": payload.get("rollout_id")}
+        return
+    optional = [*each.optional.values(), *filter(None, (each.source,)), *_ALSO]
+    yield from read_rows(path, each.columns.options(), optional, first=first)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_torch(path: Path) -> Any:
+    """The content of a torch file; a file is asked for its keys, its first row and all rows in turn."""
+    show_torch()
+    try:
+        import torch
+    except ImportError:
+        raise UserError(f"{path}: slime's dumps are torch files; reading them needs torch: pip install torch") from None
+    try:
+        # Tensors and plain values alone: nothing in the file is executed.
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler does
+        raise UserError(f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})") from None
+
+
+_ALSO = ("reward", "prompt_id", "step", "rank", "framework", "export_step")
+"""Columns that a row's place and framework are taken from, and what a page shows of a completion."""
+
+
+def _named(pattern: str) -> Callable[[Path, Mapping[str, Any]], Place]:
+    """The step from the file's name."""
+
+    def place(path: Path, row: Mapping[str, Any]) -> Place:
+        del row
+        found = re.search(pattern, path.name)
+        return Place(int(found[1]) if found else None, None)
+
+    return place
+
+
+def _in_row(path: Path, row: Mapping[str, Any]) -> Place:
+    """The step and rank from the row, where its directory does not say them."""
+    named = re.search(r"step_(\d+)/rank_(\d+)\.jsonl$", path.as_posix())
+    if named:
+        return Place(int(named[1]), int(named[2]))
+    values = [row.get(name) for name in ("step", "rank")]
+    return Place(*(value if isinstance(value, int) and not isinstance(value, bool) else None for value in values))
+
+
+def _of_sample(path: Path, row: Mapping[str, Any]) -> Place:
+    del path
+    return Place(row.get("rollout_id"), row.get("data_parallel_rank"))
+
+
+def _mean_advantage(advantages: str, mask: str) -> Callable[[dict[str, Any]], None]:
+    """Of an advantage for each token, the mean over the sampled ones: only its sign is used."""
+
+    def prepare(row: dict[str, Any]) -> None:
+        values, sampled = row.get(advantages), row.get(mask)
+        if not isinstance(values, list | np.ndarray) or not isinstance(sampled, list | np.ndarray):
+            return
+        kept = [value for value, one in zip(values, sampled, strict=False) if one]
+        known = kept and all(isinstance(value, int | float | np.number) for value in kept)
+        row[advantages] = float(np.mean(kept)) if known else None
+
+    return prepare
+
+
+def _nemo_row(row: dict[str, Any]) -> None:
+    """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
+    for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs", "advantages"):
+        cell = row.get(name)
+        if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
+            row[name] = cell[0]
+    _mean_advantage("advantages", "token_loss_mask")(row)
+
+
+def _slime_sample(row: dict[str, Any]) -> None:
+    """Tensors to lists, and the response's tokens alone: `tokens` has the prompt too."""
+    for name in ("tokens", "log_probs", "rollout_log_probs", "loss_masks", "advantages"):
+        if hasattr(row.get(name), "tolist"):
+            row[name] = row[name].tolist()
+    if isinstance(row.get("tokens"), list) and isinstance(row.get("rollout_log_probs"), list):
+        row["tokens"] = row["tokens"][len(row["tokens"]) - len(row["rollout_log_probs"]) :]
+    _mean_advantage("advantages", "loss_masks")(row)
+
+
+def _own_row(row: dict[str, Any]) -> None:
+    """The age of a token's weights; a token of step k was sampled for the update of version k - 1."""
+    versions = np.asarray(row["policy_versions"])
+    row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
+
+
+def _nothing(row: dict[str, Any]) -> None:
+    del row
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType({
+    "nemo-rl": Format(
+        patterns=("train_data_step*.jsonl",),
+        keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
+        columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
+        optional={"advantage": "advantages"},
+        source="agent_ref",
+        place=_named(r"step(\d+)\.jsonl$"),
+        prepare=_nemo_row,
+        writer="NeMo-RL, train_data_step*.jsonl of its log directory",
+    ),
+    "prime-rl": Format(
+        patterns=("step_*/rank_*.jsonl",),
+        keys=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
+        columns=Columns("token_ids", "trainer_logprobs", "inference_logprobs", "loss_mask"),
+        optional={"entropy": "entropy", "advantage": "advantages"},
+        source="env_name",
+        place=_in_row,
+        prepare=_mean_advantage("advantages", "loss_mask"),
+        writer="prime-rl, trainer.enable_token_export",
+    ),
+    "slime": Format(
+        patterns=("train_*.pt", "train_data/*.pt"),
+        keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
+        columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
+        optional={"advantage": "advantages"},
+        source="",
+        place=_of_sample,
+        prepare=_slime_sample,
+        writer="slime, --save-debug-train-data",
+    ),
+    "recorder": Format(
+        patterns=("step_*/rank_*.jsonl",),
+        keys=frozenset({"recorder", "framework", "token_ids", "train_logprobs", "rollout_logprobs", "mask"}),
+        columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask"),
+        optional={"entropy": "entropies", "advantage": "advantage", "lag": "lag"},
+        source="source",
+        place=_in_row,
+        prepare=_nothing,
+        writer="dcmdp_jax.record, from TRL, verl, SkyRL or any other trainer",
+    ),
+    "dcmdp": Format(
+        patterns=("rollouts/step_*.parquet",),
+        keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs", "mask", "policy_versions", "prompt_id"}),
+        columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"),
+        optional={"advantage": "advantage", "lag": "lag"},
+        source="source",
+        place=_named(r"step_(\d+)\.parquet$"),
+        prepare=_own_row,
+        writer="this trainer, rollouts/ of a run directory",
+    ),
+})  # fmt: skip
+"""Framework -> format. TRL, verl and SkyRL record by `dcmdp_jax.record`, which writes the framework's name."""

@@ -1,0 +1,361 @@
+"""Mismatch over the steps, ranks and sources of a run that was recorded in many files."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten_name
+from dcmdp_jax.lab.mismatch.columns import check_whole, checked_row
+from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, pairs_of
+from dcmdp_jax.lab.mismatch.statistics import Statistics, measure
+from dcmdp_jax.lab.mismatch.tolerance import recommend
+from dcmdp_jax.observe.alarms import Alarm, Series, alarms
+from dcmdp_jax.observe.run_files import METRICS_FILE, ROLLOUTS_DIRECTORY
+
+_SHOWN = 5
+_FIRST_STEPS = 5
+# A rank or source stands out where its mean is this many times the others' median, and not within float32's rounding.
+_STANDS_OUT, _ROUNDING = 3.0, 1e-5
+AGREEMENT = 1e-6
+"""Largest difference of a step's mean |p - q| from the run's own metric."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMismatch:
+    """Mismatch of one training step.
+
+    Attributes:
+        step: its number, as the framework counts.
+        statistics: over all its tokens.
+        entropy: mean over its tokens, nats; NaN if not known.
+        lag: oldest weights that sampled a token of it, in steps; NaN if not known.
+    """
+
+    step: int
+    statistics: Statistics
+    entropy: float
+    lag: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Mismatch of one rank or one source over all steps: its name, size, and mean |p - q|."""
+
+    name: str
+    completions: int
+    tokens: int
+    mean: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OverTraining:
+    """Mismatch over a run.
+
+    Attributes:
+        steps: in order.
+        ranks, sources: empty where there is only one or none is recorded.
+        notes: what stands out among ranks and sources, and how a run's own metrics agree.
+        alarms: of the steps; see `observe.alarms`.
+        tolerance: c that the alarms compare with; NaN if there is none.
+        tolerance_from: where it comes from.
+    """
+
+    steps: tuple[StepMismatch, ...]
+    ranks: tuple[Part, ...]
+    sources: tuple[Part, ...]
+    notes: tuple[str, ...]
+    alarms: tuple[Alarm, ...]
+    tolerance: float
+    tolerance_from: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedRun:
+    """Content of a recording of many files.
+
+    Attributes:
+        framework: who recorded it.
+        files: how many.
+        pairs: the tokens, at most `max_tokens`, spread evenly over the run.
+        rows, kept_every: as in `recording.Recording`.
+        over_training: None where the steps are not known.
+    """
+
+    framework: str
+    files: int
+    pairs: TokenPairs
+    rows: int
+    kept_every: int
+    over_training: OverTraining | None
+
+
+def find_files(paths: Sequence[str]) -> list[RecordedFile]:
+    """The recorded files of paths, in the order of steps and ranks.
+
+    Args:
+        paths: files, directories, which are searched at any depth, and globs.
+
+    Raises:
+        UserError: in one line, if there is none, no format knows one of them (with its keys and the formats tried), or
+            they are of several frameworks.
+    """
+    found: dict[Path, RecordedFile] = {}
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            if (path / METRICS_FILE).is_file() and not any(path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")):
+                raise UserError(
+                    f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
+                    f"model by --model={text}, or record by observe.rollouts_every_steps"
+                )
+            files = files_below(path)
+            if not files:
+                raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
+        else:
+            files = [path] if path.is_file() else sorted(map(Path, glob.glob(text, recursive=True)))
+            files = sum((files_below(each) if each.is_dir() else [each] for each in files), [])
+            if not files:
+                raise FileNotFoundError(2, "No such file or directory", text)
+        for each in files:
+            if (one := identify(each)) is not None:
+                found.setdefault(each.resolve(), one)
+    if not found:
+        raise UserError(f"{shorten_name(', '.join(paths))}: no row in any file")
+    _refuse_mixed(list(found.values()))
+    return sorted(found.values(), key=lambda each: (_number(each.place.step), _number(each.place.rank), each.path))
+
+
+def read_run(
+    files: Sequence[RecordedFile],
+    *,
+    max_tokens: int,
+    allow_gaps: bool = False,
+    tolerance: float | None = None,
+    metrics: Series | None = None,
+) -> RecordedRun:
+    """Read and measure a recording, one step in memory at a time beside the tokens that are kept.
+
+    Args:
+        files: from `find_files`.
+        max_tokens: tokens to keep at most.
+        allow_gaps: go on where steps or ranks are missing in the middle.
+        tolerance: c for the alarms; None: the run's own, else the one recommended for the first steps.
+        metrics: of the run itself, where they are known: the alarms are theirs, and the steps are compared with them.
+
+    Raises:
+        UserError: in one line, if a step or rank is missing in the middle or comes twice, or a row is wrong.
+    """
+    if not allow_gaps:
+        _refuse_gaps([file.place for file in files])
+    _refuse_doubles(files)
+    kept, steps = KeptRows(max_tokens), _Steps()
+    ranks, sources, places = _Parts(), _Parts(), set()
+    for file in files:
+        for number, (place, source, columns, cells) in enumerate(rows_of(file)):
+            row = checked_row(f"{file.path}, row {number}", cells, columns)
+            kept.add(row)
+            if not len(row["token"]):
+                continue
+            places.add(place)
+            ranks.add(None if place.rank is None else f"rank {place.rank}", row)
+            sources.add(source, row)
+            steps.add(place.step, row)
+    if not allow_gaps:
+        _refuse_gaps(places)
+    where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
+    pairs = kept.pairs(where)
+    columns = format_of(files[0].framework).columns
+    check_whole(where, pairs, columns)
+    over = None
+    if measured := steps.finish():
+        over = _over_training(measured, ranks.finish(), sources.finish(), tolerance, metrics)
+    return RecordedRun(files[0].framework, len(files), pairs, kept.rows, kept.every, over)
+
+
+class _Steps:
+    """The statistics of each step; rows come step by step, so that one step's tokens are held at a time."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._rows: list[Row] = []
+        self._done: dict[int, StepMismatch] = {}
+
+    def add(self, step: int | None, row: Row) -> None:
+        if step != self._step:
+            self._close()
+            self._step = step
+        if step is not None:
+            self._rows.append(row)
+
+    def finish(self) -> list[StepMismatch]:
+        self._close()
+        return [self._done[step] for step in sorted(self._done)]
+
+    def _close(self) -> None:
+        if not self._rows:
+            return
+        if self._step in self._done:
+            raise UserError(f"step {self._step}: its rows are not together; probe the files of one run alone")
+        pairs = pairs_of([{name: row[name] for name in row if name not in ("reward", "group")} for row in self._rows])
+        entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
+        lag = np.nan if pairs.lags is None else float(pairs.lags.max())
+        self._done[self._step] = StepMismatch(self._step, measure(pairs), entropy, lag)
+        self._rows = []
+
+
+class _Parts:
+    """Sums of |p - q| by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, name: str | None, row: Row) -> None:
+        if name is not None:
+            p, q = (np.exp(row[kind].astype(np.float64)) for kind in ("train", "rollout"))
+            self._sums.setdefault(name, np.zeros(3))
+            self._sums[name] += (1, len(p), np.abs(p - q).sum())
+
+    def finish(self) -> list[Part]:
+        def order(name: str) -> tuple[int, str]:
+            return (int(name[5:]), "") if name.startswith("rank ") and name[5:].isdigit() else (0, name)
+
+        made = {name: self._sums[name] for name in sorted(self._sums, key=order)}
+        return [
+            Part(name, int(rows), int(tokens), float(total / tokens)) for name, (rows, tokens, total) in made.items()
+        ]
+
+
+def _over_training(
+    steps: list[StepMismatch], ranks: list[Part], sources: list[Part], tolerance: float | None, metrics: Series | None
+) -> OverTraining:
+    notes = [*_standing_out(ranks), *_standing_out(sources)]
+    series = _series(steps)
+    if metrics is not None:
+        notes += _agreement(steps, metrics)
+        series = dict(metrics)
+    said = "--tolerance"
+    if tolerance is None and "dual/tolerance" in series:
+        tolerance, said = float(series["dual/tolerance"][1][-1]), "the run's own"
+    if tolerance is None:
+        first = steps[:_FIRST_STEPS]
+        tokens = np.array([step.statistics.tokens for step in first], np.float64)
+        mean = float(np.average([step.statistics.mean for step in first], weights=tokens))
+        tolerance, said = recommend(mean, None, None).tolerance, f"recommended for the first {len(first)} steps"
+    numbers = np.array([step.step for step in steps])
+    if said != "the run's own" and np.isfinite(tolerance):
+        series["dual/tolerance"] = (numbers, np.full(len(numbers), tolerance))
+    return OverTraining(
+        tuple(steps), tuple(ranks if len(ranks) > 1 else ()), tuple(sources if len(sources) > 1 else ()), tuple(notes),
+        tuple(alarms(series)), tolerance, said,
+    )  # fmt: skip
+
+
+def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The metrics that the alarms look at, as a run of ours has them."""
+    numbers = np.array([step.step for step in steps], np.int64)
+    values: dict[str, list[float]] = {
+        "discrepancy/mean": [step.statistics.mean for step in steps],
+        "mismatch/k1": [step.statistics.k1 for step in steps],
+        "mismatch/k3": [step.statistics.k3 for step in steps],
+        "mismatch/effective_sample_size": [step.statistics.effective_sample_size for step in steps],
+        "policy/entropy": [step.entropy for step in steps],
+        "rollout/staleness_max": [step.lag for step in steps],
+    }
+    return {name: (numbers, np.array(x, np.float64)) for name, x in values.items() if np.isfinite(x).all()}
+
+
+def _standing_out(parts: list[Part]) -> list[str]:
+    """A line for each part that differs far more than the others: a rank with other weights, a broken environment."""
+    lines = []
+    for part in parts:
+        others = [each.mean for each in parts if each is not part]
+        usual = float(np.median(others)) if others else np.inf
+        if part.mean > max(_STANDS_OUT * usual, _ROUNDING):
+            lines.append(f"{part.name} stands out: mean |dp| {part.mean:.2g}, the others' median is {usual:.2g}.")
+    return lines
+
+
+def _agreement(steps: list[StepMismatch], metrics: Series) -> list[str]:
+    if "discrepancy/mean" not in metrics:
+        return []
+    own = dict(zip(metrics["discrepancy/mean"][0].tolist(), metrics["discrepancy/mean"][1].tolist(), strict=True))
+    both = [(step.step, step.statistics.mean, own[step.step]) for step in steps if step.step in own]
+    if not both:
+        return []
+    step, mean, logged = max(both, key=lambda each: abs(each[1] - each[2]))
+    if abs(mean - logged) <= AGREEMENT:
+        return [f"metrics.jsonl has the same means to {abs(mean - logged):.1g} in all {len(both)} recorded steps."]
+    return [
+        f"metrics.jsonl differs: discrepancy/mean of step {step} is {logged:.6g}, the recorded tokens give {mean:.6g}. "
+        "With another measure than diff, or one-sided, they are different numbers."
+    ]
+
+
+def _number(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def _refuse_mixed(files: list[RecordedFile]) -> None:
+    first: dict[str, Path] = {}
+    for file in files:
+        first.setdefault(file.framework, file.path)
+    if len(first) > 1:
+        said = ", ".join(f"{name} ({path})" for name, path in first.items())
+        raise UserError(f"recordings of several frameworks in one call: {said}; probe each alone")
+
+
+def _refuse_doubles(files: Sequence[RecordedFile]) -> None:
+    seen: dict[Place, Path] = {}
+    for file in files:
+        if file.place.step is None:
+            continue
+        if (other := seen.setdefault(file.place, file.path)) != file.path:
+            rank = "" if file.place.rank is None else f", rank {file.place.rank}"
+            raise UserError(f"step {file.place.step}{rank} is in {other} and in {file.path}; probe one run at a time")
+
+
+def _refuse_gaps(places: Iterable[Place]) -> None:
+    """One line for a step that is missing between others, and for a rank that is."""
+    ranks: dict[int, set[int]] = {}
+    for place in places:
+        if place.step is not None:
+            ranks.setdefault(place.step, set()).update(() if place.rank is None else (place.rank,))
+    steps = sorted(ranks)
+    spacing = min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)
+    missing = [
+        step
+        for a, b in zip(steps, steps[1:], strict=False)
+        if b - a > spacing
+        for step in range(a + spacing, b, spacing)
+    ]
+    if missing:
+        raise UserError(
+            f"{_listed('step', missing)} between steps {steps[0]} and {steps[-1]}, {spacing} apart elsewhere; "
+            "add the files, or read on without them by --allow-gaps"
+        )
+    everywhere = set().union(*ranks.values()) if ranks else set()
+    absent = sorted(set(range(max(everywhere, default=0) + 1)) - everywhere) if everywhere else []
+    if absent:
+        raise UserError(
+            f"{_listed('rank', absent)} of 0 to {max(everywhere)}; add the files, or read on without them by "
+            "--allow-gaps (prime-rl writes for the first rank of each context-parallel group alone)"
+        )
+    for step in steps:
+        if lacking := sorted(everywhere - ranks[step]):
+            raise UserError(
+                f"{_listed('rank', lacking)} in step {step}, while other steps have ranks "
+                f"{', '.join(map(str, sorted(everywhere)))}; add the files, or read on without them by --allow-gaps"
+            )
+
+
+def _listed(kind: str, numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (f" and {len(numbers) - _SHOWN} more" * (len(numbers) > _SHOWN))
+    return f"{kind} {shown} is missing" if len(numbers) == 1 else f"{kind}s {shown} are missing"

@@ -1,0 +1,141 @@
+"""The gradient that each remedy gives on one batch, at the weights that made it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.losses import aggregation_weights
+from dcmdp_jax.algorithm.masked import gather_to_tokens
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
+from dcmdp_jax.training.loss_terms import charged_rewards, loss_of, signals_of
+from dcmdp_jax.types import Array, Params, Rows
+
+SKETCH = 1 << 16
+"""Numbers that are kept of a gradient. Of a longer one each is a sum of its entries with random signs: lengths and
+products come out right on average, and to 1 / sqrt(SKETCH) = 0.4%; equal gradients stay equal."""
+
+
+class Sampled(NamedTuple):
+    """A batch of N completions, one a row [N, L], with what a remedy looks at.
+
+    Attributes:
+        rows: tokens; `rollout_logprobs` are the engine's, `completion_index` the row.
+        rewards: [N] float32.
+        group_ids: [N] int32 in 0 .. N-1, the prompt of each.
+    """
+
+    rows: Rows
+    rewards: Array
+    group_ids: Array
+
+
+def token_slopes(
+    settings: AlgorithmSettings, remedies: Remedies, sampled: Sampled, train_logprobs: Array, limit: int
+) -> jax.Array:
+    """The derivative of the batch's loss in each token's log-prob, as the first update of a training step has it.
+
+    The same functions as the step's: p^Train is the policy now, the loss is divided by the weight of what is kept.
+
+    Args:
+        settings, remedies: of the algorithm.
+        sampled: the batch.
+        train_logprobs: [N, L] nats.
+        limit: T_max, for the fixed-length normalizer.
+
+    Returns:
+        [N, L] float32, 0 outside the mask.
+    """
+    rows, count = sampled.rows, len(sampled.rewards)
+    everyone = jnp.ones(count, bool)
+    lengths = jnp.sum(rows.completion_mask, axis=1, dtype=jnp.int32)
+    rewards, multiplier = jnp.asarray(sampled.rewards), jnp.float32(settings.multiplier)
+    if settings.level == "reward":
+        rewards = charged_rewards(
+            rewards, (rows,), (jnp.asarray(train_logprobs),), multiplier, settings.tolerance, settings, remedies.penalty
+        )
+    advantages = group_advantages(
+        rewards, sampled.group_ids, everyone,
+        ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
+    )  # fmt: skip
+    normalize = functools.partial(
+        aggregation_weights, lengths, everyone, mode=settings.aggregation, max_completion_tokens=limit
+    )
+    tokens = Tokens(
+        train_logprobs=train_logprobs, old_logprobs=train_logprobs, rollout_logprobs=rows.rollout_logprobs,
+        advantages=gather_to_tokens(advantages, rows.completion_index), completion_mask=rows.completion_mask,
+        completion_index=rows.completion_index, num_completions=count, multiplier=multiplier,
+        tolerance=jnp.float32(settings.tolerance),
+    )  # fmt: skip
+
+    def loss(train: jax.Array) -> jax.Array:
+        signals = signals_of(settings, remedies, tokens, normalize()[0])
+        summed, _ = loss_of(settings, remedies, signals, train)
+        _, total = normalize(dropped_tokens=signals.dropped_tokens)
+        return summed.total / jnp.where(total > 0, total, 1.0)
+
+    return jax.grad(loss)(jnp.asarray(train_logprobs))
+
+
+class Gradients:
+    """Gradients of batches at fixed weights.
+
+    Args:
+        logprobs: (params, rows) -> log-probs [R, L] of the training stack.
+        params: the weights.
+        rows: that are computed at a time.
+    """
+
+    def __init__(self, logprobs: Callable[[Params, Rows], jax.Array], params: Params, *, rows: int = 32) -> None:
+        self._params, self._rows = params, rows
+        self._logprobs = jax.jit(logprobs)
+
+        def pull_back(params: Params, rows: Rows, slopes: jax.Array) -> jax.Array:
+            pull = jax.vjp(lambda p: logprobs(p, rows), params)[1]
+            return jax.lax.map(lambda one: sketch(pull(one)[0]), slopes)
+
+        self._pull_back = jax.jit(pull_back)
+
+    def score(self, rows: Rows) -> np.ndarray:
+        """p^Train, [N, L] nats, 0 outside completions."""
+        parts = [np.asarray(self._logprobs(self._params, part)) for part, _ in self._parts(rows)]
+        return np.concatenate(parts)[: len(rows.input_ids)]
+
+    def of(self, rows: Rows, slopes: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        """The gradient of each loss, named by its derivatives in the log-probs [N, L]; [K] float32."""
+        stacked, total = np.stack([np.asarray(one, np.float32) for one in slopes.values()]), 0.0
+        for part, span in self._parts(rows):
+            padded = np.zeros((len(stacked), *part.input_ids.shape), np.float32)
+            own = stacked[:, span]
+            padded[:, : own.shape[1]] = own
+            total = total + np.asarray(self._pull_back(self._params, part, padded), np.float64)
+        return dict(zip(slopes, total.astype(np.float32), strict=True))
+
+    def _parts(self, rows: Rows) -> Any:
+        """Rows a few at a time, the last padded with empty ones, and which they are."""
+        for start in range(0, len(rows.input_ids), self._rows):
+            span = slice(start, start + self._rows)
+            part = jax.tree.map(lambda x, span=span: np.asarray(x)[span], rows)
+            missing = self._rows - len(part.input_ids)
+            yield jax.tree.map(lambda x, n=missing: np.pad(x, ((0, n), *((0, 0),) * (x.ndim - 1))), part), span
+
+
+def sketch(gradient: Params) -> jax.Array:
+    """A gradient as a vector: the whole one if it is short, else `SKETCH` signed sums of its entries."""
+    leaves = [leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(gradient)]
+    if sum(leaf.size for leaf in leaves) <= SKETCH:
+        return jnp.concatenate(leaves)
+    total = jnp.zeros(SKETCH)
+    for number, leaf in enumerate(leaves):
+        signs = jax.random.rademacher(jax.random.fold_in(jax.random.key(0), number), (leaf.size,), jnp.float32)
+        padded = jnp.pad(leaf * signs, (0, -leaf.size % SKETCH))
+        # A short leaf does not always add to the same sums.
+        total += jnp.roll(jnp.sum(padded.reshape(-1, SKETCH), axis=0), number * 7919)
+    return total

@@ -1,0 +1,312 @@
+"""Which remedy? The gradient that each gives on an engine's samples, against that of an exact engine. No training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dcmdp_jax.algorithm.advantages import has_signal
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.data.prompts import encode_prompts
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.oracle.entries import NOTHING, entries, without_remedy
+from dcmdp_jax.lab.oracle.gradients import Gradients, Sampled, token_slopes
+from dcmdp_jax.lab.oracle.moments import Quality, errors, moments, quality
+from dcmdp_jax.lab.probe import engines
+from dcmdp_jax.lab.probe.session import Session
+from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.types import Rows
+
+Grade = Callable[[Sequence[str], Sequence[str]], np.ndarray]
+
+EXACT = ProbeSpec("local", "float32", "float32")
+"""The control's engine: the embedded one in the trainer's precision, whose log-probs are then the trainer's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a remedy does to the gradient.
+
+    Attributes:
+        name: of the remedy.
+        quality, error: against the exact control, and its standard errors.
+        effective: effective number of samples: completions of a batch times (sum e)^2 / (n sum e^2), e being the factor
+            that the remedy gives the loss's slope in each token that has one without remedy.
+        dropped: share of those tokens whose slope is 0.
+    """
+
+    name: str
+    quality: Quality
+    error: Quality
+    effective: float
+    dropped: float
+
+    @property
+    def squared_error(self) -> float:
+        """bias^2 + variance of one batch: E |g - G|^2 / |G|^2."""
+        return self.quality.bias**2 + self.quality.variance
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdicts:
+    """The result of an oracle.
+
+    Attributes:
+        model, engine: names.
+        prompts, group_size, batches: what was sampled, by each of the two engines.
+        discrepancy: mean |p - q| of the engine's tokens.
+        reward, control_reward: mean rewards.
+        control: the exact control against itself, from two halves of its batches: what noise alone looks like.
+        remedies: in order of the squared error, the smallest first.
+    """
+
+    model: str
+    engine: str
+    prompts: int
+    group_size: int
+    batches: int
+    discrepancy: float
+    reward: float
+    control_reward: float
+    control: Verdict
+    remedies: tuple[Verdict, ...]
+
+
+def ask(
+    session: Session, specs: Sequence[ProbeSpec], algorithm: AlgorithmSettings, *, batches: int, grade: Grade,
+    arms: Mapping[str, AlgorithmSettings] | None = None,
+) -> Iterator[Verdicts]:  # fmt: skip
+    """Sample batches from an exact engine and from others, and compare each remedy's gradient with the exact one's.
+
+    Args:
+        session: model, problems, sampling, seed; the same prompts make every batch.
+        specs: the engines.
+        algorithm: settings that the remedies are options of.
+        batches: of each engine, at least 4.
+        grade: the rewards of texts and the problems' answers.
+        arms: what is compared with no remedy in place of `entries`; level "state" is not among it, which needs the
+            policy's entropy.
+
+    Returns:
+        The verdicts on each engine, as they are known.
+
+    Raises:
+        UserError: in one line: too few batches, problems without an answer, samples without a signal.
+    """
+    _check(session, batches, [algorithm, *(arms or {}).values()])
+    row_logprobs = make_row_logprobs(
+        session.model.config, Compute(), temperature=session.sampling.temperature, mesh=one_device_mesh()
+    )
+    gradients = Gradients(lambda params, rows: row_logprobs(params, rows).logprobs, session.model.params)
+    truth, control_reward = _control(session, gradients, algorithm, batches, grade)
+    samples, half = len(session.problems) * session.sampling.group_size, batches // 2
+    own = _verdict("exact control", truth[:half], truth[half : 2 * half], [(1.0, 0.0)], samples)
+    for spec in specs:
+        collected, spreads, seen = _under_remedies(session, spec, gradients, algorithm, batches, grade, arms)
+        verdicts = [_verdict(name, np.stack(rows), truth, spreads[name], samples) for name, rows in collected.items()]
+        yield Verdicts(
+            model=session.model.name, engine=str(spec), prompts=len(session.problems),
+            group_size=session.sampling.group_size, batches=batches, control_reward=control_reward, control=own,
+            remedies=tuple(sorted(verdicts, key=_order)), **seen,
+        )  # fmt: skip
+
+
+def _check(session: Session, batches: int, settings: Iterable[AlgorithmSettings]) -> None:
+    if any(one.level == "state" for one in settings):
+        raise UserError(
+            "algorithm.level=state charges less what the policy's entropy lets expect, which --remedies does not "
+            "compute; compare token, sequence and reward"
+        )
+    if batches < 4:
+        raise UserError(f"--batches: got {batches}, must be at least 4, to tell noise from bias")
+    if session.sampling.group_size < 2:
+        raise UserError("--completions: got 1, must be at least 2 (one completion has no group to be compared with)")
+    if session.sampling.temperature == 0:
+        raise UserError("--temperature: got 0 (greedy), whose samples are all equal; give one above 0")
+    if bare := [problem.index for problem in session.problems if not problem.answer]:
+        raise UserError(f"--task: row {bare[0]} has no answer; --remedies needs rewards")
+
+
+def _control(
+    session: Session, gradients: Gradients, algorithm: AlgorithmSettings, batches: int, grade: Grade
+) -> tuple[np.ndarray, float]:
+    """The gradient of each batch of the exact engine without remedy [B, K], and the mean reward."""
+    program = _program(without_remedy(algorithm), session.sampling.max_completion_tokens)
+    found, rewards, signals = [], [], 0
+    for sampled in _batches(session, EXACT, grade, batches, seed=2 * session.seed + 1):
+        everyone = np.ones(len(sampled.rewards), bool)
+        signals += bool(np.any(has_signal(sampled.rewards, sampled.group_ids, everyone)))
+        rewards.append(sampled.rewards.mean())
+        if not signals and len(rewards) == 3:
+            raise UserError(
+                "--remedies: the rewards of every prompt are all equal in three batches, so no advantage is left to "
+                "compare; give more --prompts or --completions, or problems that the model solves sometimes"
+            )
+        train = gradients.score(sampled.rows)
+        # As precision "exact" has it: the sampler's log-probs are replaced by the trainer's own.
+        sampled = sampled._replace(rows=sampled.rows.with_columns(rollout_logprobs=train))
+        found.append(gradients.of(sampled.rows, {NOTHING: program(sampled, train)})[NOTHING])
+        session.show(f"exact control: batch {len(found)} of {batches}")
+    return np.stack(found), float(np.mean(rewards))
+
+
+def _under_remedies(
+    session: Session, spec: ProbeSpec, gradients: Gradients, algorithm: AlgorithmSettings, batches: int, grade: Grade,
+    arms: Mapping[str, AlgorithmSettings] | None,
+) -> tuple[dict[str, list[np.ndarray]], dict[str, list[tuple[float, float]]], dict[str, float]]:  # fmt: skip
+    """By remedy the gradient of each batch of an engine and what is left of its tokens; discrepancy and reward."""
+    collected: dict[str, list[np.ndarray]] = {}
+    spreads: dict[str, list[tuple[float, float]]] = {}
+    programs: dict[str, Callable] = {}
+    deltas, rewards = [], []
+    for sampled in _batches(session, spec, grade, batches, seed=2 * session.seed):
+        train = gradients.score(sampled.rows)
+        if not programs:
+            compared = entries(algorithm, _tokens(sampled, train)) if arms is None else (
+                {NOTHING: without_remedy(algorithm), **arms}
+            )  # fmt: skip
+            limit = session.sampling.max_completion_tokens
+            programs = {name: _program(one, limit) for name, one in compared.items()}
+        slopes = {name: np.asarray(program(sampled, train)) for name, program in programs.items()}
+        for name, gradient in gradients.of(sampled.rows, slopes).items():
+            collected.setdefault(name, []).append(gradient)
+            spreads.setdefault(name, [])
+            if slopes[NOTHING].any():
+                spreads[name].append(_spread(slopes[name], slopes[NOTHING]))
+        mask = sampled.rows.completion_mask
+        deltas.append(np.abs(np.exp(train) - np.exp(sampled.rows.rollout_logprobs))[mask].mean())
+        rewards.append(sampled.rewards.mean())
+        session.show(f"{spec}: batch {len(rewards)} of {batches}")
+    return collected, spreads, {"discrepancy": float(np.mean(deltas)), "reward": float(np.mean(rewards))}
+
+
+def _verdict(
+    name: str, rows: np.ndarray, truth: np.ndarray, spreads: Sequence[tuple[float, float]], samples: int
+) -> Verdict:
+    effective, dropped = np.mean(spreads, axis=0) if spreads else (0.0, 1.0)
+    error = errors(rows, truth) if len(rows) > 2 else Quality(*(math.nan,) * 4)
+    return Verdict(name, quality(moments(rows, truth)), error, float(effective * samples), float(dropped))
+
+
+def _order(verdict: Verdict) -> float:
+    return verdict.squared_error if math.isfinite(verdict.squared_error) else math.inf
+
+
+def _program(settings: AlgorithmSettings, limit: int) -> Callable:
+    # Not compiled: op by op all remedies share the programs of their operations, and the arrays are small.
+    return functools.partial(token_slopes, settings, settings.remedies(), limit=limit)
+
+
+def _spread(slopes: np.ndarray, plain: np.ndarray) -> tuple[float, float]:
+    """Effective share of the tokens under a remedy's factors, and the share of those that it stops."""
+    charged = plain != 0
+    factors = slopes[charged].astype(np.float64) / plain[charged]
+    squares = np.sum(factors**2)
+    return float(np.sum(factors) ** 2 / (len(factors) * squares)) if squares else 0.0, float(np.mean(factors == 0))
+
+
+def _tokens(sampled: Sampled, train: np.ndarray) -> Tokens:
+    rows = sampled.rows
+    return Tokens(
+        train_logprobs=train, old_logprobs=train, rollout_logprobs=rows.rollout_logprobs,
+        advantages=np.zeros_like(train), completion_mask=rows.completion_mask, completion_index=rows.completion_index,
+        num_completions=len(sampled.rewards),
+    )  # fmt: skip
+
+
+def _batches(session: Session, spec: ProbeSpec, grade: Grade, batches: int, *, seed: int) -> Iterator[Sampled]:
+    """Batches of one engine on the session's prompts, with their rewards."""
+    model, limit = session.model, session.sampling.max_completion_tokens
+    prompts = encode_prompts(
+        session.problems, model.tokenizer, prompt_suffix=session.prompt_suffix, max_prompt_tokens=2**31 - 1,
+        chat_template_kwargs=session.chat_template_kwargs,
+    ).token_ids  # fmt: skip
+    total = max(map(len, prompts)) + limit
+    if total > model.config.max_position_embeddings:
+        raise UserError(
+            f"--max-completion-tokens: {limit} and the longest prompt make {total} tokens, the model has "
+            f"max_position_embeddings={model.config.max_position_embeddings}"
+        )
+    sampling = dataclasses.replace(session.sampling, stop_token_ids=model.stop_token_ids)
+    session.show(f"starting {spec}")
+    with tempfile.TemporaryDirectory() as directory:
+        engine = engines.build(
+            spec, model.config, model.params, settings=session.settings, directory=Path(directory) / "engine",
+            max_total_tokens=total, max_rows=session.max_rows,
+        )  # fmt: skip
+        with contextlib.closing(engine):
+            for batch in range(batches):
+                found = engines.sample(engine, prompts, sampling, seed=seed * batches + batch)
+                texts = model.tokenizer.batch_decode(found.completion_ids, skip_special_tokens=True)
+                answers = [session.problems[index].answer for index in found.prompt_index]
+                rewards = np.asarray(grade(texts, answers), np.float32)
+                yield Sampled(_rows(prompts, found, total), rewards, found.prompt_index.astype(np.int32))
+
+
+def _rows(prompts: Sequence[np.ndarray], found: engines.Sampled, length: int) -> Rows:
+    """One completion a row, padded to `length`."""
+    shape = len(found.completion_ids), length
+    ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    rollout = np.zeros(shape, np.float32)
+    for row, (prompt, completion, logprobs) in enumerate(
+        zip(found.prompt_index, found.completion_ids, found.logprobs, strict=True)
+    ):
+        start = len(prompts[prompt])
+        end = start + len(completion)
+        ids[row, :start], ids[row, start:end] = prompts[prompt], completion
+        segments[row, :end], mask[row, start:end] = 1, True
+        rollout[row, start:end] = logprobs
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+    index = np.broadcast_to(np.arange(len(ids), dtype=np.int32)[:, None], shape)
+    return Rows(ids, positions, segments, mask, index, {"rollout_logprobs": rollout})
+
+
+def summary(verdicts: Verdicts) -> Mapping[str, str]:
+    """The result in words: the best remedy, and what it costs."""
+    best, plain = verdicts.remedies[0], next(v for v in verdicts.remedies if v.name == NOTHING)
+    now, before = best.quality, plain.quality
+    if not math.isfinite(best.squared_error):
+        return {"best": "not known: noise hides the exact engine's gradient itself; give more --batches or --prompts"}
+    words = {
+        "best": f"{best.name}: its gradient has the smallest squared error, bias^2 + variance, on this model and engine"
+    }
+    if best is plain:
+        words["best"] = "no remedy: none of them brings the gradient nearer to the exact engine's at this batch size"
+    words["direction"] = (
+        f"it is {_angle(now)} off the exact engine's and {_length(now)} (without remedy: {_angle(before)}, "
+        f"{_length(before)})"
+    )
+    change = now.variance / before.variance - 1
+    more = f"{abs(change):.0%} {'more' if change > 0 else 'less'} variance than without" if abs(change) > 0.005 else (
+        "no more variance than without"
+    )  # fmt: skip
+    words["cost"] = (
+        f"{more}; {best.dropped:.1%} of the tokens have no gradient; {best.effective:.0f} effective samples of "
+        f"{verdicts.prompts * verdicts.group_size}"
+    )
+    noise = max(best.error.bias, plain.error.bias)
+    if abs(now.bias - before.bias) < 2 * noise and best is not plain:
+        words["noise"] = (
+            f"the difference in bias, {before.bias:.2f} to {now.bias:.2f}, is within its noise ({noise:.2f}): more "
+            "--batches would tell"
+        )
+    return words
+
+
+def _angle(found: Quality) -> str:
+    return "an unresolved angle" if math.isnan(found.angle) else f"{found.angle:.0f} degrees"
+
+
+def _length(found: Quality) -> str:
+    return "of unresolved length" if math.isnan(found.length) else f"{found.length:.2f} times as long"

@@ -1,0 +1,237 @@
+"""Two steps with a way around the mismatch: which charge makes a policy take it, in closed form and by simulation.
+
+The first token chooses a way, clean (logit theta) or noisy (0); the second has two actions, equally right. On the clean
+way the engine computes as the trainer does. On the noisy way the trainer's logits are (phi, 0) and the engine's
+(phi + d, 0). The noisy way earns 1, the clean one 1 - g: g is the price of the way out. With
+
+    x = sigma(theta),    y = sigma(phi),    z = sigma(phi + d),    delta = |y - z|,
+
+both actions of the noisy way have the same discrepancy delta, and the first token has none. A step samples groups of G
+completions of the ENGINE's policy and moves by gradient ascent of the mean over completions of
+
+    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),    A of a charge as in `CHARGES`, not divided by a deviation
+
+(`reward_std` divides). Its expectation, for one unit of step size:
+
+    E[d theta] = 1/2 x (1 - x) u,    E[d phi] = 1/2 (1 - x) (z - y) v,    with b = 1 - 1/G and
+
+    charge           u                          v
+    grpo             -b g                       b x g
+    token            -b g                       b x g - lambda delta
+    sequence         -b g + lambda delta / 2    b x g - lambda delta / 2
+    reward           b (lambda delta / 2 - g)   -b x (lambda delta / 2 - g)
+    state            -b g                       b x g
+
+`token` never moves theta: what is charged after a choice reaches the choice only by the completion's advantage. `token`
+and `sequence` push phi away from what the engine samples, since a negative advantage on samples of z lowers y where z
+is above it: a charge that is equal for all actions has expected gradient 0 only if they are sampled from the policy.
+While delta stays as it is, theta follows
+
+    theta + sinh theta = theta_0 + sinh theta_0 + u s / 4    after steps of summed size s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from scipy.special import comb, expit, ndtri
+
+_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoSteps:
+    """The problem and the policy that a step starts from.
+
+    Attributes:
+        theta, phi: logits of the clean way, and of the first action on the noisy way.
+        shift: d, what the engine adds to phi.
+        price: g, reward lost by the clean way.
+        group_size: G, at least 2.
+    """
+
+    theta: float = 0.0
+    phi: float = 0.0
+    shift: float = 1.0
+    price: float = 0.0
+    group_size: int = 8
+
+    @property
+    def discrepancy(self) -> float:
+        """delta of a token on the noisy way."""
+        return float(abs(expit(self.phi) - expit(self.phi + self.shift)))
+
+
+def _none(noisy: np.ndarray, delta: np.ndarray, multiplier: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    zero = np.zeros(noisy.shape)
+    return zero, zero, zero
+
+
+CHARGES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]] = MappingProxyType(
+    {
+        "grpo": _none,
+        "token": lambda noisy, delta, multiplier: (0.0 * noisy, multiplier * delta * noisy, 0.0 * noisy),
+        "sequence": lambda noisy, delta, multiplier: (
+            multiplier * delta * noisy / 2, multiplier * delta * noisy / 2, 0.0 * noisy
+        ),
+        "reward": lambda noisy, delta, multiplier: (0.0 * noisy, 0.0 * noisy, multiplier * delta * noisy / 2),
+        "reward_std": lambda noisy, delta, multiplier: (0.0 * noisy, 0.0 * noisy, multiplier * delta * noisy / 2),
+        # The state's expected discrepancy is the action's own: both have the same.
+        "state": _none,
+    }
+)  # fmt: skip
+"""Charge: (on the noisy way?, delta, lambda) -> what is taken from the first token, the second, and the reward."""
+
+
+def expected_update(start: TwoSteps, charge: str, multiplier: float) -> tuple[float, float]:
+    """The expectation of (d theta, d phi) of one step of size 1, exactly.
+
+    Args:
+        start: problem and policy.
+        charge: of `CHARGES`.
+        multiplier: lambda.
+
+    Raises:
+        ValueError: for an unknown charge.
+    """
+    _check(charge)
+    x, y, z = expit(start.theta), expit(start.phi), expit(start.phi + start.shift)
+    b, g, half = 1 - 1 / start.group_size, start.price, multiplier * start.discrepancy / 2
+    if charge == "reward_std":
+        u, v = _normalized(start, half)
+    else:
+        in_reward = half if charge == "reward" else 0.0
+        u, v = b * (in_reward - g), -b * x * (in_reward - g)
+        u += half if charge == "sequence" else 0.0
+        v -= {"token": 2 * half, "sequence": half}.get(charge, 0.0)
+    return float(x * (1 - x) * u / 2), float((1 - x) * (z - y) * v / 2)
+
+
+def _normalized(start: TwoSteps, half: float) -> tuple[float, float]:
+    """u and v where the group's deviation divides: a sum over the number k of clean completions in a group.
+
+    Rewards take two values, lead apart; with k clean ones of G the deviation (ddof 1) is |lead| sqrt(k (G - k) / (G (G
+    - 1))), so that lead cancels but for its sign: lambda sets no scale.
+    """
+    lead, size, x = half - start.price, start.group_size, expit(start.theta)
+    k = np.arange(1, size)
+    deviation = abs(lead) * np.sqrt(k * (size - k) / (size * (size - 1)))
+    mass = comb(size, k) * x**k * (1 - x) ** (size - k) / (deviation + _EPSILON)
+    # Mean over completions of A (1[clean] - x): A of a clean one is lead (G - k) / G, of a noisy one -lead k / G.
+    spread = lead * float(np.sum(mass * k * (size - k))) / size**2
+    return spread / (x * (1 - x)), -spread / (1 - x)
+
+
+def _sampled(
+    start: TwoSteps, theta: np.ndarray, phi: np.ndarray, charge: str, multiplier: float, prompts: int,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Updates of many runs at once, [runs]; each samples `prompts` groups."""
+    shape = (len(theta), prompts, start.group_size)
+    x, y, z = (expit(v)[:, None, None] for v in (theta, phi, phi + start.shift))
+    noisy = (rng.random(shape) >= x).astype(float)
+    first = (rng.random(shape) < z).astype(float)
+    on_first, on_second, in_reward = CHARGES[charge](noisy, np.abs(y - z), multiplier)
+    rewards = 1 - start.price * (1 - noisy) - in_reward
+    advantages = rewards - rewards.mean(axis=-1, keepdims=True)
+    if charge == "reward_std":
+        deviation = rewards.std(axis=-1, ddof=1, keepdims=True)
+        # Equal rewards: 0 and not rounding over rounding.
+        advantages = np.where(np.ptp(rewards, axis=-1, keepdims=True) > 1e-12, advantages / (deviation + _EPSILON), 0)
+    d_theta = (advantages - on_first) * ((1 - noisy) - x) / 2
+    d_phi = (advantages - on_second) * noisy * (first - y) / 2
+    return d_theta.mean(axis=(1, 2)), d_phi.mean(axis=(1, 2))
+
+
+def expected_path(start: TwoSteps, charge: str, multiplier: float, *, steps: int, size: float) -> np.ndarray:
+    """theta and phi after 0, 1, ... `steps` expected updates of `size`, [steps + 1, 2] float64."""
+    path = [(start.theta, start.phi)]
+    for _ in range(steps):
+        here = dataclasses.replace(start, theta=path[-1][0], phi=path[-1][1])
+        moved = expected_update(here, charge, multiplier)
+        path.append((here.theta + size * moved[0], here.phi + size * moved[1]))
+    return np.array(path)
+
+
+def simulated_paths(
+    start: TwoSteps, charge: str, multiplier: float, *, steps: int, size: float, runs: int, prompts: int,
+    rng: np.random.Generator,
+) -> np.ndarray:  # fmt: skip
+    """theta and phi at the end of many runs, [runs, 2]; each step samples `prompts` groups."""
+    _check(charge)
+    theta, phi = np.full(runs, start.theta), np.full(runs, start.phi)
+    for _ in range(steps):
+        d_theta, d_phi = _sampled(start, theta, phi, charge, multiplier, prompts, rng)
+        theta, phi = theta + size * d_theta, phi + size * d_phi
+    return np.stack([theta, phi], axis=1)
+
+
+def least_multiplier(start: TwoSteps, charge: str) -> float:
+    """lambda above which the charge moves the policy to the clean way; infinite where none does, 0 where any does."""
+    _check(charge)
+    if charge not in ("sequence", "reward", "reward_std"):
+        return math.inf
+    share = 1 - 1 / start.group_size if charge == "sequence" else 1.0
+    return 2 * share * start.price / start.discrepancy
+
+
+def way_out_table(
+    start: TwoSteps, multiplier: float, *, steps: int, size: float, runs: int, prompts: int, seed: int = 0
+) -> list[list[str]]:
+    """Rows of a table: each charge, its least lambda, and where theta and phi end by theory and by simulation.
+
+    Args:
+        start: problem and first policy.
+        multiplier: lambda.
+        steps, size: of a run.
+        runs, prompts: simulated ones, and groups in each of their steps.
+        seed: of the simulation.
+
+    Returns:
+        Per charge: name, yes or no, least lambda, theta expected, theta simulated with its 95% interval, the same of
+        phi, the discrepancy per completion's token that is expected at the end.
+    """
+    rows = []
+    for charge in CHARGES:
+        least = least_multiplier(start, charge)
+        theta, phi = expected_path(start, charge, multiplier, steps=steps, size=size)[-1]
+        rng = np.random.default_rng(seed)
+        ends = simulated_paths(
+            start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng
+        )  # fmt: skip
+        half = ndtri(0.975) * ends.std(axis=0, ddof=1) / math.sqrt(runs)
+        here = dataclasses.replace(start, theta=theta, phi=phi)
+        rows.append([
+            charge, "yes" if multiplier > least else "no", "none" if math.isinf(least) else f"{least:.2f}",
+            f"{theta:+.3f}", f"{ends[:, 0].mean():+.3f} ± {half[0]:.3f}",
+            f"{phi:+.3f}", f"{ends[:, 1].mean():+.3f} ± {half[1]:.3f}",
+            f"{float(1 - expit(theta)) * here.discrepancy / 2:.4f}",
+        ])  # fmt: skip
+    return rows
+
+
+PAGE_START = TwoSteps(theta=-1.0, phi=0.0, shift=1.5, price=0.1)
+PAGE_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"multiplier": 3.0, "steps": 200, "size": 0.5, "runs": 1000, "prompts": 8}
+)
+"""What the documentation's table is made with."""
+
+
+def way_out_page() -> list[str]:
+    """The documentation's table, lines of Markdown."""
+    heading = [
+        "charge", "takes the way out", "least lambda", "theta, theory", "theta, simulated", "phi, theory",
+        "phi, simulated", "delta at the end",
+    ]  # fmt: skip
+    rows = [heading, ["---"] * len(heading), *way_out_table(PAGE_START, **PAGE_OPTIONS)]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _check(charge: str) -> None:
+    if charge not in CHARGES:
+        raise ValueError(f"charge = {charge!r}: allowed are {', '.join(CHARGES)}")

@@ -1,0 +1,96 @@
+"""Models on the Hugging Face Hub: fetch one, push one. Only safetensors, JSON and tokenizer files; no code."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from dcmdp_jax.errors import UserError, one_line
+
+_FILES = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_FOLDERS = ("models", "runs")
+"""First parts of relative directories that configs name: never an owner on the Hub."""
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that is no directory is `OWNER/NAME` or `OWNER/NAME@REVISION`."""
+    found = _NAME.fullmatch(path)
+    return found is not None and path.partition("/")[0] not in _FOLDERS and not Path(path).exists()
+
+
+@functools.cache
+def model_directory(path: str) -> Path:
+    """The directory of a model: `path` itself if there is such a directory, else that of a model of the Hub.
+
+    A model is fetched once, into the Hub's cache (`HF_HOME`). `OWNER/NAME@REVISION` pins a branch, a tag or a commit.
+    What was fetched before needs no network, a pinned commit never again.
+
+    Raises:
+        UserError: in one line, if there is neither, or it can't be fetched.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if not is_hub_name(path):
+        raise UserError(
+            f"no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one, and OWNER/MODEL or "
+            "OWNER/MODEL@REVISION in its place names one on the Hub"
+        )
+    # Imported late: only this needs it.
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = path.partition("@")
+    try:
+        directory = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
+    except Exception as error:  # Whose exceptions: huggingface_hub's, or those of the HTTP client of its version.
+        said = one_line(f"{type(error).__name__}: {error}", 200)
+        raise UserError(
+            f"no directory {path}, and it can't be fetched from the Hub ({said}); check name, network "
+            "and `hf auth login`, or copy the model's directory here"
+        ) from error
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(f"{path} on the Hub has no .safetensors file; other formats are not read")
+    return directory
+
+
+def check_push(name: str) -> None:
+    """Refuse a push that can't succeed before anything is written.
+
+    Raises:
+        UserError: in one line, for a name that is not USER/NAME, and without a token.
+    """
+    from huggingface_hub import get_token
+
+    found = _NAME.fullmatch(name)
+    if found is None or found[2]:
+        raise UserError(f"--push: got {name!r}, must be USER/NAME: letters, digits, '.', '_' and '-'")
+    if not get_token():
+        raise UserError(f"--push={name}: no token of the Hub; run `hf auth login` or set HF_TOKEN. Nothing was written")
+
+
+def push(directory: Path, name: str, *, message: str) -> str:
+    """Upload a directory as the model `name`, made if it is not there.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        UserError: in one line that says where the files are, if the Hub can't be reached or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(name, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=directory, commit_message=message).commit_url)
+    except Exception as error:  # as above
+        said = one_line(f"{type(error).__name__}: {error}", 200)
+        raise UserError(
+            f"--push={name}: not pushed ({said}). The export is whole in {directory}; "
+            f"`hf upload {name} {directory}` pushes it"
+        ) from error

@@ -1,0 +1,273 @@
+"""Causal attention of packed rows that computes blocks of a row's own segments alone: flash attention in XLA loops.
+
+For platforms without such a kernel of their own. Measured on CPU: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one segment: of all
+# queries, and of the keys of a row's last queries.
+_QUERY_BLOCKS, _KEY_BLOCKS = "attention_query_blocks", "attention_key_blocks"
+_HIDDEN = -1e30
+_LONG = 1024
+
+
+def block_size(length: int) -> int:
+    """Queries and keys of a block for rows of `length` tokens: the fastest on CPU."""
+    return 64 if length <= _LONG else 128
+
+
+def attention_blocks(op_name: str) -> float | None:
+    """Iterations of `attention`'s loops where each row is one segment: a block of queries has half of its row's blocks
+    of keys on average. None for another loop.
+
+    Args:
+        op_name: of the loop.
+    """
+    if found := re.search(rf"\b{_KEY_BLOCKS}_(\d+)\b", op_name):
+        return (int(found.group(1)) + 1) / 2
+    found = re.search(rf"\b{_QUERY_BLOCKS}_(\d+)\b", op_name)
+    return int(found.group(1)) if found else None
+
+
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, block: int | None = None
+) -> jax.Array:
+    """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
+
+    A block of queries begins at the first token of a segment, or where the block before it ends; it holds the segments
+    that end within it, or a part of a longer one. Its keys are read block by block from the begin of its first
+    segment, so the products grow with the sum of the squares of the segments' lengths. The softmax is computed online,
+    in float32; the backward pass computes the weights again from their log-sum-exp. No array has two axes along the
+    row.
+
+    Args:
+        query: [R, L, H, h].
+        key, value: [R, L, K, h]; H is a multiple of K.
+        segment_ids: [R, L] integers. Tokens of a segment are consecutive. 0 is padding: its outputs and gradients are
+            zero, and no time is spent on it.
+        block: queries and keys of a block; None: `block_size`.
+
+    Returns:
+        [R, L, H, h], the dtype of `query`.
+    """
+    rows, length, heads, width = query.shape
+    kv_heads, total = key.shape[2], rows * length
+    size = min(block or block_size(length), total)
+    query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
+    attended = _attended(
+        query.reshape(total, kv_heads, heads // kv_heads, width), key.reshape(total, kv_heads, width),
+        value.reshape(total, kv_heads, width), _segments(segment_ids, size), size, length,
+    )  # fmt: skip
+    return attended.reshape(query.shape)
+
+
+class _Segments(NamedTuple):
+    """Where segments lie in the T tokens of all rows.
+
+    Attributes:
+        first: [T] int32, the first token of a token's segment; padding counts as a segment.
+        after: [T] int32, the token after the block of queries that begins here.
+        real: [T + 1] int32, the first token at or after this one that is not padding; T if there is none.
+    """
+
+    first: jax.Array
+    after: jax.Array
+    real: jax.Array
+
+
+def _segments(segment_ids: jax.Array, size: int) -> _Segments:
+    total, ids = segment_ids.size, segment_ids.reshape(-1)
+    index = jnp.arange(total, dtype=jnp.int32)
+    begins = (index % segment_ids.shape[1] == 0) | (ids != jnp.roll(ids, 1))
+    first = lax.cummax(jnp.where(begins, index, 0))
+    end = jnp.full((1,), total, jnp.int32)
+    reach = jnp.minimum(index + size, total)
+    whole = jnp.concatenate([first, end])[reach]
+    real = lax.cummin(jnp.where(ids != 0, index, total), reverse=True)
+    return _Segments(first, jnp.where(whole > index, whole, reach), jnp.concatenate([real, end]))
+
+
+class _Queries(NamedTuple):
+    """A block of B queries, those of G heads beside each other: n = G B columns.
+
+    Attributes:
+        at: [] int32, the first query.
+        valid: [B] bool, false on queries of other blocks.
+        first: [n] int32, the first key that a query sees; T where it is not valid.
+        own: [n] int32, the query itself.
+        begin: [] int32, the first key of the first block.
+        count: [] int32, how many blocks of keys there are.
+        following: [] int32, the first query of the next block.
+    """
+
+    at: jax.Array
+    valid: jax.Array
+    first: jax.Array
+    own: jax.Array
+    begin: jax.Array
+    count: jax.Array
+    following: jax.Array
+
+    @classmethod
+    def of(cls, segments: _Segments, begin: jax.Array, size: int, group: int) -> _Queries:
+        """The block that begins at a token; at the end of all tokens it holds earlier ones too, which are not valid."""
+        at = jnp.minimum(begin, segments.first.shape[0] - size)
+        own, after, first = at + jnp.arange(size, dtype=jnp.int32), segments.after[begin], segments.first[begin]
+        valid = (own >= begin) & (own < after) & (_rows(segments.real, at, size) == own)
+        seen = jnp.where(valid, _rows(segments.first, at, size), segments.first.shape[0])
+        # Computed once and not in every fusion, whose loops over the columns of a group would not be vectorized.
+        columns = lax.optimization_barrier((jnp.tile(seen, group), jnp.tile(own, group)))
+        return cls(at, valid, *columns, first, (begin - first + size - 1) // size + 1, segments.real[after])
+
+    def keys(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First key of a block, and [B, n] bool: which of its keys a query sees. The last block is the queries' own."""
+        size = self.valid.shape[0]
+        at = jnp.minimum(self.begin + block * size, self.at)
+        last = jnp.where(block == self.count - 1, at + size, self.at - 1)
+        index = at + jnp.arange(size, dtype=jnp.int32)[:, None]
+        return at, (index >= self.first) & (index <= jnp.minimum(self.own, last))
+
+    def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
+        """`target` [T, K, G, ...] with the block's [K, ..., n] in the place of its valid queries."""
+        size = self.valid.shape[0]
+        block = columns.reshape(*columns.shape[:-1], -1, size)
+        block = jnp.moveaxis(block, (-1, -2), (0, 2)).reshape(size, *target.shape[1:]).astype(target.dtype)
+        valid = self.valid.reshape(size, *(1,) * (target.ndim - 1))
+        block = jnp.where(valid, block, _rows(target, self.at, size))
+        return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
+
+
+def _rows(x: jax.Array, at: jax.Array | int, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, at, size)
+
+
+def _as_rows(x: jax.Array) -> jax.Array:
+    """[B, K, G, h] -> [K, n, h]."""
+    return x.transpose(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[3])
+
+
+def _as_columns(x: jax.Array) -> jax.Array:
+    """[B, K, G, h] -> [K, h, n]."""
+    return x.transpose(1, 3, 2, 0).reshape(x.shape[1], x.shape[3], -1)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """[K, a, b] [K, b, c] in float32: the order of axes that XLA's CPU products are fastest in."""
+    return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """`cpu.softmax_maximum` over axis 1."""
+
+    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.select(a > b, a, b)
+
+    return lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (1,))[:, None]
+
+
+def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
+    in_row = -(-length // size)
+    return f"{_QUERY_BLOCKS}_{total // length * in_row}", f"{_KEY_BLOCKS}_{in_row}"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attended(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
+) -> jax.Array:
+    """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h]. Scores are [K, keys, n]: queries are
+    columns, so that reductions over keys are vectorized over queries."""
+    return _attended_forward(query, key, value, segments, size, length)[0]
+
+
+def _attended_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
+) -> tuple[jax.Array, tuple[jax.Array | _Segments, ...]]:
+    total, kv_heads, group, width = query.shape
+    of_queries, of_keys = _scopes(total, length, size)
+
+    def queries(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        begin, attended, log_sum = carry
+        block = _Queries.of(segments, begin, size, group)
+        columns = _as_columns(_rows(query, block.at, size))
+
+        def keys(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            maximum, weight, product = carry
+            at, visible = block.keys(index)
+            scores = _product(_rows(key, at, size).transpose(1, 0, 2), columns)
+            scores = jnp.where(visible, scores, _HIDDEN)
+            # A query that sees none of these keys gets weights of one, until its own key, the last, makes them zero.
+            larger = jnp.maximum(maximum, _largest(scores))
+            exponentials, before = jnp.exp(scores - larger), jnp.exp(maximum - larger)
+            weight = weight * before + jnp.sum(exponentials, axis=1, keepdims=True)
+            values = _rows(value, at, size).transpose(1, 2, 0)
+            return larger, weight, product * before + _product(values, exponentials.astype(value.dtype))
+
+        hidden = jnp.full((kv_heads, 1, group * size), _HIDDEN, jnp.float32)
+        empty = hidden, jnp.zeros_like(hidden), jnp.zeros((kv_heads, width, group * size), jnp.float32)
+        with jax.named_scope(of_keys):
+            maximum, weight, product = lax.fori_loop(0, block.count, keys, empty)
+        attended = block.write(attended, product / weight)
+        return block.following, attended, block.write(log_sum, (maximum + jnp.log(weight))[:, 0])
+
+    empty = segments.real[0], jnp.zeros_like(query), jnp.zeros(query.shape[:3], jnp.float32)
+    with jax.named_scope(of_queries):
+        _, attended, log_sum = lax.while_loop(lambda carry: carry[0] != total, queries, empty)
+    return attended, (query, key, value, segments, attended, log_sum)
+
+
+def _attended_backward(
+    size: int, length: int, saved: tuple[jax.Array | _Segments, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    query, key, value, segments, attended, log_sum = saved
+    total, kv_heads, group, width = query.shape
+    of_queries, of_keys = _scopes(total, length, size)
+
+    def queries(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        begin, query_bar, *sums = carry
+        block = _Queries.of(segments, begin, size, group)
+        own = _rows(query, block.at, size)
+        bar = jnp.where(block.valid[:, None, None, None], _rows(cotangent, block.at, size), 0)
+        along = jnp.sum(bar.astype(jnp.float32) * _rows(attended, block.at, size).astype(jnp.float32), axis=-1)
+        # Arrays of the inner loop, none of them computed in it.
+        rows, columns, bar_rows, bar_columns, along, lse = lax.optimization_barrier(
+            (_as_rows(own), _as_columns(own), _as_rows(bar), _as_columns(bar),
+             _as_columns(along[..., None]), _as_columns(_rows(log_sum, block.at, size)[..., None]))
+        )  # fmt: skip
+
+        def keys(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            own_bar, key_bar, value_bar = carry
+            at, visible = block.keys(index)
+            keys, values = (_rows(x, at, size).transpose(1, 0, 2) for x in (key, value))
+            weights = jnp.where(visible, jnp.exp(_product(keys, columns) - lse), 0.0)
+            scores_bar = (weights * (_product(values, bar_columns) - along)).astype(query.dtype)
+            own_bar += _product(_rows(key, at, size).transpose(1, 2, 0), scores_bar)
+
+            def add(sums: jax.Array, product: jax.Array) -> jax.Array:
+                added = _rows(sums, at, size) + product.transpose(1, 0, 2)
+                return lax.dynamic_update_slice_in_dim(sums, added, at, 0)
+
+            key_bar = add(key_bar, _product(scores_bar, rows))
+            return own_bar, key_bar, add(value_bar, _product(weights.astype(value.dtype), bar_rows))
+
+        empty = jnp.zeros((kv_heads, width, group * size), jnp.float32)
+        with jax.named_scope(of_keys):
+            own_bar, *sums = lax.fori_loop(0, block.count, keys, (empty, *sums))
+        return block.following, block.write(query_bar, own_bar), *sums
+
+    empty = segments.real[0], jnp.zeros_like(query), *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+    with jax.named_scope(of_queries):
+        _, query_bar, key_bar, value_bar = lax.while_loop(lambda carry: carry[0] != total, queries, empty)
+    return query_bar, key_bar.astype(key.dtype), value_bar.astype(value.dtype), None
+
+
+_attended.defvjp(_attended_forward, _attended_backward)

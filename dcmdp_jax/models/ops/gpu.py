@@ -1,0 +1,129 @@
+"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory. Compiled, not run on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dcmdp_jax.errors import UserError
+
+
+class _Sequences(NamedTuple):
+    """The segments of R rows as cuDNN's packed layout has them, R M at most.
+
+    Attributes:
+        lengths: [R, M] int32, tokens of each segment of all rows in their order; 0 for those that there are not.
+        query_offsets, key_offsets: [R, M + 1] int32, the first element of each segment in the array; then its end.
+        real: [R, L] bool, the tokens of segments. cuDNN writes no others.
+        excess: [] bool, whether there are more than R M.
+    """
+
+    lengths: jax.Array
+    query_offsets: jax.Array
+    key_offsets: jax.Array
+    real: jax.Array
+    excess: jax.Array
+
+
+def packed_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, segments: int
+) -> jax.Array:
+    """Causal attention of packed rows within their segments, on one device; see `attention.row_attention`.
+
+    cuDNN takes each segment as a sequence of its own, so it computes no scores between two of them and needs no mask.
+    For the backward pass it keeps R M H L float32 values.
+
+    Args:
+        query, key, value, segment_ids: as there; tokens of a segment are consecutive. Padding's outputs and gradients
+            are zero.
+        segments: M, segments of a row at most, at least 2. All outputs are NaN if the rows have more together.
+
+    Raises:
+        UserError: if the queries have 2^31 elements or more, which an int32 offset can't reach.
+    """
+    rows, length, heads, width = query.shape
+    if query.size >= 2**31:
+        raise UserError(f"micro-batch: got {rows * length} tokens on a device, cuDNN's packed attention takes fewer "
+                        f"than {2**31 // (heads * width)}")  # fmt: skip
+    sequences = _sequences(segment_ids, segments, heads * width, key.shape[2] * width)
+    attended = _attended(query, key, value, sequences)
+    return jnp.where(sequences.excess, jnp.nan, jnp.where(sequences.real[..., None, None], attended, 0))
+
+
+def _sequences(segment_ids: jax.Array, segments: int, query_stride: int, key_stride: int) -> _Sequences:
+    rows, length = segment_ids.shape
+    total, ids = rows * length, segment_ids.reshape(-1)
+    index = jnp.arange(total, dtype=jnp.int32)
+    begins = (index % length == 0) | (ids != jnp.roll(ids, 1))
+    # The begin of the next segment, or padding, after each token.
+    following = lax.cummin(jnp.where(begins, index, total), reverse=True)
+    following = jnp.concatenate([following[1:], jnp.full((1,), total, jnp.int32)])
+    real = begins & (ids != 0)
+    # One entry more in each row than there are segments; cuDNN reads the first R M + 1.
+    [starts] = jnp.nonzero(real, size=rows * (segments + 1), fill_value=total)
+    starts = starts.astype(jnp.int32)
+    used = starts[: rows * segments]
+    lengths = jnp.where(used < total, following[jnp.minimum(used, total - 1)] - used, 0)
+    starts = jnp.where(jnp.arange(starts.size) < used.size, starts, total).reshape(rows, -1)
+    excess = jnp.sum(real, dtype=jnp.int32) > used.size
+    # JAX's own scaling of offsets takes the queries' heads for the keys too, before jax 0.12 (its PR 39521).
+    return _Sequences(
+        lengths.reshape(rows, -1), starts * query_stride, starts * key_stride, segment_ids != 0, excess
+    )  # fmt: skip
+
+
+@jax.custom_vjp
+def _attended(query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences) -> jax.Array:
+    return _attended_forward(query, key, value, sequences)[0]
+
+
+def _attended_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    attended, statistics = _bind("fwd", query, key, value, sequences, is_training=True)
+    return attended, (query, key, value, sequences, statistics, attended)
+
+
+def _attended_backward(saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    *inputs, statistics, attended = saved
+    gradients = _bind("bwd", *inputs, statistics, attended, cotangent)
+    real = inputs[3].real[..., None, None]
+    return *(jnp.where(real, gradient, 0) for gradient in gradients[:3]), None
+
+
+_attended.defvjp(_attended_forward, _attended_backward)
+
+
+def _bind(
+    direction: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sequences: _Sequences,
+    *saved: jax.Array,
+    **options: bool,
+) -> list[jax.Array]:
+    """Bind JAX's primitive itself: its public function scales the offsets, and asks for the GPU while tracing."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    abstract = getattr(cudnn, f"_dot_product_attention_{direction}_abstract")
+    # Of jax 0.12.
+    options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in _parameters(abstract)}
+    unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
+    return getattr(cudnn, f"_dot_product_attention_{direction}_p").bind(
+        query, key, value, unused, lengths, lengths, sequences.query_offsets, sequences.key_offsets, unused, unused,
+        *saved, scale=1.0 / math.sqrt(query.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
+        mask_type=cudnn.MaskType.PADDING_CAUSAL, layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None,
+        **options,
+    )  # fmt: skip
+
+
+@functools.cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,228 @@
+"""A linear layer's product, and cached keys and values, rounded as vLLM rounds them; gradients pass straight through.
+
+y = Q(x) Q(W): both factors have the values that the engine multiplies by, sums are in float32. The gradient is that of
+the plain product at the rounded factors, d y / d x = Q(W), d y / d W = Q(x) (Bengio et al. 2013).
+
+| `Scheme.products` | W | x |
+|---|---|---|
+| int8 | int8, a scale max / 127 for each column | int8, a scale max / 127 for each token |
+| fp8 | e4m3, a scale max / 448 for a matrix; q, k and v are one, gate and up too | e4m3, max / 448 for each token |
+| fp8_per_block | e4m3, max / 448 for each 128 x 128 of the same matrices | e4m3, max / 448 for 128 of a token |
+| fp8_weights_per_block | that of fp8_per_block as vLLM's CPU kernel reads it: times the scale, in bfloat16 | as it is |
+
+A maximum over an axis that a mesh splits is that of all devices: arrays here are global, the compiler reduces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.models.products import PRECISE
+from dcmdp_jax.models.quantize import FP8_MAX, quantize_kernel
+from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.types import Params
+
+BLOCK = 128
+_E5M2_MAX = 57344.0
+# vLLM's least maxima: of a token in int8; of a token, of 128 of it and of a block of weights in fp8.
+_LEAST_INT8, _LEAST_TOKEN, _LEAST_GROUP, _LEAST_BLOCK = 1e-7, 1.0 / 512, 1e-10, 1e-4
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("weights", "scale"), meta_fields=("products",))
+@dataclasses.dataclass(frozen=True)
+class SchemeKernel:
+    """A matrix whose product is rounded.
+
+    Attributes:
+        weights: [in, out], the parameter itself; the gradient flows here.
+        scale: [G, out] float32, constant: of each block of `in / G` inputs, rounded up to whole blocks.
+        products: of `Scheme.products`.
+    """
+
+    weights: jax.Array
+    scale: jax.Array
+    products: str
+
+
+def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
+    """One layer's parameters, its matrices as `SchemeKernel`s.
+
+    Args:
+        layer_params: parameters of one layer, also after `decoder.fuse_projections`; of a dense model.
+        scheme: with `products`; without, the parameters come back.
+    """
+    if not scheme.products:
+        return layer_params
+    attention, mlp = dict(layer_params["attention"]), dict(layer_params["mlp"])
+    together = [(attention, ("o",)), (mlp, ("gate", "up")), (mlp, ("down",))]
+    if not scheme.skip_qkv:
+        together.append((attention, ("qkv",) if "qkv" in attention else ("q", "k", "v")))
+    for linears, names in together:
+        scales = _scales([linears[name]["kernel"] for name in names], scheme.products)
+        for name, scale in zip(names, scales, strict=True):
+            kernel = SchemeKernel(linears[name]["kernel"], scale, scheme.products)
+            linears[name] = {**linears[name], "kernel": kernel}
+    return {**layer_params, "attention": attention, "mlp": mlp}
+
+
+def scheme_matmul(x: jax.Array, kernel: SchemeKernel) -> jax.Array:
+    """Q(x) Q(W) of `x` [T, in], in its dtype; see the module."""
+    return _product(x, kernel.weights, kernel.scale, kernel.products)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x: jax.Array, weights: jax.Array, scale: jax.Array, products: str) -> jax.Array:
+    return _forward(x, weights, scale, products)[0]
+
+
+def _forward(x: jax.Array, weights: jax.Array, scale: jax.Array, products: str) -> tuple[jax.Array, tuple]:
+    values, x_scale = _round_tokens(x, products)
+    columns = _round_weights(weights, scale, products)
+    if products == "int8":
+        sums = jnp.matmul(values.astype(jnp.int8), columns.astype(jnp.int8), preferred_element_type=jnp.int32)
+        y = sums.astype(jnp.float32) * x_scale * scale
+    elif products == "fp8":
+        # Exact in bfloat16 and in float32.
+        sums = jnp.matmul(values.astype(x.dtype), columns.astype(x.dtype), preferred_element_type=jnp.float32)
+        y = sums * x_scale * scale
+    else:
+        factors = _scaled_tokens(values, x_scale), _scaled_weights(columns, scale, products)
+        if products == "fp8_weights_per_block" and x.dtype == jnp.bfloat16:
+            factors = tuple(factor.astype(jnp.bfloat16) for factor in factors)
+        precision = PRECISE if factors[0].dtype == jnp.float32 else None
+        y = jnp.matmul(*factors, precision=precision, preferred_element_type=jnp.float32)
+    # The backward pass rounds the weights again: kept, they would be a second copy.
+    kept = values.astype(jnp.int8 if products == "int8" else x.dtype)
+    return y.astype(x.dtype), (kept, x_scale, weights, scale)
+
+
+def _backward(products: str, saved: tuple, y_bar: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    values, x_scale, weights, scale = saved
+    rounded_x = _scaled_tokens(values.astype(jnp.float32), x_scale).astype(y_bar.dtype)
+    rounded_weights = _scaled_weights(_round_weights(weights, scale, products), scale, products).astype(y_bar.dtype)
+    x_bar = jnp.matmul(y_bar, rounded_weights.T)
+    weights_bar = jnp.matmul(rounded_x.T, y_bar)
+    return x_bar, weights_bar.astype(weights.dtype), jnp.zeros_like(scale)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def round_cache(x: jax.Array, cache: str) -> jax.Array:
+    """Keys or values as an engine with this cache reads them; the gradient passes straight through.
+
+    e4m3 ("fp8") and e5m2, saturating, with scale 1. "_truncated": towards zero, as vLLM's CPU build (0.32) stores them;
+    others round to nearest, ties to even.
+
+    Args:
+        x: any shape and float dtype.
+        cache: of `scheme.CACHES`, or "" for `x` itself.
+    """
+    if not cache:
+        return x
+    e4m3 = cache.removesuffix("_truncated") == "fp8"
+    limit = FP8_MAX if e4m3 else _E5M2_MAX
+    exact = jnp.clip(jax.lax.stop_gradient(x).astype(jnp.float32), -limit, limit)
+    if cache.endswith("_truncated"):
+        rounded = _truncate(exact, *((3, -6) if e4m3 else (2, -14))).astype(x.dtype)
+    else:
+        rounded = exact.astype(jnp.float8_e4m3fn if e4m3 else jnp.float8_e5m2).astype(x.dtype)
+    return rounded + (x - jax.lax.stop_gradient(x))  # the difference is exactly 0
+
+
+def _truncate(x: jax.Array, mantissa_bits: int, least_exponent: int) -> jax.Array:
+    """Finite float32 towards zero, to a mantissa of so many bits, and below 2^least_exponent to its steps there."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    normal = jax.lax.bitcast_convert_type(
+        bits & jnp.uint32((0xFFFFFFFF << (23 - mantissa_bits)) & 0xFFFFFFFF), jnp.float32
+    )
+    steps = 2.0 ** (mantissa_bits - least_exponent)
+    return jnp.where(jnp.abs(x) < 2.0**least_exponent, jnp.trunc(x * steps) / steps, normal)
+
+
+def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
+    """[G, out] float32 scales of matrices that the engine holds as one, side by side."""
+    kernels = [jax.lax.stop_gradient(kernel) for kernel in kernels]
+    if products == "int8":
+        # As the bridge quantizes the trainer's parameters: in float32, whatever the engine's dtype.
+        return [quantize_kernel(kernel, "int8").scale[None] for kernel in kernels]
+    widths = [kernel.shape[1] for kernel in kernels]
+    kernels = [jnp.abs(_as_pushed(kernel)) for kernel in kernels]
+    if products == "fp8":
+        largest = functools.reduce(jnp.maximum, [jnp.max(kernel) for kernel in kernels])
+        scale = jnp.where(largest > 0, _over_448(largest), 1.0)
+        return [jnp.broadcast_to(scale, (1, width)) for width in widths]
+    if len(kernels) > 1 and not any(width % BLOCK for width in widths[:-1]):
+        return [scale for kernel in kernels for scale in _block_scales(kernel, [kernel.shape[1]])]
+    return _block_scales(jnp.concatenate(kernels, axis=1), widths)
+
+
+def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
+    rows, columns = (-size % BLOCK for size in magnitudes.shape)
+    padded = jnp.pad(magnitudes, ((0, rows), (0, columns)))
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scale = _over_448(jnp.maximum(jnp.max(blocks, axis=(1, 3)), _LEAST_BLOCK))
+    scale = jnp.repeat(scale, BLOCK, axis=1)
+    ends = [sum(widths[: place + 1]) for place in range(len(widths))]
+    return [scale[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
+
+
+def _as_pushed(kernel: jax.Array) -> jax.Array:
+    """vLLM quantizes to fp8 what it was given, which is bfloat16."""
+    return kernel.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.Array:
+    """[in, out] float32, whole numbers or e4m3 values, to be multiplied by the scale."""
+    if products == "int8":
+        return jnp.round(jnp.clip(weights.astype(jnp.float32) / scale, -127.0, 127.0))
+    values = _to_e4m3(_as_pushed(weights) * (1.0 / _by_input(scale, weights.shape[0])))
+    if products != "fp8_weights_per_block":
+        return values
+    # vLLM's CPU kernel reads a value below 2^-6, which has no leading 1, as if it had: m / 8 2^-6 as (1 + m / 8) 2^-7.
+    small = jnp.abs(values) < 2.0**-6
+    return jnp.where(small, jnp.copysign(2.0**-7 + jnp.abs(values) / 2, values), values)
+
+
+def _scaled_weights(values: jax.Array, scale: jax.Array, products: str) -> jax.Array:
+    rounded = values * _by_input(scale, values.shape[0])
+    return rounded.astype(jnp.bfloat16).astype(jnp.float32) if products == "fp8_weights_per_block" else rounded
+
+
+def _by_input(scale: jax.Array, size: int) -> jax.Array:
+    """[in or 1, out] of [G, out]."""
+    return scale if len(scale) == 1 else jnp.repeat(scale, BLOCK, axis=0)[:size]
+
+
+def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
+    """Values [T, in] float32, and their scales [T, groups]."""
+    x = x.astype(jnp.float32)
+    if products == "int8":
+        largest = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), _LEAST_INT8)
+        return jnp.round(x * (127.0 / largest)), largest / 127.0
+    if products == "fp8":
+        scale = _over_448(jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), _LEAST_TOKEN))
+        return _to_e4m3(x / scale), scale
+    if products == "fp8_per_block":
+        tokens, size = x.shape
+        groups = jnp.pad(x, ((0, 0), (0, -size % BLOCK))).reshape(tokens, -1, BLOCK)
+        scale = _over_448(jnp.maximum(jnp.max(jnp.abs(groups), axis=2), _LEAST_GROUP))
+        return _to_e4m3(groups / scale[:, :, None]).reshape(tokens, -1)[:, :size], scale
+    return x, jnp.ones((len(x), 1), jnp.float32)
+
+
+def _scaled_tokens(values: jax.Array, scale: jax.Array) -> jax.Array:
+    return values * (scale if scale.shape[1] == 1 else jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]])
+
+
+def _over_448(largest: jax.Array) -> jax.Array:
+    """XLA multiplies by the inverse of a number that it knows to be one for all, and a last digit decides many ties."""
+    return largest / jax.lax.optimization_barrier(jnp.full_like(largest, FP8_MAX))
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)

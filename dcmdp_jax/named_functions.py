@@ -1,0 +1,137 @@
+"""Functions that a setting names with parameters: `name(parameter=value,...)`, of ours or from a user's file.
+
+`tis(high=2),veto` are built in, `my_remedies.py:huber(knee=0.01)` is in a file, relative to the working directory, and
+`package.module:huber` in a module that can be imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+
+# A path may hold spaces; the first colon after `.py` ends it.
+_CALL = re.compile(r"\s*((?:[^,()]*?\.py:)?[^\s,()]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
+_WORDS = {"true": True, "false": False}
+
+Parameter = float | bool
+
+
+class Call(NamedTuple):
+    """A function as a setting names it.
+
+    Attributes:
+        function: a built-in name, `path.py:function` or `package.module:function`.
+        parameters: by name, numbers, true or false.
+    """
+
+    function: str
+    parameters: dict[str, Parameter]
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's function."""
+        return ":" in self.function
+
+    @property
+    def name(self) -> str:
+        """The function's own name."""
+        return self.function.rpartition(":")[2]
+
+    def __str__(self) -> str:
+        words = {key: str(value).lower() for key, value in self.parameters.items()}  # true; 1e-05
+        written = ",".join(f"{key}={word}" for key, word in words.items())
+        return f"{self.function}({written})" if written else self.function
+
+
+def parse_calls(text: str) -> list[Call]:
+    """`tis(high=2),veto` as [Call("tis", {"high": 2.0}), Call("veto", {})].
+
+    Raises:
+        UserError: in one line that begins with "got", for text of another form, or a function named twice.
+    """
+    found, position = [], 0
+    while position < len(text):
+        part = _CALL.match(text, position)
+        if part is None:
+            hint = "write name, or name(parameter=value,...), joined by commas; a function of yours is path.py:function"
+            raise UserError(f"got {shorten(text[position:])}; {hint}")
+        position = part.end()
+        found.append(Call(part[1], _parse_parameters(part[1], part[2] or "")))
+    names = [call.name for call in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"got {twice[0]} twice; name it once")
+    return found
+
+
+def _parse_parameters(name: str, text: str) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for word in text.split(",") if text.strip() else []:
+        key, equals, value = (piece.strip() for piece in word.partition("="))
+        try:
+            # float() takes the digits of every script.
+            if not (equals and word.isascii()) or key in parameters:
+                raise ValueError
+            parameters[key] = _WORDS[value] if value in _WORDS else float(value)
+        except ValueError:
+            hint = f"parameters are name=number (or true, false), each once, as in {name}(size=2)"
+            raise UserError(f"got {name}({shorten(text)}); {hint}") from None
+    return parameters
+
+
+def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
+    """Check the name of a function, and the parameters of one of ours. Nothing is imported.
+
+    Raises:
+        UserError: in one line that begins with "got", or with the function's name for its parameters.
+    """
+    if not call.own:
+        if call.function not in built_in:
+            near = [name for name in built_in if name.startswith(call.function)]
+            near = near or difflib.get_close_matches(call.function, built_in, n=3)
+            hint = f"did you mean {' or '.join(near[:3])}? " if near else ""
+            allowed = f"allowed are {', '.join(built_in)}, and functions of yours as path.py:function"
+            raise UserError(f"got {shorten(call.function)}; {hint}{allowed}")
+        check_parameters(call, built_in[call.function])
+    elif not call.name.isidentifier() or call.function.startswith(":"):
+        raise UserError(f"got {shorten(call.function)}; a function of yours is path.py:function or module:function")
+
+
+def check_parameters(call: Call, function: Callable[..., Any]) -> None:
+    """Check that a function takes one argument and these parameters by name.
+
+    Raises:
+        UserError: in one line that begins with the function.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    first, *known = signature.parameters.values() or [None]
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        raise UserError(f"{call.function}{signature} takes no token arrays; its first argument must be `tokens`")
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    names = [one.name for one in known if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    names = [name for name in names if name not in fixed]
+    anything = any(one.kind is one.VAR_KEYWORD for one in known)
+    if unknown := [name for name in call.parameters if name not in names and not anything]:
+        said = f"it has {', '.join(names)}" if names else "it has none"
+        raise UserError(f"{call.function} has no parameter {unknown[0]!r}; {said}")
+    for one in known:
+        number = one.annotation in (float, "float") or type(one.default) in (int, float)
+        if number and isinstance(call.parameters.get(one.name), bool):
+            raise UserError(f"{call}: {one.name} must be a number")
+        if one.name in names and one.default is one.empty and one.name not in call.parameters:
+            raise UserError(f"{call.function} needs {one.name}, such as {call.function}({one.name}=0.1)")
+
+
+def needed_parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of a function's parameters without a default, its first argument aside."""
+    _, *known = inspect.signature(function).parameters.values()
+    return [one.name for one in known if one.default is one.empty and one.kind is one.KEYWORD_ONLY]

@@ -1,0 +1,102 @@
+"""Completions for a page: tokens with both probabilities, in few bytes.
+
+2,000 completions stay below 5 MB: tokens are numbers into one list of words, probabilities thousandths, and long
+completions are cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+MOST_TOKENS = 320_000
+"""Tokens on one page, at about 13 bytes each."""
+_LEAST_SHOWN, _MOST_SHOWN = 100, 2_000
+_LONGEST_PROMPT = 2_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A completion to look at. What is not known is None.
+
+    Attributes:
+        run, source: names.
+        step: finished training steps.
+        prompt, answer: texts; "" if not known.
+        text: the completion, where its tokens are not known.
+        tokens: text of each token.
+        train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
+        versions: [T] training step whose weights sampled the token.
+        reward, advantage: of the completion.
+        discrepancy: mean |p - q| over its sampled tokens, where the tokens are not known.
+    """
+
+    run: str | None = None
+    step: int | None = None
+    source: str | None = None
+    prompt: str = ""
+    answer: str = ""
+    text: str = ""
+    tokens: Sequence[str] | None = None
+    train_probs: np.ndarray | None = None
+    rollout_probs: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    discrepancy: float | None = None
+
+
+def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+    """What `completions.js` shows.
+
+    Args:
+        completions: in order. If they are too many, each is cut to as many tokens as fit, but not below 100; then every
+            k-th is kept, so that all steps stay. What is cut or left out is counted.
+        most_tokens: on the page.
+
+    Returns:
+        Values that JSON can hold: `words`, `rows` and `left_out`.
+    """
+    sizes = np.array([len(each.tokens or ()) or len(each.text) // 4 for each in completions], np.int64)
+    overhead = 20  # of a completion, in tokens
+    fitting = [n for n in range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
+               if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]  # fmt: skip
+    longest = max(fitting, default=_LEAST_SHOWN)
+    every = max(1, math.ceil((np.minimum(sizes, longest) + overhead).sum() / most_tokens))
+    kept = completions[::every]
+    words: dict[str, int] = {}
+    rows = [_row(each, words, longest) for each in kept]
+    return {"words": list(words), "rows": rows, "left_out": len(completions) - len(kept)}
+
+
+def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run": each.run, "step": each.step, "source": each.source, "prompt": each.prompt[:_LONGEST_PROMPT],
+        "reward": _finite(each.reward), "advantage": _finite(each.advantage), "answer": each.answer,
+    }  # fmt: skip
+    if each.tokens is None:
+        return row | {"discrepancy": _finite(each.discrepancy), "text": each.text, "length": len(each.text)}
+    p, q = np.asarray(each.train_probs, float), np.asarray(each.rollout_probs, float)
+    sampled = np.isfinite(p) & np.isfinite(q)
+    mean = float(np.abs(p - q)[sampled].mean()) if sampled.any() else None
+    shown = slice(0, longest)
+    row |= {
+        "discrepancy": _finite(mean), "length": len(each.tokens), "more": max(0, len(each.tokens) - longest),
+        "tokens": [words.setdefault(word, len(words)) for word in each.tokens[shown]],
+        "p": _thousandths(p[shown], sampled[shown]), "q": _thousandths(q[shown], sampled[shown]),
+    }  # fmt: skip
+    if each.versions is not None and len(set(np.asarray(each.versions)[sampled].tolist())) > 1:
+        row["versions"] = np.asarray(each.versions)[shown].tolist()
+    return row
+
+
+def _thousandths(values: np.ndarray, known: np.ndarray) -> list[int | None]:
+    return [round(1000 * v) if k else None for v, k in zip(values.tolist(), known.tolist(), strict=True)]
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

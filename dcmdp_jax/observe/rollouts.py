@@ -1,0 +1,123 @@
+"""Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run directory.
+
+One completion a row, and only what follows the prompt. About 13 bytes a token: an id, two log-probs, a mask; the other
+columns are nearly constant and take almost nothing. `bin.probe RUN_DIRECTORY` reads them.
+
+| column | type | |
+|---|---|---|
+| step | int32 | finished training steps, as in metrics.jsonl |
+| completion | int32 | place in the step's batch |
+| prompt_id | int32 | place of the problem among the training problems |
+| source | string | where the problem comes from |
+| token_ids | list of int32 | given tokens, such as a tool's output, included |
+| mask | list of bool | true where the policy sampled the token |
+| train_logprobs | list of float32 | log p, training stack, weights that made the batch; 0 where not sampled |
+| rollout_logprobs | list of float32 | log q, the engine; 0 where not sampled |
+| policy_versions | list of int32 | training step whose weights sampled it; -1 where not sampled |
+| reward, advantage | float32 | of the completion; the advantage before the penalty |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.observe.run_files import ROLLOUTS_DIRECTORY
+
+_LOG = logging.getLogger(__name__)
+
+_LISTS = {
+    "token_ids": "int32", "mask": "bool_", "train_logprobs": "float32", "rollout_logprobs": "float32",
+    "policy_versions": "int32",
+}  # fmt: skip
+_SCALARS = {
+    "step": "int32", "completion": "int32", "prompt_id": "int32", "source": "string", "reward": "float32",
+    "advantage": "float32",
+}  # fmt: skip
+
+
+class RolloutWriter:
+    """Writes the recordings of a run, and keeps their size within a bound by deleting the oldest.
+
+    Args:
+        run_dir: of the run.
+        every_steps: record steps 1, 1 + every_steps, ...; 0: none.
+        max_bytes: of all files together. A step that alone takes more is not recorded, with a warning.
+        resume_step: last finished step of the checkpoint that the run continues from; recordings of later ones are
+            deleted. None: a new run; recordings of an earlier attempt are moved to rollouts.previous.
+    """
+
+    def __init__(self, run_dir: str | Path, *, every_steps: int, max_bytes: float, resume_step: int | None) -> None:
+        self._directory, self._every, self._max_bytes = Path(run_dir) / ROLLOUTS_DIRECTORY, every_steps, max_bytes
+        if resume_step is None:
+            if self._files():
+                previous = self._directory.with_name(f"{ROLLOUTS_DIRECTORY}.previous")
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(self._directory, previous)
+            return
+        for step, path in self._files().items():
+            if step > resume_step:
+                path.unlink()
+
+    def due(self, step: int) -> bool:
+        """Whether this step is to be recorded."""
+        return self._every > 0 and (step - 1) % self._every == 0
+
+    def write(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Write a step's file, atomically; then delete the oldest ones above the bound.
+
+        Args:
+            step: finished training steps.
+            completions: a dict for each, with all columns of the module's table but `step`.
+        """
+        # pyarrow takes a while to import.
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = {"step": pyarrow.array(np.full(len(completions), step, np.int32))}
+        for name, kind in _SCALARS.items():
+            if name != "step":
+                values = [each[name] for each in completions]
+                columns[name] = pyarrow.array(values, getattr(pyarrow, kind)())
+        for name, kind in _LISTS.items():
+            cells = [np.asarray(each[name]) for each in completions]
+            offsets = np.concatenate([[0], np.cumsum([len(cell) for cell in cells])]).astype(np.int32)
+            flat = np.concatenate(cells) if cells else np.zeros(0)
+            values = pyarrow.array(flat.astype(np.dtype(kind.rstrip("_"))))
+            columns[name] = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), values)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"step_{step}.parquet"
+        temporary = path.with_suffix(".partial")
+        # Ids and log-probs have too many values for a dictionary; it would be written beside them.
+        repeating = [name for name in columns if name != "token_ids" and not name.endswith("logprobs")]
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd", use_dictionary=repeating)
+        if (size := temporary.stat().st_size) > self._max_bytes:
+            temporary.unlink()
+            _LOG.warning(
+                "the tokens of step %d take %.3g MiB, more than the %.3g MiB that %s/ may hold: not recorded",
+                step, size / 2**20, self._max_bytes / 2**20, ROLLOUTS_DIRECTORY,
+            )  # fmt: skip
+            return
+        os.replace(temporary, path)
+        self._delete_oldest()
+
+    def _delete_oldest(self) -> None:
+        files = self._files()
+        sizes = {step: path.stat().st_size for step, path in files.items()}
+        for step in sorted(files)[:-1]:
+            if sum(sizes.values()) <= self._max_bytes:
+                return
+            files[step].unlink()
+            del sizes[step]
+
+    def _files(self) -> dict[int, Path]:
+        paths = self._directory.glob("step_*.parquet")
+        named = ((re.fullmatch(r"step_(\d+)\.parquet", path.name), path) for path in paths)
+        return {int(found[1]): path for found, path in named if found}

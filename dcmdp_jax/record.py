@@ -1,0 +1,196 @@
+"""Record what another trainer saw, for `bin.probe`. Needs NumPy alone: no jax, no torch, nothing else of this package.
+
+    recorder = Recorder("recordings", "trl", rank=rank)
+    recorder.write(step, token_ids, train_logprobs, rollout_logprobs, mask, advantages=advantages)
+
+writes recordings/step_N/rank_R.jsonl, one completion a line; `python -m bin.probe recordings` reads it. `record_trl`,
+`record_verl` and `record_skyrl` take what these frameworks have at hand (docs/probe.md has the place to call them). The
+file may also be copied into another project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCHEMA = 1
+
+
+class Recorder:
+    """Writes the tokens of a run, each step into a file of its own for each rank.
+
+    The first call for a step replaces what an earlier attempt of the run left in its file; further ones append.
+
+    Args:
+        directory: made if absent; the same for all ranks.
+        framework: "trl", "verl" or "skyrl", or a name of your own.
+        rank: of this process, from 0.
+
+    Raises:
+        ValueError: if `framework` is empty or `rank` is negative.
+    """
+
+    def __init__(self, directory: str | Path, framework: str, *, rank: int = 0) -> None:
+        if not framework or rank < 0:
+            raise ValueError(f"framework is {framework!r}, rank is {rank}: allowed are a name and a number from 0")
+        self._directory, self._framework, self._rank = Path(directory), framework, int(rank)
+        self._begun: set[int] = set()
+
+    def write(
+        self,
+        step: int,
+        token_ids: Any,
+        train_logprobs: Any,
+        rollout_logprobs: Any,
+        mask: Any = None,
+        *,
+        entropies: Any = None,
+        advantages: Any = None,
+        rewards: Any = None,
+        groups: Sequence[Any] | None = None,
+        sources: Sequence[str] | None = None,
+        lags: Any = None,
+    ) -> None:
+        """Write the completions of a batch.
+
+        Args:
+            step: training step, from 0.
+            token_ids: [N, T] integers; here and below NumPy arrays, torch tensors (of any device and dtype) or lists.
+            train_logprobs: [N, T] nats, the training stack under the weights that made the batch.
+            rollout_logprobs: [N, T] nats, as the engine reported them. NaN is written as null.
+            mask: [N, T], not 0 on sampled tokens; None if all are. What lies outside of the first and the last of them
+                is not written.
+            entropies: [N, T] nats, the training stack's.
+            advantages: [N], or [N, T] of which the mean over the sampled tokens is written.
+            rewards: [N].
+            groups: [N] texts or integers, which prompt each answers.
+            sources: [N] names of the task or environment.
+            lags: [N] integers, how many steps old the weights were that sampled it.
+
+        Raises:
+            ValueError: if `step` is negative or a shape differs from that of `token_ids`, naming the argument.
+        """
+        ids = _array(token_ids)
+        if step < 0 or ids.ndim != 2:
+            raise ValueError(f"step is {step} and token_ids is {list(ids.shape)}: allowed are a step from 0 and [N, T]")
+        tokens = {"token_ids": ids, "train_logprobs": _array(train_logprobs)}
+        tokens |= {"rollout_logprobs": _array(rollout_logprobs)}
+        tokens |= {"mask": np.ones(ids.shape, bool) if mask is None else _array(mask) != 0}
+        tokens |= {} if entropies is None else {"entropies": _array(entropies)}
+        for name, values in tokens.items():
+            if values.shape != ids.shape:
+                raise ValueError(f"{name} is {list(values.shape)}, token_ids is {list(ids.shape)}: must be the same")
+        sampled = tokens["mask"]
+        whole = {"advantage": advantages, "reward": rewards, "group": groups, "source": sources, "lag": lags}
+        whole = {name: _array(values, name) for name, values in whole.items() if values is not None}
+        if "advantage" in whole and whole["advantage"].ndim == 2:
+            totals = np.where(sampled, whole["advantage"], 0).sum(axis=1)
+            whole["advantage"] = totals / np.maximum(sampled.sum(axis=1), 1)
+        for name, values in whole.items():
+            if values.shape != ids.shape[:1]:
+                raise ValueError(f"{name} is {list(values.shape)}, must be [{len(ids)}], one for each completion")
+        rows = []
+        for row in np.flatnonzero(sampled.any(axis=1)):
+            places = np.flatnonzero(sampled[row])
+            span = slice(places[0], places[-1] + 1)
+            record = {"recorder": SCHEMA, "framework": self._framework, "step": int(step), "rank": self._rank}
+            record |= {name: _plain(values[row, span]) for name, values in tokens.items()}
+            rows.append(json.dumps(record | {name: _plain(values[row]) for name, values in whole.items()}) + "\n")
+        path = self._directory / f"step_{step}" / f"rank_{self._rank}.jsonl"
+        os.makedirs(path.parent, exist_ok=True)
+        with path.open("a" if step in self._begun else "w", encoding="utf-8") as file:
+            file.writelines(rows)
+        self._begun.add(step)
+
+
+def record_trl(recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None) -> None:
+    """Record a batch of TRL: what `GRPOTrainer._generate_and_score_completions` returns, with vLLM as its engine.
+
+    TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
+    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out.
+
+    Raises:
+        ValueError: if the batch lacks one of the two log-probs, naming the setting that gives it.
+    """
+    old = output.get("old_per_token_logps") if old_logprobs is None else old_logprobs
+    for name, values, setting in (
+        ("old_per_token_logps", old, "vllm_importance_sampling_correction=True"),
+        ("sampling_per_token_logps", output.get("sampling_per_token_logps"), "use_vllm=True"),
+    ):
+        if values is None:
+            raise ValueError(f"the batch has no {name}: set {setting}")
+    mask = _array(output["completion_mask"])
+    if "tool_mask" in output:
+        mask = mask * _array(output["tool_mask"])
+    rollout = _array(output["sampling_per_token_logps"])
+    mask = mask * ~np.isnan(rollout)
+    recorder.write(step, output["completion_ids"], old, rollout, mask, advantages=output["advantages"])
+
+
+def record_verl(
+    recorder: Recorder, step: int, batch: Mapping[str, Any], other: Mapping[str, Any] | None = None
+) -> None:
+    """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, after the advantages are computed.
+
+    Needs actor_rollout_ref.rollout.calculate_log_probs=True. In bypass mode both log-probs are the engine's, and there
+    is nothing to measure.
+
+    Raises:
+        ValueError: if the batch has no `rollout_log_probs`.
+    """
+    if "rollout_log_probs" not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        raise ValueError("the batch has no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True")
+    optional = {}
+    if "advantages" in batch.keys():  # noqa: SIM118
+        optional["advantages"] = batch["advantages"]
+    if "token_level_scores" in batch.keys():  # noqa: SIM118
+        optional["rewards"] = _array(batch["token_level_scores"]).sum(axis=1)
+    for name, key in (("groups", "uid"), ("sources", "data_source")):
+        if other is not None and key in other:
+            optional[name] = other[key]
+    names = "responses", "old_log_probs", "rollout_log_probs", "response_mask"
+    recorder.write(step, *(batch[name] for name in names), **optional)
+
+
+def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any]) -> None:
+    """Record a `TrainingInputBatch` of SkyRL, after `compute_advantages_and_returns`.
+
+    Every tensor is padded on the left; `sequences` holds the prompts too. Needs
+    generator.sampling_params.logprobs=0 or more.
+
+    Raises:
+        ValueError: if the batch lacks one of the two log-probs.
+    """
+    for name in ("action_log_probs", "rollout_logprobs"):
+        if batch[name] is None:
+            raise ValueError(f"the batch has no {name}: have the engine return log-probs and the policy recompute them")
+    width = _array(batch["loss_mask"]).shape[1]
+    recorder.write(
+        step, _array(batch["sequences"])[:, -width:], batch["action_log_probs"], batch["rollout_logprobs"],
+        batch["loss_mask"], advantages=batch["advantages"],
+    )  # fmt: skip
+
+
+def _array(values: Any, name: str = "") -> np.ndarray:
+    """A NumPy array of a torch tensor, an array or a list; texts and integers of a group stay what they are."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() else values).numpy()
+    return np.array(list(values), object) if name in ("group", "source") else np.asarray(values)
+
+
+def _plain(values: Any) -> Any:
+    """JSON types; NaN is null. float32 is written with as many digits as give it back."""
+    if not isinstance(values, np.ndarray | np.generic):
+        return values if isinstance(values, str | int) else str(values)
+    if values.dtype.kind == "b":
+        return values.astype(int).tolist()
+    if values.dtype.kind != "f":
+        return values.tolist()
+    short = [None if x != x else float(str(x)) for x in np.atleast_1d(values)]
+    return short if values.ndim else short[0]

@@ -1,0 +1,231 @@
+"""What the files of a run say: the model's shape, its tokenizer, the data, and the functions that score.
+
+Everything here is read and checked before a device starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.config.arguments import EVALUATION, REWARDS, as_settings, in_settings
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import (
+    EncodedPrompts,
+    encode_prompts,
+    end_token_ids,
+    join_prompts,
+    load_tokenizer,
+    template_variables,
+)
+from dcmdp_jax.environments.pool import EnvironmentPool
+from dcmdp_jax.environments.turns import answer_text
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
+from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.hf_hub import model_directory
+from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Reward, RewardError
+from dcmdp_jax.rewards.scoring import check_rewards, column_names
+from dcmdp_jax.training.model_checks import check_experts, check_lengths
+
+
+class RunFiles(NamedTuple):
+    """What the files of a run say; attributes as of `setup.Plan`, and the ids that end a completion."""
+
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train: EncodedPrompts
+    stream: PromptStream
+    held_out: tuple[tuple[HeldOutTask, EncodedPrompts], ...]
+    worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None
+    rewards: tuple[Reward, ...]
+    columns: tuple[str, ...]
+
+
+def read_files(config: Config) -> RunFiles:
+    """Read the model's shape, its tokenizer and the data, and check the settings against them."""
+    model, tokenizer = model_and_tokenizer(config)
+    check_lengths(config, model)
+    check_experts(config, model)
+    directory = _model_directory(config) if config.model.path else None
+    stop = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
+    rewards = tuple(Reward(*each) for each in config.rewards.weighted)
+    own = _needs_columns(config)
+    train, stream = _train_prompts(config, tokenizer)
+    held_out = _held_out(config, tokenizer)
+    asked = [*train.problems, *(problem for _, prompts in held_out for problem in prompts.problems)]
+    columns = tuple(column_names(asked)) if own else ()
+    try:
+        check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
+    except RewardError as error:
+        raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
+    if config.task.environment:
+        _check_environment(config, columns, tokenizer)
+    worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
+    return RunFiles(model, tokenizer, stop, train, stream, held_out, worked_solutions, rewards, columns)
+
+
+def model_and_tokenizer(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+    """The model that a config trains and its tokenizer, checked; nothing is allocated.
+
+    Raises:
+        UserError: in one line, for a directory or sizes that are refused.
+    """
+    saved = _saved_model(config)
+    tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
+    return saved or fresh_model(config, tokenizer), tokenizer
+
+
+def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
+    settings = {"model.tokenizer": config.model.tokenizer, "model.path": config.model.path}
+    for setting, path in settings.items():
+        if path:
+            try:
+                place = str(model_directory(path)) if setting == "model.path" else path
+                return load_tokenizer(place, vocab_size=vocab_size)
+            except UserError as error:
+                hint = "; model.tokenizer may name another" if setting == "model.path" else ""
+                raise UserError(f"config.{setting}: {error}{hint}") from error
+    return build_tokenizer()
+
+
+def _saved_model(config: Config) -> ModelConfig | None:
+    """The model of `model.path`, its config.json and its tensors' headers checked; None for a fresh model."""
+    if not config.model.path:
+        return None
+    directory = _model_directory(config)
+    model = read_model_config(directory)
+    check_manifest(directory, model)
+    return model
+
+
+def _model_directory(config: Config) -> Path:
+    """The directory of `model.path`, fetched from the Hub where it names a model there."""
+    try:
+        return model_directory(config.model.path)
+    except UserError as error:
+        raise UserError(f"config.model.path: {error}") from error
+
+
+def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """The model of `model.architecture`, with the tokenizer's vocabulary."""
+    try:
+        return ModelConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=config.max_total_tokens,
+            **dataclasses.asdict(config.model.architecture),
+        )
+    except UserError as error:
+        raise UserError(f"config.model.architecture.{error}") from None
+
+
+def _needs_columns(config: Config) -> bool:
+    """Whether problems keep their rows' columns, for functions of users or an environment."""
+    return bool(config.task.environment) or any(reward != MATH for reward in config.rewards.names)
+
+
+def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Import the environment in its own process, and render an answer of it."""
+    settings = config.rewards
+    with EnvironmentPool(
+        config.task.environment, columns, timeout_s=settings.timeout, memory_gib=settings.memory_limit
+    ) as pool:
+        try:
+            pool.check()
+            variables = template_variables(config.task.chat_template_kwargs, tokenizer)
+            answer_text(tokenizer, "1", "user", variables)
+        except RewardError as error:
+            raise UserError(f"config.task.environment: {error}") from error
+
+
+def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
+    """The problems of `task.train`, those of a mixture one task after the other, and their order."""
+    try:
+        parts = parse_mixture(config.task.train)
+    except UserError as error:
+        raise UserError(f"config.task.train: {error}") from error
+    several = len(parts) > 1
+    encoded = [
+        _load_prompts(config, tokenizer, "task.train", split="train", location=part.location, rewarded=True,
+                      name=part.name if several else "")
+        for part in parts
+    ]  # fmt: skip
+    stream = PromptStream(tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts))
+    return join_prompts(encoded), stream
+
+
+def _load_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: str,
+    *,
+    split: str,
+    location: str,
+    limit: int = 0,
+    name: str = "",
+    rewarded: bool = False,
+) -> EncodedPrompts:
+    """Problems of a location as token ids under the config's template, suffix and limit.
+
+    Those that are rewarded have answers if a reward needs them: each where no other reward is there.
+    """
+    needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
+    try:
+        problems = load_problems(
+            location,
+            split=split,
+            limit=limit or None,
+            on_bad_row=config.task.on_bad_row,
+            keep_columns=rewarded and _needs_columns(config),
+            answers="unused" if not rewarded or not any(needed) else "required" if all(needed) else "optional",
+            name=name,
+        )
+        return encode_prompts(
+            problems,
+            tokenizer,
+            prompt_suffix=config.task.prompt_suffix,
+            # A worked solution of a later turn has a prompt with the turns before it.
+            max_prompt_tokens=config.task.max_prompt_tokens
+            if rewarded or not config.task.environment
+            else config.max_total_tokens,
+            chat_template_kwargs=config.task.chat_template_kwargs,
+        )
+    except UserError as error:
+        where = "task." if str(error).startswith("chat_template_kwargs:") else f"{setting}: "
+        raise UserError(f"config.{where}{error}") from error
+
+
+def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
+    settings = config.evaluation
+    if not settings.every_steps:
+        return ()
+    load = functools.partial(
+        _load_prompts, config, tokenizer, "evaluation.task", split="test", limit=settings.max_problems, rewarded=True
+    )
+    with as_settings(EVALUATION):
+        tasks = held_out_tasks(settings.task, settings.samples)
+    return tuple((task, load(location=task.location)) for task in tasks)
+
+
+def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
+    encoded = join_prompts([
+        _load_prompts(config, tokenizer, "warmup.task", split="train", location=location)
+        for location in split_locations(config.warmup.task)
+    ])  # fmt: skip
+    if bare := [problem.index for problem in encoded.problems if not problem.solution]:
+        raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
+    solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]
+    return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]

@@ -1,0 +1,181 @@
+"""How a run ends early: by SIGTERM or SIGINT with everything saved, by too many skipped updates, or by an alarm."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
+from dcmdp_jax.observe.metrics_io import METRICS_FILE
+
+WINDOW = 20
+"""Steps that `optimizer/skipped_share` looks back on."""
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """A signal ended the run. Every finished step is saved; the next run repeats the unfinished one."""
+
+    def __init__(self, signal_number: int, where: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
+        self.signal_number = signal_number
+
+
+class StopSignal:
+    """Records SIGTERM and SIGINT; the run looks for them where it can stop. A second SIGINT interrupts."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopSignal]:
+        """Install the handlers for the block; outside the main thread Python gives no signal, and this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class TrainingStopped(RuntimeError):
+    """Training gave up: too many updates had no finite gradient."""
+
+
+class SkippedUpdates:
+    """The share of skipped updates over the last steps, that of earlier ones read from the run directory."""
+
+    def __init__(self, config: Config, step: int) -> None:
+        """Read what the finished steps skipped.
+
+        Args:
+            config: when to give up, the updates of a step, and where the metrics are.
+            step: finished steps.
+        """
+        self._settings, self._updates = config.training, config.mini_batches
+        skipped = {
+            record.get("step"): record["optimizer/skipped_updates"] or 0
+            for record in jsonl.read(Path(config.run_dir) / METRICS_FILE)
+            if "optimizer/skipped_updates" in record
+        }
+        steps = range(max(0, step - WINDOW), step)
+        self._last = deque((skipped[s + 1] for s in steps if s + 1 in skipped), maxlen=WINDOW)
+
+    def record(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Count a step's skipped updates; warn of them on the console.
+
+        Returns:
+            `optimizer/skipped_share`: of the updates of the last `WINDOW` steps.
+        """
+        skipped = int(metrics["optimizer/skipped_updates"])
+        self._last.append(skipped)
+        share = sum(self._last) / (self._updates * len(self._last))
+        if skipped:
+            logger.warning(
+                "step %d: %d of %d updates skipped, their gradient is not finite; %.0f%% of the last %d steps'",
+                step, skipped, self._updates, 100 * share, len(self._last),
+            )  # fmt: skip
+        return {"optimizer/skipped_share": share}
+
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """Give up where gradients stay broken.
+
+        Raises:
+            TrainingStopped: after `max_skipped_in_row`, or over `max_skipped_share` of `WINDOW` steps.
+        """
+        limit, share = self._settings.max_skipped_in_row, self._settings.max_skipped_share
+        if int(metrics["optimizer/skipped_in_row"]) >= limit:
+            found = f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row)"
+        elif len(self._last) == WINDOW and metrics["optimizer/skipped_share"] > share:
+            found = (
+                f"{metrics['optimizer/skipped_share']:.0%} of the updates of the last {WINDOW} steps had a gradient "
+                f"that is not finite (training.max_skipped_share={share})"
+            )
+        else:
+            return
+        raise TrainingStopped(
+            f"{found}; export a checkpoint (dcmdp convert export) and start from it (model.path) with a lower "
+            "optimizer.learning_rate"
+        )
+
+
+class AlarmWatch:
+    """What `observe.alarms` says of a run so far, the steps before a resume included."""
+
+    def __init__(self, config: Config, step: int) -> None:
+        """Read what the finished steps recorded.
+
+        Args:
+            config: whether an alarm stops the run, and where the metrics are.
+            step: finished steps. An alarm that was raised at the last of them is not news.
+        """
+        self._stops = config.observe.on_alarm == "stop"
+        self._history: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in WATCHED}
+        for record in jsonl.read(Path(config.run_dir) / METRICS_FILE):
+            if record.get("step", step + 1) <= step:
+                self._add(record["step"], record)
+        self._raised = {alarm.name for alarm in self._alarms()}
+        self._news: list[Alarm] = []
+
+    def record(self, step: int, metrics: Mapping[str, Any], completions: np.ndarray) -> dict[str, float]:
+        """Look at a step; warn on the console of each alarm that was not raised at the step before.
+
+        Args:
+            step: finished steps.
+            metrics: of this step.
+            completions: mean discrepancy of each completion, 0 on padding.
+
+        Returns:
+            `discrepancy/broken_completions`, and `alarm/NAME`, 1 while it is raised, for each of `ALARMS`.
+        """
+        found = {"discrepancy/broken_completions": broken_completions(completions)}
+        self._add(step, {**metrics, **found})
+        raised = self._alarms()
+        self._news = [alarm for alarm in raised if alarm.name not in self._raised]
+        self._raised = {alarm.name for alarm in raised}
+        for alarm in self._news:
+            logger.warning("step %d: alarm %s: %s", step, alarm.name, alarm.text)
+        return found | {f"alarm/{name}": float(name in self._raised) for name in ALARMS}
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the last step raised an alarm and the settings stop at one."""
+        return self._stops and bool(self._news)
+
+    def stop(self, step: int) -> None:
+        """Raise TrainingStopped, which says where the run goes on; the caller has saved the state."""
+        names = ", ".join(alarm.name for alarm in self._news) or "raised on another host"
+        raise TrainingStopped(
+            f"alarm {names} at step {step}, saved (observe.on_alarm=stop); the same command goes on from there, with "
+            "--config.observe.on_alarm=warn without a stop at the next alarm"
+        )
+
+    def _add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, (steps, values) in self._history.items():
+            if metrics.get(name) is not None:
+                steps.append(step)
+                values.append(float(metrics[name]))
+
+    def _alarms(self) -> list[Alarm]:
+        return alarms({name: (np.array(s, np.int64), np.array(v)) for name, (s, v) in self._history.items() if s})

@@ -1,0 +1,103 @@
+"""Code that users name by where they are: `package.module:NAME` or `path/to/file.py:NAME`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.errors import UserError, one_line
+
+
+def is_place(text: str) -> bool:
+    """Whether a text has the form `module:NAME` or `file.py:NAME`."""
+    place, _, name = text.rpartition(":")
+    return bool(place) and name.isidentifier()
+
+
+def load_object(text: str) -> Any:
+    """Import what a user names. A file is relative to the working directory.
+
+    A file is run once; it is run again when it has changed.
+
+    Raises:
+        UserError: in one line, if the file or module can't be imported, or has no such name.
+    """
+    module, name = _import(text)
+    if not hasattr(module, name):
+        there = [key for key in vars(module) if not key.startswith("_")]
+        raise UserError(f"{text}: no {name!r} there; it has {', '.join(there[:10]) or 'nothing'}")
+    return getattr(module, name)
+
+
+def load_function(text: str, what: str = "function") -> Callable[..., Any]:
+    """Import a function, or a class, that a user names, as `load_object` does.
+
+    Args:
+        text: `package.module:NAME` or `path/to/file.py:NAME`.
+        what: "function" or "class", for errors.
+
+    Raises:
+        UserError: in one line, if the file, the module or the function is missing, or the import raises.
+    """
+    module, name = _import(text)
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
+        is_there = inspect.isclass if what == "class" else inspect.isfunction
+        there = [key for key, value in vars(module).items() if is_there(value) and not key.startswith("_")]
+        place = text.rpartition(":")[0]
+        raise UserError(f"{text}: {place} has no {what} {name!r}; it has {', '.join(there) or 'none'}")
+    return loaded
+
+
+def _import(text: str) -> tuple[Any, str]:
+    place, _, name = text.rpartition(":")
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place), name
+        path = Path(place).resolve()
+        return _load_file(path, path.stat().st_mtime_ns), name
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise UserError(f"{text}: can't import {place}: {one_line(describe_error(error, place))}") from error
+
+
+@functools.cache
+def _load_file(path: Path, changed_ns: int) -> Any:
+    del changed_ns
+    # A unique name: a file math.py must not replace the module `math`.
+    spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    if (directory := str(path.parent)) not in sys.path:
+        sys.path.append(directory)  # the modules beside the file, as when Python runs it
+    spec.loader.exec_module(module)
+    return module
+
+
+def describe_error(error: BaseException, place: str) -> str:
+    """`KeyError: 'x' (length_reward.py, line 12)`, the last line of the user's file that ran.
+
+    Args:
+        error: what was raised.
+        place: the file, or the module, of the function.
+    """
+    return f"{type(error).__name__}: {error}{error_place(error, place)}"
+
+
+def error_place(error: BaseException, place: str) -> str:
+    """` (length_reward.py, line 12)`, the last line of the user's file that ran; empty if none did."""
+    module = sys.modules.get(place)
+    file = place if place.endswith(".py") else getattr(module, "__file__", None)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and _same_file(frame.filename, file)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _same_file(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()

@@ -1,0 +1,94 @@
+"""The site: `make docs` builds it from docs/*.md, README.md and the docstrings, and runs the notebooks."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+_ROOT = Path(__file__).resolve().parents[1]
+_BLOB = "https://github.com/dcmdp-jax/dcmdp_jax/blob/main"
+_PAGES = {"README.md": "start.md", "BUILD.md": "build.md"}
+"""Files above docs/ that are pages of the site."""
+
+project = "dcmdp_jax"
+html_title = "dcmdp_jax"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["test_long.md"]
+html_theme = "sphinx_book_theme"
+html_theme_options = {
+    "repository_url": "https://github.com/dcmdp-jax/dcmdp_jax",
+    "path_to_docs": "docs",
+    "use_repository_button": True,
+    "show_navbar_depth": 1,
+    "navbar_persistent": [],
+}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+
+nitpicky = False
+myst_heading_anchors = 4
+default_role = "code"
+napoleon_use_rtype = False
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+pygments_style = "friendly"
+
+# Notebooks run at each build, without network and without the cell that installs the package (tagged skip-execution).
+nb_execution_mode = os.environ.get("DCMDP_NOTEBOOKS", "force")
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_merge_streams = True
+nb_output_stderr = "remove"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PIP_NO_INDEX", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+def _on_the_site(text: str, folder: Path) -> str:
+    """Links to files that are no pages lead to the repository, those to README.md and BUILD.md to their pages."""
+
+    def replaced(match: re.Match[str]) -> str:
+        target, _, anchor = match[1].partition("#")
+        path = (folder / target).resolve()
+        if not target or not path.exists() or not path.is_relative_to(_ROOT):
+            return match[0]
+        name, anchor = path.relative_to(_ROOT).as_posix(), f"#{anchor}" if anchor else ""
+        inside = name.removeprefix("docs/")
+        if name in _PAGES:
+            return f"](/{_PAGES[name]}{anchor})"
+        if name.startswith("docs/") and path.is_file() and inside not in exclude_patterns:
+            return f"](/{inside}{anchor})"
+        return f"]({_BLOB}/{name}{anchor})"
+
+    return re.sub(r"\]\(([^()\s:]+)\)", replaced, text)
+
+
+def _read(app: Sphinx, page: str, source: list[str]) -> None:
+    path = Path(app.env.doc2path(page))
+    if path.suffix != ".md":
+        return
+    if found := re.fullmatch(r"```\{include\} (\S+)\n```\n", source[0]):
+        path = (path.parent / found[1]).resolve()
+        source[0] = path.read_text(encoding="utf-8")
+    source[0] = _on_the_site(source[0], path.parent)
+
+
+def _plain_docstring(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
+    """Docstrings are plain English with equations: outside backticks no character is markup."""
+    del app, what, name, of, options
+
+    def plain(line: str) -> str:
+        parts = re.split(r"(``?[^`]+``?)", line)
+        return "".join(part if part.startswith("`") else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part) for part in parts)
+
+    lines[:] = [plain(line) for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the changes of text above."""
+    app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _plain_docstring, priority=100)

@@ -1,0 +1,105 @@
+"""The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE = _ROOT / "dcmdp_jax"
+PAGE, DRAWING = _ROOT / "docs" / "architecture.md", _ROOT / "docs" / "images" / "rooms.svg"
+_BEGIN, _END = "<!-- rooms: written by python -m docs.rooms -->\n", "<!-- end of rooms -->\n"
+_WIDTH, _BOX, _FLOOR = 900, (118, 34), 92
+
+Rooms = Mapping[str, frozenset[str]]
+
+
+def rooms() -> Rooms:
+    """Room -> the rooms that its modules import, in any function."""
+    names = sorted(path.parent.name for path in _PACKAGE.glob("*/__init__.py") if not path.parent.is_symlink())
+    found = {}
+    for name in names:
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (_PACKAGE / name).rglob("*.py")]
+        imported = {words[1] for tree in trees for words in _imports(tree) if words[0] == "dcmdp_jax" and words[1:]}
+        found[name] = frozenset(imported & set(names) - {name})
+    return found
+
+
+def _imports(tree: ast.AST) -> Iterator[list[str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}".split(".") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".") for alias in node.names)
+
+
+def direct(table: Rooms) -> Rooms:
+    """The arrows that no longer way replaces."""
+
+    def reached(room: str) -> set[str]:
+        return set().union(*({other} | reached(other) for other in table[room]))
+
+    return {room: frozenset(to - set().union(*map(reached, to))) for room, to in table.items()}
+
+
+def floors(table: Rooms) -> list[list[str]]:
+    """Rooms by the longest way down from them, highest first."""
+
+    def height(room: str) -> int:
+        return max((1 + height(other) for other in table[room]), default=0)
+
+    heights = {room: height(room) for room in table}
+    return [[room for room in table if heights[room] == level] for level in range(max(heights.values()), -1, -1)]
+
+
+def page_block(table: Rooms) -> str:
+    """The generated part of the page."""
+    image = "![Rooms, each above those that it imports](images/rooms.svg)"
+    lines = [f"{image}\n\n| room | what it has | imports |\n|---|---|---|\n"]
+    for floor in floors(table):
+        for room in floor:
+            about = ast.get_docstring(ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
+            lines.append(f"| `{room}` | {about} | {', '.join(sorted(table[room])) or 'none'} |\n")
+    beside = sorted(f"`{path.stem}`" for path in _PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+    return "".join(lines) + f"\nModules beside the rooms, which all may import: {', '.join(beside)}.\n"
+
+
+def drawing(table: Rooms) -> str:
+    """The rooms as an SVG: floors, and an arrow for each import that no longer way replaces."""
+    rows, (width, height) = floors(table), _BOX
+    middle = {
+        room: (_WIDTH * (2 * place + 1) // (2 * len(floor)), 30 + level * _FLOOR)
+        for level, floor in enumerate(rows)
+        for place, room in enumerate(floor)
+    }
+    shapes = [
+        f'<line x1="{middle[room][0]}" y1="{middle[room][1] + height // 2}" x2="{middle[other][0]}" '
+        f'y2="{middle[other][1] - height // 2 - 3}" stroke="#8a8a8a" marker-end="url(#head)"/>'
+        for room, to in direct(table).items()
+        for other in sorted(to)
+    ]
+    for room, (x, y) in middle.items():
+        shapes.append(
+            f'<rect x="{x - width // 2}" y="{y - height // 2}" width="{width}" height="{height}" rx="5" fill="#eef3f8" '
+            f'stroke="#0072B2"/>\n<text x="{x}" y="{y + 5}" text-anchor="middle">{room}</text>'
+        )
+    head = '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {60 + (len(rows) - 1) * _FLOOR}" '
+        'font-family="sans-serif" font-size="15">\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        f'<defs>{head}<path d="M0 0 L8 4 L0 8 z" fill="#8a8a8a"/></marker></defs>\n' + "\n".join(shapes) + "\n</svg>\n"
+    )
+
+
+def with_rooms(page: str, table: Rooms) -> str:
+    """The page with its generated part anew."""
+    block = f"(?<={re.escape(_BEGIN)}).*(?={re.escape(_END)})"
+    return re.sub(block, lambda _: page_block(table), page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    now = rooms()
+    PAGE.write_text(with_rooms(PAGE.read_text(encoding="utf-8"), now), encoding="utf-8")
+    DRAWING.write_text(drawing(now), encoding="utf-8")

@@ -1,0 +1,47 @@
+"""docs/architecture.md: its table and drawing are those of the imports, and what its drawings name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import rooms
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PAGE = rooms.PAGE.read_text()
+_PACKAGE = _ROOT / "dcmdp_jax"
+
+
+def test_table_and_drawing_are_those_of_the_imports():
+    table = rooms.rooms()
+    assert rooms.with_rooms(_PAGE, table) == _PAGE, "python -m docs.rooms"
+    assert rooms.DRAWING.read_text() == rooms.drawing(table), "python -m docs.rooms"
+
+
+def test_floors_and_arrows_by_hand():
+    # a imports b and c, b imports c: a's arrow to c has a longer way.
+    table = {"a": frozenset("bc"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
+    assert rooms.direct(table) == {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
+    assert rooms.floors(table) == [["a"], ["b"], ["c", "d"]]
+    assert rooms.drawing(table).count("<line") == 2 and rooms.drawing(table).count("<rect x") == 4
+
+
+def _drawings():
+    return re.findall(r"^## The life of a (\w+)\n(.*?)(?=^## )", _PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_there_are_three_lives():
+    assert [name for name, _ in _drawings()] == ["batch", "weight", "setting"]
+
+
+@pytest.mark.parametrize("drawing", [drawing for _, drawing in _drawings()], ids=[name for name, _ in _drawings()])
+def test_what_a_drawing_names_exists(drawing):
+    files = re.findall(r"\b([\w/]+/\w+\.(?:py|md)|types\.py)", drawing)
+    assert len(files) > 5
+    for file in files:
+        assert (_PACKAGE / file).exists() or (_ROOT / file).exists(), file
+    sources = "".join(path.read_text() for path in (*_PACKAGE.rglob("*.py"), _ROOT / "configs" / "base.py"))
+    functions = re.findall(r"(?:\||--|\+--) +([a-z]\w*_\w+|pack|[A-Z]\w+\.\w+)\b", drawing)
+    assert functions
+    for name in (function.rpartition(".")[2] for function in functions):
+        assert re.search(rf"\bdef {name}\b|^    {name}: ", sources, re.MULTILINE), name

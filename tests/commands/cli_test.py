@@ -1,0 +1,221 @@
+"""The guard every command runs under: one line, the right exit code, and no traceback lost."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, run_main
+from dcmdp_jax.errors import UserError
+from tests.waiting import HANGS_S
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(main, argv, capsys, **options):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, argv, **options)
+    return left.value.code, capsys.readouterr().err
+
+
+def _raiser(error, run_dir=None):
+    def main(_):
+        if run_dir is not None:
+            keep_tracebacks_in(run_dir)
+        raise error
+
+    return main
+
+
+def _of_jax(_):
+    import jax
+    import jax.numpy as jnp
+
+    jax.vmap(jnp.add)(jnp.zeros(2), jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("group size is 1;\n   allowed: 2 or more"), 2, "error: group size is 1; allowed: 2 or more\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/a/b"), 2, "error: No such file: /a/b\n"),
+        (UserError(), 2, "error: UserError\n"),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
+            1,
+            "error: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. (for sampling, "
+            "make max_rows smaller; for training, training.micro_batch_tokens)\n",
+        ),
+        (
+            ValueError("RESOURCE_EXHAUSTED: Error writing ...\nFailed to write: No space left on device"),
+            2,
+            "error: no space left on the disk; make room and run the same command again\n",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_a_failure_is_one_line_and_its_code(error, code, line, capsys):
+    assert _run(_raiser(error), ["p"], capsys) == (code, line)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("x"), "error: KeyError: 'x' (unexpected; traceback above)"),
+        (ValueError("shapes differ"), "error: ValueError: shapes differ (unexpected; traceback above)"),
+        (ConnectionResetError(errno.ECONNRESET, "Reset"), "error: ConnectionResetError: [Errno 104] Reset (unexpected; "
+         "traceback above)"),
+    ],
+)  # fmt: skip
+def test_a_defect_without_a_run_prints_its_traceback(error, line, capsys):
+    code, text = _run(_raiser(error), ["p"], capsys)
+    assert code == 1 and text.startswith("Traceback (most recent call last)")
+    assert text.splitlines()[-1] == line
+
+
+def test_a_jax_error_is_unexpected(capsys):
+    code, text = _run(_of_jax, ["p"], capsys)
+    assert code == 1 and text.startswith("Traceback")
+    assert text.splitlines()[-1].startswith("error: ValueError: vmap got inconsistent sizes")
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("x")])
+def test_a_run_logs_unexpected_tracebacks(error, tmp_path, capsys):
+    log = tmp_path / "error.log"
+    code, text = _run(_raiser(error, tmp_path), ["p"], capsys)
+    kind = type(error).__name__
+    assert (code, text) == (1, f"error: {kind}: {error} (unexpected; traceback: {log})\n")
+    assert log.read_text().count("Traceback (most recent call last)") == 1
+    assert f"{kind}: {error}" in log.read_text() and ": failed\n" in log.read_text()
+    # The next failure is added, not written over it.
+    _run(_raiser(error, tmp_path), ["p"], capsys)
+    assert log.read_text().count("Traceback (most recent call last)") == 2
+
+
+def test_a_run_logs_expected_errors_but_no_user_errors(tmp_path, capsys):
+    log = tmp_path / "error.log"
+    assert _run(_raiser(UserError("bad"), tmp_path), ["p"], capsys) == (2, "error: bad\n")
+    assert not log.exists()
+    line = f"error: broke (traceback: {log})\n"
+    assert _run(_raiser(RuntimeError("broke"), tmp_path), ["p"], capsys, expected=(RuntimeError,)) == (2, line)
+    line = f"error: Gone: /a/b (traceback: {log})\n"
+    assert _run(_raiser(FileNotFoundError(errno.ENOENT, "Gone", "/a/b"), tmp_path), ["p"], capsys) == (2, line)
+    assert log.read_text().count("Traceback (most recent call last)") == 2
+
+
+def test_logging_does_not_create_the_run_directory(tmp_path, capsys):
+    code, text = _run(_raiser(KeyError("x"), tmp_path / "run"), ["p"], capsys)
+    assert code == 1 and text.startswith("Traceback") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("bad"), 2), (KeyError("bad"), 1)])
+def test_debug_adds_the_traceback_before_the_line(error, code, capsys):
+    got, text = _run(_raiser(error), ["p", "--debug"], capsys)
+    assert got == code and text.count("Traceback (most recent call last)") == 1
+    assert text.splitlines()[-1].startswith("error: ")
+
+
+def test_further_expected_errors_are_one_line(capsys):
+    assert _run(_raiser(KeyError("flag")), ["p"], capsys, expected=(KeyError,)) == (2, "error: 'flag'\n")
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
+def test_a_result_is_the_exit_code(result, code, capsys):
+    assert _run(lambda _: result, ["p"], capsys) == (code, "")
+
+
+def test_system_exit_passes(capsys):
+    assert _run(_raiser(SystemExit(7)), ["p"], capsys) == (7, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [
+        (["p", "a", "--debug", "b"], ["p", "a", "b"]),
+        (["p", "--", "--debug"], ["p", "--", "--debug"]),
+        (["--debug", "a"], ["--debug", "a"]),
+        (["p", "--debugger"], ["p", "--debugger"]),
+    ],
+)
+def test_debug_is_removed_from_the_arguments_before_a_bare_dash_dash(argv, seen, capsys):
+    got = []
+    assert _run(got.extend, argv, capsys) == (0, "")
+    assert got == seen
+
+
+def test_the_arguments_are_the_processes_by_default(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["p", "x", "--debug"])
+    got = []
+    assert _run(got.extend, None, capsys) == (0, "")
+    assert got == ["p", "x"]
+
+
+def _parser():
+    parser = Parser(prog="p")
+    parser.add_argument("--samples", type=int)
+    inner = parser.add_subparsers(dest="command", metavar="COMMAND")
+    inner.add_parser("copy").add_argument("--overwrite", action="store_true")
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--sampels=4"], "--sampels=4: no such argument; did you mean --samples?"),
+        (["copy", "--overwrit"], "--overwrit: no such argument; did you mean --overwrite?"),
+        (["--zzz"], "--zzz: no such argument; see --help"),
+        (["--samples", "x"], "argument --samples: invalid int value: 'x'"),
+        (["cpy"], "argument COMMAND: invalid choice: 'cpy' (choose from 'copy')"),
+    ],
+)
+def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
+    assert _run(lambda arguments: _parser().parse_args(arguments[1:]), ["p", *argv], capsys) == (2, f"error: {line}\n")
+
+
+_THREAD_FAILS = """
+import logging, sys, threading
+from dcmdp_jax.commands.cli import keep_tracebacks_in, run_main
+from dcmdp_jax.errors import UserError
+
+class Broken:
+    def __del__(self):
+        raise RuntimeError("at its end")
+
+def main(arguments):
+    if len(arguments) > 1:
+        keep_tracebacks_in(arguments[1])
+    def fail():
+        raise OSError("the thread's")
+    thread = threading.Thread(target=fail, name="save")
+    thread.start()
+    thread.join()
+    Broken()
+    logging.getLogger("absl").error("could not write")
+    raise UserError("bad")
+
+run_main(main)
+"""
+
+
+def _thread_fails(*arguments):
+    command = [sys.executable, "-c", _THREAD_FAILS, *map(str, arguments)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 2
+    return done.stderr
+
+
+def test_a_run_logs_failures_of_threads_and_prints_none(tmp_path):
+    assert _thread_fails(tmp_path) == "error: bad\n"
+    text = (tmp_path / "error.log").read_text()
+    assert "thread save failed\nTraceback (most recent call last)" in text and "OSError: the thread's" in text
+    assert "RuntimeError: at its end" in text
+    assert "logged by absl\ncould not write" in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--debug"]])
+def test_without_a_run_failures_of_threads_are_printed(arguments):
+    said = _thread_fails(*arguments)
+    assert "OSError: the thread's" in said and "RuntimeError: at its end" in said
+    assert said.splitlines()[-1] == "error: bad"

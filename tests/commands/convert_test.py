@@ -1,0 +1,167 @@
+"""The command: what it prints, what it writes, what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.commands.convert import main
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
+from dcmdp_jax.models.params import init_params, num_params
+from dcmdp_jax.training import checkpoint
+from dcmdp_jax.training.state import new_state
+from tests.waiting import HANGS_S
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ModelConfig("qwen3", 104, 8, 12, 2, 4, 2, 4)  # the built-in tokenizer's 104 tokens
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tokenizer = tmp_path / "tokenizer"
+    save_tokenizer(build_tokenizer(), tokenizer, (2, 3))
+    params = init_params(CONFIG, jax.random.key(0))
+    save_params(params, CONFIG, tmp_path / "source", dtype="float32", tokenizer_dir=tokenizer)
+    return tmp_path / "source"
+
+
+def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bin.convert", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+
+
+def test_hf_check(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", "hf-check", str(source)])
+    out = capsys.readouterr().out
+    # 2 * (q, o 2*8*16 + k, v 2*8*8 + norms 2*8 + 2*4 + MLP 3*8*12) + 2*104*8 + 8 = 2 * 696 + 1672
+    assert num_params(CONFIG) == 3064
+    assert "qwen3, 3,064 parameters, 2 layers, hidden 8, MLP 12, heads 4/2 of 4, vocabulary 104, untied" in out
+    assert "tensors      25 F32; " in out  # 2 * 11 + embedding, norm and output
+    assert "in 1 file(s)" in out
+    assert "tokenizer    104 tokens; a completion ends with 2, 3\n" in out
+    assert out.endswith(f"{source}: fits its config.json, all values are finite\n")
+
+
+def test_copy(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_dir = tmp_path / "out"
+    main(["convert", "copy", str(source), str(out_dir), "--dtype", "float32"])
+    assert f"wrote {out_dir} in float32, tokenizer of {source}\n" in capsys.readouterr().out
+    before, after = load_file(source / "model.safetensors"), load_file(out_dir / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+    assert read_model_config(out_dir) == CONFIG
+    assert {path.name for path in out_dir.iterdir()} == {path.name for path in source.iterdir()}
+    main(["convert", "copy", str(source), str(out_dir), "--overwrite"])  # bfloat16 unless told
+    assert json.loads((out_dir / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert {value.dtype.name for value in load_file(out_dir / "model.safetensors").values()} == {"bfloat16"}
+
+
+def test_copy_without_a_tokenizer(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="source: no tokenizer.json or vocab.json there"):
+        main(["convert", "hf-check", str(source)])
+    assert capsys.readouterr().out == ""
+    main(["convert", "copy", str(source), str(tmp_path / "out")])
+    assert "no tokenizer" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_failures_are_one_line_and_a_code(source: Path, tmp_path: Path) -> None:
+    file = source / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    failed = _run("hf-check", source)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith(f"error: {file}: truncated or not a safetensors file (")
+    assert failed.stderr.count("\n") == 1
+
+    file.write_bytes(whole)
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    failed = _run("copy", source, tmp_path / "out")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == f"error: {file}: tensor model.norm.weight is missing, expected [8]\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_hf_check_reads_the_values(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = np.full(8, np.inf, np.float32)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight has 8 value\(s\) of 8 that are not finite, the first, inf, at"
+    ):
+        main(["convert", "hf-check", str(source)])
+
+
+def test_hf_check_reads_the_tokenizer(source: Path) -> None:
+    (source / "generation_config.json").write_text('{"eos_token_id": 104}')
+    with pytest.raises(ValueError, match="eos_token_id is 104, the model's tokens are 0 to 103"):
+        main(["convert", "hf-check", str(source)])
+    (source / "chat_template.jinja").write_text("Go on.")
+    with pytest.raises(ValueError, match="its chat template leaves out the text of the user"):
+        main(["convert", "hf-check", str(source)])
+
+
+def test_export_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint there"):
+        main(["convert", "export", str(tmp_path), str(tmp_path / "out")])
+
+
+def test_unknown_dtype_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="argument --dtype: invalid choice: 'float16'"):
+        main(["convert", "copy", str(source), str(tmp_path / "out"), "--dtype", "float16"])
+
+
+def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The step asked for, its parameters to the last bit, and the run's tokenizer beside them."""
+    run_dir = tmp_path / "run"
+    states = {}
+    checkpoints = checkpoint.Checkpoints(run_dir, keep_last=2, keep_best=0)
+    for step in (1, 2):
+        params = init_params(CONFIG, jax.random.key(step))
+        states[step] = dict(iterate_hf_tensors(params, CONFIG, "float32"))
+        dual = dual_init(0.0, minimum=0.0, maximum=1.0)
+        checkpoints.save(step, new_state(params, optax.adamw(1e-3), dual), model=CONFIG)
+    checkpoints.close()
+    tokenizer = checkpoint.load_params_only(run_dir)[3]
+    tokenizer.mkdir(exist_ok=True)
+    (tokenizer / "tokenizer.json").write_text('{"of": "the run"}')
+    for arguments, step in (([], 2), (["--step", "1"], 1)):
+        out_dir = tmp_path / f"out{step}"
+        main(["convert", "export", str(run_dir), str(out_dir), "--dtype", "float32", *arguments])
+        assert f"checkpoint of step {step}\n" in capsys.readouterr().out
+        written = load_file(out_dir / "model.safetensors")
+        assert written.keys() == states[step].keys()
+        for name, value in states[step].items():
+            np.testing.assert_array_equal(written[name], value)
+        assert read_model_config(out_dir) == CONFIG
+        assert (out_dir / "tokenizer.json").read_text() == '{"of": "the run"}'
+    for out_dir in (run_dir.parent, run_dir, run_dir / "checkpoints" / "1"):
+        with pytest.raises(ValueError, match="which it is made of; choose another directory"):
+            main(["convert", "export", str(run_dir), str(out_dir), "--overwrite"])
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step 7"):
+        main(["convert", "export", str(run_dir), str(tmp_path / "none"), "--step", "7"])
+
+
+def test_an_output_that_overlaps_its_source_is_refused(source: Path) -> None:
+    for out in (source, source.parent, source / "copy"):
+        with pytest.raises(ValueError, match="which it is made of; choose another directory"):
+            main(["convert", "copy", str(source), str(out), "--overwrite"])
+    assert (source / "config.json").is_file()

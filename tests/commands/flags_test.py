@@ -1,0 +1,259 @@
+"""The command line of bin.train: what it means, and the one line that a mistake gets."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.flags import parse
+
+_ROOT = Path(__file__).resolve().parents[2]
+_DEMO = "--config=configs/demo.py"
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch):
+    """Config files are named from the repository's root."""
+    monkeypatch.chdir(_ROOT)
+
+
+def run(*arguments):
+    return parse(["train", *arguments]).config
+
+
+def error(*arguments):
+    """The one line that arguments are refused with."""
+    with pytest.raises(ValueError) as raised:
+        run(*arguments)
+    assert "\n" not in str(raised.value) and "Traceback" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_file_its_argument_and_overrides():
+    config = run(
+        "--config=configs/demo.py:grpo,debug", "--config.rollout.precision=int8", "--config.algorithm.clip_low=0",
+        "--config.training.row_lengths=(96,128)", "--config.algorithm.normalize_std=False",
+        "--config.model.architecture.rope_theta=1e6", "--config.run_dir=runs/x", "-config.training.seed", "9",
+    )  # fmt: skip
+    assert config.algorithm.method == "grpo" and config.training.steps == 2
+    assert config.rollout.precision == "int8" and config.algorithm.clip_low == 0.0
+    assert config.training.row_lengths == (96, 128) and config.algorithm.normalize_std is False
+    assert config.model.architecture.rope_theta == 1e6 and config.run_dir == "runs/x" and config.training.seed == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((_DEMO,), "runs/demo"),
+        ((_DEMO + ":grpo",), "runs/demo_grpo"),
+        ((_DEMO, "--config.rollout.precision=exact"), "runs/demo-precision=exact"),
+        ((_DEMO, "--config.algorithm.tolerance=0.001"), "runs/demo-tolerance=0.001"),
+        ((_DEMO, "--config.algorithm.tolerance=1e-3"), "runs/demo-tolerance=0.001"),  # the same setting, the same run
+        ((_DEMO, "--config.rewards.weights=(2,)"), "runs/demo-weights=2.0"),
+        ((_DEMO, "--config.algorithm.normalize_std=false"), "runs/demo-normalize_std=False"),
+        # Two settings are called learning_rate.
+        ((_DEMO, "--config.optimizer.learning_rate=1e-5"), "runs/demo-optimizer.learning_rate=1e-05"),
+        ((_DEMO, "--config.warmup.learning_rate=1e-5"), "runs/demo-warmup.learning_rate=1e-05"),
+        # The length of a run is what it learns only where the learning rate ends with it.
+        ((_DEMO, "--config.training.seed", "3", "--config.training.steps=99"), "runs/demo-seed=3"),
+        (
+            (_DEMO, "--config.optimizer.schedule=linear", "--config.training.steps=99"),
+            "runs/demo-schedule=linear-training.steps=99",
+        ),
+        ((_DEMO, "--config.rollout.precision=exact", "--config.run_dir=runs/x"), "runs/x"),
+    ],
+)
+def test_overrides_name_the_run_directory(arguments, expected):
+    assert run(*arguments).run_dir == expected
+
+
+def test_a_value_that_a_name_can_not_hold_shows_its_end_and_a_digest():
+    name = run(_DEMO, "--config.training.seed=3", "--config.model.tokenizer=a/b c").run_dir
+    assert re.fullmatch(r"runs/demo-tokenizer=b_c-seed=3-[0-9a-f]{12}", name)
+
+
+# What a run learns from, in types of all kinds; the values are allowed in configs/demo.py.
+_TEXT = st.text(st.sampled_from("ab1A=-_. /,é\u8def"), min_size=1, max_size=60)
+_LEARNED = {
+    "task.train": _TEXT,
+    "task.prompt_suffix": _TEXT,
+    "warmup.task": _TEXT,
+    "model.tokenizer": _TEXT,
+    "optimizer.learning_rate": st.sampled_from(["0.1", "0.01", "1e-05"]),
+    "warmup.learning_rate": st.sampled_from(["0.1", "0.01", "1e-05"]),
+    "training.seed": st.integers(0, 12).map(str),
+    "rewards.weights": st.sampled_from(["(56,)", "(57,)", "(156,)"]),
+    "algorithm.normalize_std": st.sampled_from(["true", "false"]),
+    "rollout.precision": st.sampled_from(["fp8", "int8", "exact"]),
+}
+_OVERRIDES = st.sets(st.sampled_from(sorted(_LEARNED))).flatmap(
+    lambda names: st.fixed_dictionaries({name: _LEARNED[name] for name in sorted(names)})
+)
+
+
+def _directory(overrides):
+    return run(_DEMO, *(f"--config.{name}={value}" for name, value in overrides.items())).run_dir
+
+
+@given(_OVERRIDES, _OVERRIDES)
+@example({"optimizer.learning_rate": "0.1"}, {"warmup.learning_rate": "0.1"})
+@example({"task.train": "a/rows.jsonl"}, {"task.train": "b/rows.jsonl"})
+@example({"task.train": "a b"}, {"task.train": "a_b"})
+@example({"task.train": "a" * 200 + "b"}, {"task.train": "a" * 200 + "c"})
+@example({"task.train": "a-precision=fp8"}, {"task.train": "a", "rollout.precision": "fp8"})
+@example({"task.train": "A"}, {"task.train": "a"})
+@example({"task.train": "é"}, {"task.train": "\u8def"})
+@settings(max_examples=60, deadline=None)
+def test_two_different_sets_of_overrides_name_two_directories(first, second):
+    assert (_directory(first) == _directory(second)) == (first == second)
+    for overrides in (first, second):
+        # As one name on any file system, whether it tells capitals apart or not.
+        name = _directory(overrides).removeprefix("runs/")
+        assert re.fullmatch(r"[A-Za-z0-9_.=-]{1,120}", name)
+        if first != second:
+            assert _directory(first).lower() != _directory(second).lower()
+
+
+def test_without_overrides_the_config_is_the_files():
+    config = run("--config=configs/qwen3_8b.py")
+    assert (config.rollout.precision, config.algorithm.tolerance) == ("bfloat16", 0.0037)
+
+
+def test_config_may_be_two_words():
+    assert run("--config", "configs/demo.py:debug").training.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((), "--config is missing; for example --config=demo"),
+        (("--config=configs/dmo.py",), "--config: no file configs/dmo.py; did you mean configs/demo.py?"),
+        (("--config", "configs/dmo.py:grpo"), "--config: no file configs/dmo.py; did you mean configs/demo.py?"),
+        (
+            ("--config=zzz",),
+            "--config: no file zzz; there are configs/calculator.py, configs/demo.py, configs/demo_moe.py, "
+            "configs/demo_vllm.py, configs/qwen3_30b_a3b.py, configs/qwen3_8b.py",
+        ),
+        (("--confg=configs/demo.py",), "--confg=configs/demo.py: no such argument; did you mean --config?"),
+        (
+            (_DEMO, "--config.algorithm.multplier=0.1"),
+            "config.algorithm.multplier: no such setting; did you mean 'algorithm.multiplier'?",
+        ),
+        (
+            (_DEMO, "--config.algorithm.multplier", "0.1"),
+            "config.algorithm.multplier: no such setting; did you mean 'algorithm.multiplier'?",
+        ),
+        (
+            ("--config.algorithms.multiplier=0.1", _DEMO),
+            "config.algorithms.multiplier: no such setting; did you mean 'algorithm.multiplier'?",
+        ),
+        (
+            (_DEMO, "--config.group_size=4"),
+            "config.group_size: no such setting; did you mean 'rollout.group_size'?",
+        ),
+        (
+            (_DEMO, "--config.run_dir.name=4"),
+            "config.run_dir.name: no such setting; did you mean 'run_dir'?",
+        ),
+        (
+            ("--config=configs/demo.py:gpro",),
+            "--config: configs/demo.py: config argument 'gpro': allowed are grpo, debug",
+        ),
+        ((_DEMO, "extra"), "extra: no such argument; see --help"),
+        ((_DEMO, "--config.rollout.group_size=1"), "config.rollout.group_size: got 1, must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_nearest_right_word(arguments, line):
+    assert error(*arguments).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("config.training.steps", "many"),
+        ("config.training.steps", "1.5"),
+        ("config.algorithm.tolerance", "small"),
+        ("config.algorithm.normalize_std", "perhaps"),
+        ("config.training.steps", "1e3"),
+        ("config.training.steps", ""),
+        ("config.training.steps", "\uff11\uff12"),  # full-width digits, which int() takes for 12
+        ("config.algorithm.tolerance", "0.\u0661"),  # an Arabic one, which float() takes for 0.1
+        ("config.algorithm.tolerance", "nan"),
+        ("config.algorithm.tolerance", "1e999"),
+        ("config.training.row_lengths", "(64,x)"),
+        ("config.training.row_lengths", "(64,,96)"),
+        ("config.training.row_lengths", "(\uff16\uff14,)"),
+        ("config.rollout", "3"),
+    ],
+)
+def test_an_ill_typed_override_names_setting_and_value(override, value):
+    line = error(_DEMO, f"--{override}={value}")
+    assert line.startswith(f"{override}: got {value!r}, must be ") or (
+        value in ("nan", "1e999") and line == f"{override}: got {float(value)!r}, must be a finite number"
+    )
+
+
+def test_a_value_of_a_thousand_pages_is_not_quoted_whole():
+    assert error(_DEMO, f"--config.training.steps={'9' * 10**6}x").startswith("config.training.steps: got '999")
+    assert len(error(_DEMO, f"--config.training.steps={'9' * 10**6}x")) < 250
+
+
+def test_an_override_without_its_value_is_named():
+    assert error(_DEMO, "--config.training.steps").startswith("--config.training.steps: its value is missing")
+
+
+@pytest.mark.parametrize("words", ["true", "True", "1", "yes", "t"])
+def test_the_words_for_true(words):
+    assert run(_DEMO, f"--config.algorithm.mask_truncated={words}").algorithm.mask_truncated is True
+
+
+def test_the_last_of_two_values_counts():
+    assert run(_DEMO, "--config.training.seed=3", "--config.training.seed=4").training.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def get_config(arg=''):\n    return missing_name\n", "NameError: name 'missing_name' is not defined"),
+        ("def get_config(:\n", "SyntaxError: "),
+        ("", "it has no function get_config"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def get_config():\n    raise ValueError('not\\ntoday')\n", "not today"),
+        ("def get_config():\n    return 3\n", "get_config returned int, must be a ConfigDict"),
+        ("exit()\n", "it called exit(None); let get_config return"),
+        ("import sys\n\ndef get_config():\n    sys.exit(0)\n", "it called exit(0); let get_config return"),
+    ],
+)
+def test_a_config_file_that_breaks_is_named_with_its_reason(tmp_path, text, reason):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    assert error(f"--config={path}").startswith(f"--config: {path}: {reason}")
+
+
+def test_a_config_file_is_executed_once(tmp_path):
+    log = tmp_path / "log"
+    path = tmp_path / "counted.py"
+    path.write_text(
+        "from configs import base\n\n\ndef get_config(arg=''):\n"
+        f"    open({str(log)!r}, 'a').write('called ')\n    return base.get_config('debug')\n"
+    )
+    run(f"--config={path}", "--config.training.seed=3")
+    assert log.read_text() == "called "
+
+
+def test_a_config_file_that_leaves_the_process_ends_the_command_with_code_2(tmp_path, capsys):
+    (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(SystemExit) as left:
+        run_main(parse, ["train", f"--config={tmp_path}/leaving.py"])
+    assert left.value.code == 2
+    assert (
+        capsys.readouterr().err == f"error: --config: {tmp_path}/leaving.py: it called exit(0); let get_config return\n"
+    )
+
+
+@pytest.mark.parametrize("flag", ["dry_run", "print_config"])
+def test_dry_run_and_print_config_are_flags(flag):
+    assert getattr(parse(["train", _DEMO, f"--{flag}"]), flag) and not getattr(parse(["train", _DEMO]), flag)

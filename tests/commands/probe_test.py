@@ -1,0 +1,227 @@
+"""The probe's command on recordings: table, JSON, PNGs, one page; bad input in one line."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm.corrections import CORRECTIONS
+from dcmdp_jax.algorithm.losses import TRUST_REGIONS
+from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.commands import evaluate, probe
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.mismatch.recording import Columns
+from dcmdp_jax.lab.oracle.oracle import ask
+from dcmdp_jax.lab.probe import engines
+from dcmdp_jax.models.hf_hub import model_directory
+from dcmdp_jax.models.hf_weights import save_params
+from tests.lab.mismatch.sampled_columns import columns
+from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
+
+
+def _write(path, pairs):
+    bounds = np.cumsum(pairs.lengths)[:-1]
+    cells = [np.split(x, bounds) for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)]
+    with path.open("w") as file:
+        for ids, train, rollout in zip(*cells, strict=True):
+            file.write(json.dumps({"token_ids": ids.tolist(), "old": train.tolist(), "<b>": rollout.tolist()}) + "\n")
+
+
+def _run(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        run_main(probe.main, ["probe", *map(str, arguments)])
+    said = capsys.readouterr()
+    return left.value.code, said.out, said.err
+
+
+def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
+    recording, out = tmp_path / "step <1>.jsonl", tmp_path / "out"
+    _write(recording, columns(top_p=0.9))
+    code, said, error = _run(
+        capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
+    )
+    assert (code, error) == (0, "") and "truncated support" in said and "Mean p / q" in said
+    (pair,) = json.loads((out / "probe.json").read_text())["pairs"]
+    assert pair["findings"][0]["cause"] == "support" and pair["statistics"]["tokens"] == 1600
+    # A mean over what was recorded, by hand.
+    p, q = (np.exp(x.astype(float)) for x in (columns(top_p=0.9).train_logprobs, columns(top_p=0.9).rollout_logprobs))
+    assert pair["statistics"]["mean"] == pytest.approx(np.abs(p - q).mean(), rel=1e-9)
+    assert pair["recommendation"]["tolerance"] is None  # a defect is repaired, not bounded
+    page = (out / "probe.html").read_text()
+    assert "Not computed: off_policy_mask, dppo_tv, dppo_kl, which look at advantages, and none were recorded." in page
+    assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
+    assert not re.search(r"<script|https?://|src=\"(?!data:)", page)
+    assert page.count("<figure>") == len(list((out / "plots").glob("*.png"))) == 3
+
+
+def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
+    recording, out = tmp_path / "r.jsonl", tmp_path / "out"
+    row = {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))}
+    recording.write_text(json.dumps(row))
+    code, _, _ = _run(
+        capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
+    )
+    page = (out / "probe.html").read_text()
+    # 0.1 of 0.2 is half of the full color; 0.4 is beyond it.
+    assert code == 0 and 'background: rgba(213,94,0,0.50)" title="p 0.5, q 0.4">11 <' in page
+    assert 'background: rgba(0,114,178,1.00)" title="p 0.5, q 0.9">12 <' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "give one of PATH (a recording), --model DIR and --config FILE"),
+        (("--model", "none", "--recording", "R"), "give one of"),
+        (("--model", "none"), "--a is missing"),
+        (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
+        (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
+        (("--model", "none", "--a", "local"), "model none: no such directory"),
+        (("--recording", "R"), "no format knows it. Keys found: token_ids, old, <b>. Formats tried: nemo-rl ("),
+        (("R", "--rollout-column", "<b>"), "--train-column is missing"),
+        (("R", "R", "--train-column", "old", "--rollout-column", "<b>"), "2 paths with --train-column: give one file"),
+        (("R", "--format", "nemo"), "argument --format: invalid choice: 'nemo'"),
+        (("none/*.jsonl",), "No such file or directory"),
+        (("--recording", "R", "--remedies"), "--remedies needs --model or --config: a recording has no weights"),
+        (("--model", "none", "--a", "local", "--remedies", "--b", "hf"), "--b: got hf:float32; --remedies compares"),
+        (("--model", "none", "--a", "local", "--remedies", "--top-p", "0.9"), "--top-p: got 0.9; --remedies compares"),
+        (("--model", "none", "--a", "local", "--remedies", "--batches", "3"), "must be at least 4"),
+        # Before anything is measured.
+        (("--model", "none", "--a", "local", "--out", "R"), "argument --out: got '"),
+        (("--recording", "R", "--token-column", ""), "--token-column is missing: name the column of the token ids"),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--token-column", "ids"),
+            "no column 'ids' (--token-column); ",
+        ),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "new"),
+            "no column 'new' (--rollout-column); ",
+        ),
+        (("--recording", "none.jsonl", "--train-column", "a", "--rollout-column", "b"), "No such file or directory"),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--tolerance", "0"),
+            "must be in (0, 1]",
+        ),
+        (
+            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--reward-column", "r"),
+            "--reward-column and --group-column belong together",
+        ),
+        (("--recordng", "R"), "did you mean --recording?"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, text, tmp_path, capsys):
+    _write(tmp_path / "r.jsonl", columns())
+    code, said, error = _run(capsys, *(tmp_path / "r.jsonl" if word == "R" else word for word in arguments))
+    assert code == 2 and said == "" and text in error and error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random model with the built-in task's tokenizer, as a Hugging Face directory; and one of other tokens."""
+    root = tmp_path_factory.mktemp("models")
+    save_tokenizer(TOKENIZER, root / "tokenizer", (TOKENIZER.eos_token_id,))
+    save_params(params(), CONFIG, root / "model", dtype="float32", tokenizer_dir=root / "tokenizer")
+    shutil.copytree(root / "model", root / "other")
+    vocabulary = (root / "other" / "tokenizer.json").read_text()
+    (root / "other" / "tokenizer.json").write_text(vocabulary.replace('"7":', '"~~":').replace('"8":', '"7":'))
+    return root
+
+
+_ASK = ("--task", "arithmetic:difficulty=1,count=8,seed=0", "--prompts", "2", "--completions", "2")
+
+
+def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):
+    code, said, shown = _run(
+        capsys, "--model", model / "model", *_ASK, "--max-completion-tokens", "8", "--a", "local:exact", "--b", "hf",
+        "--no-rescoring", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, shown
+    (pair,) = json.loads((tmp_path / "probe.json").read_text())["pairs"]
+    assert pair["findings"][0]["cause"] == "clean" and 0 < pair["statistics"]["mean"] < 1e-5
+    assert set(pair["floors"]) == {"local:exact", "hf:float32"} and "no mismatch above the noise floor" in said
+    assert {group["label"] for group in pair["groups"]["token class"]} & {"letters", "digits", "punctuation"}
+
+
+def test_engines_of_other_vocabularies_are_refused_in_one_line(model, tmp_path, capsys):
+    code, said, error = _run(
+        capsys, "--model", model / "model", *_ASK, "--a", f"local:exact,model={model / 'other'}", "--out", tmp_path
+    )
+    assert code == 2 and said == "" and "vocabularies differ in" in error and error.count("\n") == 1
+    assert not (tmp_path / "probe.html").exists()
+
+
+def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, monkeypatch):
+    def refused(*_, **__):
+        raise UserError("this processor has none")
+
+    monkeypatch.setattr(engines, "build", refused)
+    few = ("--max-completion-tokens", "8")
+    code, _, error = _run(capsys, "--model", model / "model", *_ASK, *few, "--a", "local:fp8", "--out", tmp_path)
+    assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error
+
+
+def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsys, monkeypatch):
+    # A random model never answers right: a reward that it can earn.
+    rewards = lambda texts, answers: [sum(map(ord, text)) % 3 == 0 for text in texts]  # noqa: E731
+    monkeypatch.setattr(probe, "ask", lambda *args, grade, **options: ask(*args, grade=rewards, **options))
+    code, said, shown = _run(
+        capsys, "--model", model / "model", "--task", _ASK[1], "--prompts", "3", "--completions", "4", "--batches", "4",
+        "--max-completion-tokens", "6", "--a", "local:int4", "--remedies", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, shown
+    (record,) = json.loads((tmp_path / "remedies.json").read_text())
+    names = [one["name"].partition("(")[0].partition(",")[0] for one in record["remedies"]]
+    assert set(names) == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS} - {"grpo"}
+    assert len(names) == 1 + 2 * (len(PENALTIES) - 1) + len(CORRECTIONS) + len(TRUST_REGIONS)
+    assert record["engine"] == "local:int4" and record["discrepancy"] > 1e-3
+    for one in record["remedies"]:
+        assert 0 <= one["dropped"] <= 1 and 0 <= one["effective"] <= 12, one
+    assert f"best: {record['words']['best']}" in said and all(name in said for name in names)
+    assert (tmp_path / "remedies.png").stat().st_size > 10_000 and f"wrote {tmp_path / 'remedies.json'}" in said
+
+
+def test_a_model_of_the_hub_takes_the_place_of_a_directory(model, monkeypatch, capsys, tmp_path):
+    """As `model.path`, for the probe and for an evaluation, which is named after it."""
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, *, revision, allow_patterns: asked.append((name, revision)) or str(model / "model"),
+    )
+    model_directory.cache_clear()
+    code, said, error = _run(
+        capsys, "--model", "some/one@v2", *_ASK, "--a", "local", "--max-completion-tokens", "4", "--out", tmp_path
+    )
+    assert code == 0, error
+    found = evaluate._find_model(Path("some/other"), None)
+    assert asked == [("some/one", "v2"), ("some/other", None)] and found.name == "other"
+    model_directory.cache_clear()
+
+
+def test_the_arms_of_a_study_take_the_place_of_the_remedies():
+    arms = probe._arms("configs/studies/dose_response.py")
+    assert arms["token_100"].multiplier == 100 and arms["reward_10"].level == "reward"
+    assert len(arms) == 12 and all(one.level != "state" for one in arms.values())
+    one_sided = probe._arms("configs/studies/dose_response.py:one")
+    assert len(one_sided) == 12 and {one.sided for one in one_sided.values()} == {"one"}
+    assert set(probe._arms("configs/studies/methods.py")) == {"grpo", "dual_grpo", "threshold_grpo", "dc_grpo"}
+
+
+def test_remedies_of_answers_that_are_never_right_are_refused_in_one_line(model, tmp_path, capsys):
+    code, said, error = _run(
+        capsys, "--model", model / "model", *_ASK, "--batches", "4", "--max-completion-tokens", "4", "--a", "local",
+        "--remedies", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 2 and said == "" and "the rewards of every prompt are all equal in three batches" in error
+
+
+def test_every_column_that_can_be_missing_is_told_as_an_option_that_exists():
+    names = [field.name for field in dataclasses.fields(Columns)]
+    options = Columns(**dict.fromkeys(names, "x")).options()
+    for option in options:
+        assert vars(probe._parser().parse_args([option, "y"]))[option[2:].replace("-", "_")] == "y"
+    assert len(options) == len(names)

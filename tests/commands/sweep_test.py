@@ -1,0 +1,346 @@
+"""`python -m bin.sweep`: a small study stopped and continued, every study file, and what is refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.commands import sweep
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.sweep import main
+from dcmdp_jax.config.settings import to_dict
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.observe.metrics_io import read_metrics
+from tests.waiting import HANGS_S
+
+_ROOT = Path(__file__).resolve().parents[2]
+_STUDIES = sorted(path.stem for path in (_ROOT / "configs" / "studies").glob("[!_]*.py") if path.stem != "base")
+_HEAD = "from dcmdp_jax.lab.studies.study import Arm, Study\n\n\ndef get_study(arg=''):\n"
+_OF_THE_PAGE = ("evidence", "dose_response", "mismatch_map", "lag")
+"""Studies behind docs/evidence.md, which have no size of the paper's."""
+_TINY = """    small = {
+        "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
+        "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,
+        "evaluation.every_steps": 0, "algorithm.tolerance_steps": 0,
+    }
+    arms = {"grpo": Arm("configs/demo.py:grpo,debug", small), "dc": Arm("configs/demo.py:debug", small)}
+    return Study("Tiny", arms, "grpo", (3,))
+"""
+
+
+def _task(path):
+    path.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch, run_environment):
+    """Config files are named from there. XLA's eight devices are for this process, not for the runs."""
+    monkeypatch.chdir(_ROOT)
+    for name in run_environment.keys() - os.environ.keys() | {"XLA_FLAGS"}:
+        monkeypatch.setenv(name, run_environment[name])
+
+
+def _fails(capsys, *argv):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, ["sweep", *map(str, argv)])
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+def test_a_stopped_study_continues_and_compares(tmp_path):
+    study, out = tmp_path / "tiny.py", tmp_path / "out"
+    study.write_text(_HEAD + _TINY)
+    words = [f"--study={study}", f"--out={out}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bin.sweep", *words], cwd=_ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    # The second run begins once the first is finished.
+    assert "grpo, seed 3: finished" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped; the same command continues" in rest and "Not finished: 1 of 2 runs." in rest
+    before = (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns
+    assert main(["sweep", *words]) == 0
+    assert (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns == before
+    for arm in ("grpo", "dc"):
+        assert read_metrics(out / arm / "seed3")["reward/mean"][0].tolist() == [1, 2]
+    record = json.loads((out / "results.json").read_text())
+    for name, metric in (("discrepancy", "discrepancy/mean"), ("multiplier", "dual/multiplier")):
+        values = {arm: read_metrics(out / arm / "seed3")[metric][1][-1] for arm in ("grpo", "dc")}
+        found = record["measures"][name]
+        assert {arm: found["arms"][arm]["values"]["3"] for arm in values} == pytest.approx(values)
+        assert found["difference"]["dc"]["mean"] == pytest.approx(values["dc"] - values["grpo"])
+    assert {path.stem for path in (out / "figures").glob("*.png")} == {
+        "reward", "discrepancy", "multiplier", "entropy", "difference_discrepancy",
+    }  # fmt: skip
+    # What was kept gives the same results, without the runs.
+    kept, again = out / "metrics.jsonl.gz", tmp_path / "again"
+    assert main(["sweep", f"--study={study}", f"--out={again}", f"--redraw={kept}"]) == 0
+    assert (again / "results.md").read_text() == (out / "results.md").read_text()
+    assert {path.name for path in (again / "figures").iterdir()} == {path.name for path in (out / "figures").iterdir()}
+    # The seed is the run's.
+    assert json.loads((out / "dc" / "seed3" / "config.json").read_text())["training"]["seed"] == 3
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys, monkeypatch):
+    called = []
+
+    def call(_, run, words, label):
+        called.append((run.label, words[0]))
+        if run.arm == "a":
+            return 1
+        if words[0] == "train":
+            run.directory.mkdir(parents=True)
+            (run.directory / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+            return 0
+        out = run.directory / "evaluation.json"
+        assert words[1:] == [str(run.directory), *evaluation, "--method", "b", "--out", str(out)]
+        score = {0: 0.25, 1: 0.75}[run.seed]
+        out.write_text(json.dumps({"method": "b", "tasks": {"x": {"average": score, "samples": 8}}}))
+        return 0
+
+    monkeypatch.setattr(sweep._Commands, "call", call)
+    evaluation = ("--tasks", _task(tmp_path / "x.jsonl"), "--max_completion_tokens=16")
+    study = tmp_path / "s.py"
+    study.write_text(
+        _HEAD + "    arms = {'a': Arm('configs/demo.py'), 'b': Arm('configs/demo.py', {'algorithm.tolerance': 0.5})}\n"
+        f"    return Study('S', arms, 'a', (0, 1), {evaluation})\n"
+    )
+    assert main(["sweep", f"--study={study}", f"--out={tmp_path}/out"]) == 1
+    text = capsys.readouterr().out
+    assert "Failed: a, seed 0, a, seed 1." in text and "| b | 2 | 0.5 ± 0 |" in text
+    assert "b (2 runs) | 50.0 ±317.7 | 50.0 ±317.7" in text  # sd 35.36, t(1) = 12.706, over sqrt(2)
+    assert called == [
+        ("a, seed 0", "train"), ("b, seed 0", "train"), ("b, seed 0", "evaluate"),
+        ("a, seed 1", "train"), ("b, seed 1", "train"), ("b, seed 1", "evaluate"),
+    ]  # fmt: skip
+    # Nothing that is done is done again; what failed is tried again.
+    called.clear()
+    main(["sweep", f"--study={study}", f"--out={tmp_path}/out"])
+    assert called == [("a, seed 0", "train"), ("a, seed 1", "train")]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, argument) for name in _STUDIES for argument in ("", ":paper") if name not in _OF_THE_PAGE or not argument]
+    + [
+        ("evidence", ":int4"),
+        ("evidence", ":vllm"),
+        ("dose_response", ":vllm"),
+        ("dose_response", ":one"),
+        ("lag", ":local"),
+    ],
+)
+def test_every_study_file_has_runs_that_can_be_made(name, argument, tmp_path, capsys):
+    study = f"configs/studies/{name}.py{argument}"
+    try:
+        main(["sweep", f"--study={study}", f"--out={tmp_path}", "--dry_run"])
+        evaluated = False
+    except UserError as error:  # once all runs are listed: the paper's models are not here
+        assert re.match("study: evaluation of .*, seed 0: config.model.path: no directory ", str(error))
+        evaluated = True
+    assert evaluated == bool(sweep.load_study(study).evaluation)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= (3 if argument else 15) or name == "main_results"
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argument", ["", ":vllm", ":paper"])
+def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(argument):
+    study = sweep.load_study(f"configs/studies/remedies.py{argument}")
+    runs, configs = sweep._resolve(study, Path("runs/none"), [])
+    configs = {run.arm: config for run, config in zip(runs, configs, strict=True) if run.seed == 0}
+    assert {arm: config.algorithm.method for arm, config in configs.items()} == {
+        **{method: method for method in ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")},
+        **dict.fromkeys(("tis", "icepop", "dppo", "matched", "exact"), "grpo"),
+    }
+    assert configs["tis"].algorithm.corrections == "tis(high=2)"
+    assert configs["icepop"].algorithm.corrections == "icepop(low=0.5,high=5)"
+    assert (configs["dppo"].algorithm.trust_region, configs["dppo"].algorithm.ratio_denominator) == (
+        "dppo_tv(low=0.2,high=0.2)", "rollout",
+    )  # fmt: skip
+    matched = configs["matched"]
+    expected = {
+        "": ("local", "fp8", "fp8", "full"), ":vllm": ("vllm", "bfloat16", "full", "fp8"),
+        ":paper": ("vllm", "fp8_per_block", "fp8_per_block", "full"),
+    }  # fmt: skip
+    model, rollout = matched.model, matched.rollout
+    found = rollout.engine, rollout.precision, model.forward_precision, model.forward_cache
+    assert found == expected[argument]
+    assert configs["exact"].rollout.precision == "exact"
+    assert {arm for arm, config in configs.items() if config.rollout != configs["grpo"].rollout} == {"exact"}
+
+
+def _varied(study, name):
+    """Values of one setting over a study file's arms."""
+    found = sweep.load_study(study)
+    configs = sweep._resolve(found, Path("runs/none"), [])[1]
+    section, _, field = name.partition(".")
+    return sorted({to_dict(config)[section][field] for config in configs})
+
+
+@pytest.mark.parametrize(
+    ("study", "setting", "values"),
+    [  # section 6.3 of the paper, and its section 3
+        ("ablation_multiplier", "algorithm.multiplier", [0.05, 0.1, 0.2]),
+        ("ablation_dual_learning_rate", "algorithm.dual_learning_rate", [0.5, 1.0, 1.5]),
+        ("ablation_tolerance", "algorithm.tolerance", [0.0030, 0.0035, 0.0037, 0.0040]),
+        ("temperatures", "rollout.temperature", [0.3, 0.7, 1.0]),
+        ("penalties", "algorithm.measure", ["diff", "log", "ratio"]),
+        ("granularity", "algorithm.level", ["sequence", "token"]),
+        ("main_results", "algorithm.method", ["dc_grpo", "grpo"]),
+    ],
+)
+def test_the_papers_grids(study, setting, values):
+    assert _varied(f"configs/studies/{study}.py:paper", setting) == values
+
+
+def _evaluated(*evaluation):
+    return f"    return Study('S', {{'a': Arm('configs/demo.py')}}, 'a', (0, 1), {evaluation})\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "    c = 'configs/demo.py'\n    return Study('S', {'a': Arm(c), 'b': Arm(c)}, 'a', (0,))\n",
+            "study: 'a, seed 0' and 'b, seed 0' are one config",
+        ),
+        (
+            "    return Study('S', {'a': Arm('configs/demo.py', {'algorithm.eta': 3})}, 'a', (0,))\n",
+            "study: a, seed 0: config.algorithm.eta: no such setting",
+        ),
+        ("    return Study('S', {'a': Arm('configs/none.py')}, 'a', (0,))\n", "study: a, seed 0: --config: no file"),
+        ("    return 3\n", "--study: {file}: get_study returned int, must be a Study"),
+        ("    return 1 / 0\n", "--study: {file}: ZeroDivisionError: division by zero (line 5)"),
+        # Not that there is no get_study.
+        ("    return {}['arms']\n", "--study: {file}: KeyError: 'arms' (line 5)"),
+        ("    import sys; sys.exit(3)\n", "--study: {file}: it called exit(3); let get_study return"),
+        ("    pass\n\n\nexit()\n", "--study: {file}: it called exit(None); let get_study return"),
+        ("    return Study('S', {3: Arm('c')}, 3, (0,))\n", "--study: {file}: the label 3 of an arm is no text"),
+        ("    return Study('S', {'a': 'c'}, 'a', (0,))\n", "--study: {file}: arm 'a' is 'c', must be an Arm (line 5)"),
+        (
+            "    return Study('S', {'a': Arm('c', [1])}, 'a', (0,))\n",
+            "--study: {file}: an arm's settings are [1], must",
+        ),
+        (_evaluated("--taks=x"), "study: evaluation of a, seed 0: --taks=x: no such argument; did you mean --tasks?"),
+        (_evaluated("--samples=0"), "study: evaluation of a, seed 0: argument --samples: got 0, must be at least 1"),
+        (_evaluated("--step=999"), "study: evaluation of a, seed 0: --step: got 999, the run has training.steps=40"),
+        (_evaluated("--precision=fp4"), "study: evaluation of a, seed 0: --precision: got 'fp4', allowed with"),
+        (_evaluated("--tasks=none.jsonl"), "study: evaluation of a, seed 0: data none.jsonl: no such file"),
+        (_evaluated("--tasks={bad}"), "study: evaluation of a, seed 0: {bad}:2: no answer in any of the fields"),
+        (_evaluated("--train_data=none.jsonl"), "study: evaluation of a, seed 0: data none.jsonl: no such file"),
+        # The demo's model has room for 64 + 24 tokens; the default of --max_completion_tokens is 32,768.
+        (_evaluated("--tasks={good}"), "study: evaluation of a, seed 0: --max_completion_tokens: got 32768, with the"),
+        (_evaluated("--tasks={good}", "--out=x"), "--study: {file}: evaluation has --out=x, which the study gives"),
+    ],
+)
+def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(body, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep._Commands, "call", lambda *_: pytest.fail("a run was started"))
+    file, bad, good = (tmp_path / name for name in ("s.py", "bad.jsonl", "good.jsonl"))
+    bad.write_text('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?"}\n')
+    places = {"{file}": file, "{bad}": bad, "{good}": _task(good)}
+    for name, path in places.items():
+        body, message = body.replace(name, str(path)), message.replace(name, str(path))
+    file.write_text(_HEAD + body)
+    for arguments in ((), ("--dry_run",)):
+        assert _fails(capsys, f"--study={file}", f"--out={tmp_path}/out", *arguments).startswith(message)
+    assert not (tmp_path / "out").exists()
+
+
+_LIKE = """    small = {
+        "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
+        "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,
+        "evaluation.every_steps": 2, "evaluation.max_problems": 2,
+    }
+    arms = {
+        name: Arm("configs/demo.py:debug", {**small, "algorithm.multiplier": value, "algorithm.tolerance_steps": 0})
+        for name, value in (("low", 0.1), ("high", 0.9))
+    }
+    return Study("Like", arms, "low", (3, 4))
+"""
+
+
+def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tmp_path):
+    """The third line of the program counts how often a step was made: once, for all runs are of one kind."""
+    study, kept, out = tmp_path / "like.py", tmp_path / "kept.jsonl.gz", tmp_path / "out"
+    study.write_text(_HEAD + _LIKE)
+    program = (
+        "import sys; from dcmdp_jax.training import build\n"
+        "made, make = [], build.make_train_step\n"
+        "build.make_train_step = lambda **options: made.append(1) or make(**options)\n"
+        "from dcmdp_jax.commands import sweep; code = sweep.main(sys.argv); print('made', len(made)); sys.exit(code)"
+    )
+    words = [f"--study={study}", f"--out={out}", f"--one_process={kept}"]
+
+    def run(*more):
+        command = [sys.executable, "-c", program, *words, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "made 1" in run("--seeds=3")
+    first = read_kept_metrics(kept, ["low", "high"])
+    assert [list(seeds) for seeds in first.values()] == [[3], [3]]
+    assert not (out / "low" / "seed3").exists()
+    # What was kept is not run again, and stays to the bit.
+    said = run()
+    assert "[1/2] low, seed 4" in said and "made 1" in said
+    everything = read_kept_metrics(kept, ["low", "high"])
+    np.testing.assert_equal(everything["high"][3], first["high"][3])
+    # The second of the runs that share a step against a run of its own.
+    alone = tmp_path / "alone"
+    arguments = [*sweep.load_study(str(study)).arms["high"].arguments(), "--config.training.seed=4"]
+    command = [sys.executable, "-m", "bin.train", *arguments, f"--config.run_dir={alone}"]
+    assert subprocess.run(command, capture_output=True, timeout=HANGS_S).returncode == 0
+    series = read_metrics(alone)
+    for name, (steps, values) in everything["high"][4].items():
+        assert series[name][0].tolist() == steps.tolist()
+        np.testing.assert_allclose(series[name][1], values, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--study is missing"),
+        (
+            ("--study=configs/studies/none.py",),
+            "--study: no file configs/studies/none.py; did you mean configs/studies/",
+        ),
+        (("--study=configs/demo.py",), "--study: configs/demo.py: it has no function get_study"),
+        (("--study=configs/studies/methods.py:big",), "--study: configs/studies/methods.py: study argument 'big'"),
+        (("--study=configs/studies/methods.py", "--seeds=1,1"), "argument --seeds: got '1,1', every seed must be"),
+        (
+            ("--study=configs/studies/methods.py", "--config.training.seed=1"),
+            "--config.training.seed=1: the study sets",
+        ),
+        (("--study=configs/studies/methods.py", "--redraw=none.gz"), "none.gz: can't be read as gzipped JSON lines"),
+        (("--study=configs/studies/methods.py", "--redraw=none.gz", "--seeds=1"), "--redraw: the metrics are kept"),
+        (("--study=configs/studies/methods.py", "--arms=grpo,dc"), "--arms: got 'dc', which is none of the study's: "),
+        (("--study=configs/studies/methods.py", "--config.training.steps"), "--config.training.steps: its value is"),
+        (("--study=configs/studies/methods.py", "--config.algorithm.method=grpo"), "study: 'grpo, seed 0' and"),
+    ],
+)
+def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
+    assert _fails(capsys, *argv, f"--out={tmp_path}").startswith(message)
+
+
+def test_a_directory_that_holds_another_run_is_refused(tmp_path, capsys):
+    file, out = tmp_path / "s.py", tmp_path / "out"
+    file.write_text(_HEAD + "    return Study('S', {'a': Arm('configs/demo.py')}, 'a', (0,))\n")
+    config = sweep._resolve(sweep.load_study(str(file)), out, ["--config.algorithm.tolerance=0.5"])[1][0]
+    (out / "a" / "seed0").mkdir(parents=True)
+    (out / "a" / "seed0" / "config.json").write_text(json.dumps(to_dict(config)))
+    got = _fails(capsys, f"--study={file}", f"--out={out}")
+    assert "holds a run with algorithm.tolerance=0.5, this config has 0.0012" in got

@@ -1,0 +1,63 @@
+"""`python -m bin.toy`: its table, figures, checks and errors."""
+
+import json
+
+import pytest
+
+from dcmdp_jax.commands import toy
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.toy import main
+
+
+def _fails(capsys, *argv):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, ["toy", *map(str, argv)], expected=(toy.ToyFailed,))
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+def test_table_figures_and_check(tmp_path, capsys):
+    main(["toy", "--budgets", "0.02,0.1", "--out", str(tmp_path)])
+    table, way_out = capsys.readouterr().out.split("\n\n")
+    lines = table.splitlines()
+    assert len(lines) == 1 + 12 + 2  # header, 2 sides x 3 measures x 2 budgets, two checks
+    answers = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in way_out.splitlines() if row[0] == "|"}
+    assert [charge for charge, answer in answers.items() if answer == "yes"] == ["sequence", "reward", "reward_std"]
+    # The row of the two-sided log at C = 0.02, from SLSQP.
+    row = ["two", "0.02", "log", "0.2834", "0.3004", "0.1283", "0.1730", "0.0386", "0.0763"]
+    assert row in [line.split()[:9] for line in lines]
+    assert lines[-2].startswith("check: 12 optima agree with SLSQP")
+    assert lines[-1].endswith("two-sided C = 0.02, two-sided C = 0.1, one-sided C = 0.02")
+    for name in ("two_sided.png", "one_sided.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    record = json.loads((tmp_path / "toy.json").read_text())
+    assert [row["status"] for row in record if row["sided"] == "one" and row["budget"] == 0.1] == [
+        "slack", "met", "jump",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        ("0.2", "--budgets: budget = 0.2: no policy has that mismatch; with the two-sided probability difference"),
+        ("0.1,-0.1", "argument --budgets: got -0.1, must be in (0, 1e+06]"),
+        ("0", "argument --budgets: got 0, must be in (0, 1e+06]"),
+        ("0.1,0.10", "argument --budgets: got '0.1,0.10', every budget must be there once"),
+        ("x", "argument --budgets: got 'x', must be a number"),
+    ],
+)
+def test_a_bad_budget_is_one_line(budgets, message, tmp_path, capsys):
+    assert _fails(capsys, f"--budgets={budgets}", "--out", tmp_path / "none").startswith(message)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_wrong_policy_fails_the_check(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toy, "TOLERANCE", 1e-18)
+    assert "SLSQP's policy differs by" in _fails(capsys, "--budgets", "0.02", "--out", tmp_path)
+
+
+def test_another_order_on_a6_fails_the_check(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toy, "concentration", lambda rows, budget: {"diff": 0.1, "log": 0.2, "ratio": 0.05})
+    assert "a6 is not ordered diff > log > ratio" in _fails(capsys, "--budgets", "0.02", "--out", tmp_path)

@@ -1,0 +1,131 @@
+"""The table of token columns: a column is one declaration."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from dcmdp_jax.data.batch_shapes import abstract_batch
+from dcmdp_jax.data.columns import COLUMNS, Column, columns_of_run, over_sequence
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import make_row_shapes
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
+from dcmdp_jax.rewards.scoring import BatchScores
+from dcmdp_jax.training.across_hosts import gather_rollout
+
+
+def _episodes(name, entries):
+    """Completions of 2, 5 and 3 tokens after prompts of 3; entry t of completion i is 100 i + t."""
+    episodes = []
+    for i, tokens in enumerate((2, 5, 3)):
+        values = np.full((tokens, *entries), 100 * i) + np.arange(tokens).reshape(-1, *(1 for _ in entries))
+        episodes.append(
+            single_turn(
+                np.arange(3), np.arange(tokens), np.zeros(tokens), policy_version=0, group=0, member=i,
+                finish_reason="stop", **{name: values},
+            )
+        )  # fmt: skip
+    return episodes
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("entries", [(), (2,)])
+def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
+    monkeypatch.setitem(COLUMNS, "marks", Column("a number", np.float32, -7.0))
+    plan = make_row_shapes(
+        row_lengths=(6, 16), micro_batch_tokens=16, mini_batches=1, completions=3, segments_per_row=segments,
+        row_shards=1,
+    )  # fmt: skip
+    batch, _ = pack(_episodes("marks", entries), np.zeros(3, np.float32), plan, mask_truncated=False)
+    columns = {"rollout_logprobs": (), "policy_versions": (), "marks": entries}
+    abstract = abstract_batch(plan, columns)
+    # In the compiled step, and through a checkpoint.
+    seen = jax.device_get(jax.jit(lambda batch: batch)(batch))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "batch", seen)
+        checkpointer.wait_until_finished()
+        seen = jax.device_get(checkpointer.restore(tmp_path / "batch", abstract))
+    found = {}
+    for rows in seen.rows:
+        marks, mask = np.asarray(rows.columns["marks"]), np.asarray(rows.completion_mask)
+        assert marks.dtype == np.float32 and marks.shape == (*mask.shape, *entries)
+        assert (marks[~mask] == -7.0).all()  # prompts and padding
+        for index in np.unique(rows.completion_index[mask]):
+            found[int(index)] = marks[mask & (np.asarray(rows.completion_index) == index)].reshape(-1, *entries)
+    assert {i: values[..., -1].tolist() if entries else values.tolist() for i, values in found.items()} == {
+        0: [0, 1], 1: [100, 101, 102, 103, 104], 2: [200, 201, 202],
+    }  # fmt: skip
+
+
+def test_columns_that_an_engine_gives_unasked_are_declared():
+    episodes = _episodes("old_logprobs", ())
+    assert episodes[1].columns["old_logprobs"].tolist() == [0, 0, 0, 100, 101, 102, 103, 104]
+    assert {"teacher_logprobs", "token_rewards"} <= COLUMNS.keys()
+
+
+def test_a_column_of_given_tokens_lacks_the_last_ones():
+    mask = np.array([False, True, True])
+    np.testing.assert_array_equal(over_sequence("routed_experts", np.ones((2, 1, 1)), mask)[:, 0, 0], [1, 1, -1])
+    np.testing.assert_array_equal(over_sequence("policy_versions", np.array([4, 5]), mask), [-1, 4, 5])
+
+
+def test_a_column_that_is_not_declared_is_refused():
+    with pytest.raises(ValueError, match="^column 'entropy' is not declared in data/columns.py; declared are roll"):
+        _episodes("entropy", ())
+
+
+def test_the_columns_of_a_run_follow_from_its_config():
+    class Config:
+        class rollout:
+            router_replay, lag = True, 0
+
+    class Model:
+        routing = (3, 2, 8)
+
+    shapes = {"rollout_logprobs": (), "policy_versions": ()}
+    assert columns_of_run(Config, Model) == {**shapes, "routed_experts": (3, 2)}
+    Config.rollout.router_replay = False
+    assert columns_of_run(Config, Model) == shapes
+    Config.rollout.lag = 1  # the trainer's own column
+    assert columns_of_run(Config, Model) == {**shapes, "old_logprobs": ()}
+
+
+class _TwoProcesses(Hosts):
+    """What this process gathers, joined with what another has gathered at the same place."""
+
+    count = 2
+
+    def __init__(self, other=None):
+        self.other, self.gathered = iter(other or ()), []
+
+    def gather(self, tree):
+        self.gathered.append(tree)
+        other = next(self.other, None)
+        return tree if other is None else jax.tree.map(lambda a, b: np.concatenate([a, b]), tree, other)
+
+
+def _gather(hosts, episodes, first):
+    scores = BatchScores(np.zeros(len(episodes)), {}, {}, None)
+    texts = [""] * len(episodes)
+    return gather_rollout(hosts, episodes, texts, scores, first_prompt=first, problems=())[0]
+
+
+def test_columns_travel_between_processes_even_to_one_without_episodes():
+    own, other = _episodes("token_rewards", ()), _episodes("token_rewards", ())
+    second = _TwoProcesses()
+    _gather(second, other, 1)
+    together = _gather(_TwoProcesses(second.gathered), own, 0)
+    assert [(e.group, e.member) for e in together] == [(g, m) for g in (0, 1) for m in (0, 1, 2)]
+    for episode, source in zip(together, own + other, strict=True):
+        assert episode.columns.keys() == source.columns.keys()
+        for name, values in source.columns.items():
+            np.testing.assert_array_equal(episode.columns[name], values)
+    assert _gather(ONE_PROCESS, own, 0) is own
+
+
+def test_processes_with_other_columns_are_refused():
+    second = _TwoProcesses()
+    _gather(second, _episodes("old_logprobs", ()), 1)
+    with pytest.raises(ValueError, match=r"entries of column old_logprobs have shapes \[None, \(\)\] by process"):
+        _gather(_TwoProcesses(second.gathered), _episodes("token_rewards", ()), 0)

@@ -1,0 +1,145 @@
+"""Rows without a mathematical answer: prompts alone, chats with tools, a ground truth of any JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import encode_prompts
+from dcmdp_jax.data.rows import problem_from_row
+
+# verl's schema: a row of a code set and one of search-R1.
+CODE = {
+    "data_source": "codecontests",
+    "prompt": [{"role": "user", "content": "Add two numbers."}],
+    "ability": "code",
+    "reward_model": {"style": "rule", "ground_truth": {"inputs": ["1 2"], "outputs": ["3"]}},
+    "extra_info": {"index": 0, "split": "train"},
+}
+SEARCH = {
+    "data_source": "nq",
+    "prompt": [{"role": "user", "content": "Who wrote Faust?"}],
+    "ability": "fact-reasoning",
+    "reward_model": {"style": "rule", "ground_truth": {"target": ["Goethe", "J. W. von Goethe"]}},
+    "extra_info": {"index": 1, "split": "train"},
+}
+_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def _problem(row, **settings):
+    return problem_from_row(row, source="file", index=3, keep_columns=True, **settings)
+
+
+def _text(problem, template=None, suffix=""):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    encoded = encode_prompts([problem], tokenizer, prompt_suffix=suffix, max_prompt_tokens=999)
+    return tokenizer.decode(encoded.token_ids[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "answers", "answer"),
+    [
+        ({"prompt": "p"}, "optional", None),
+        ({"prompt": "p"}, "unused", None),
+        (CODE, "optional", None),
+        (SEARCH, "unused", None),
+        ({"prompt": "p", "reward_model": {"ground_truth": None}}, "optional", None),
+        ({"prompt": "p", "solution": "def f(): ..."}, "optional", None),
+        ({"prompt": "p", "answer": ""}, "optional", None),
+        ({"prompt": "p", "answer": 7}, "optional", "7"),
+        ({"prompt": "p", "answer": "{"}, "unused", None),
+    ],
+)
+def test_a_row_needs_an_answer_only_where_one_is_used(row, answers, answer):
+    assert _problem(row, answers=answers).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("row", "answers", "message"),
+    [
+        ({"prompt": "p"}, "required", "no answer in any of the fields"),
+        (CODE, "required", "field 'reward_model': an answer must be text or a finite number"),
+        ({"prompt": "p", "answer": r"\frac{1}{2"}, "optional", "braces that do not balance"),
+        ({"prompt": "p", "answer": ""}, "required", "the answer is empty"),
+    ],
+)
+def test_a_wrong_answer_is_refused_where_it_may_be_used(row, answers, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _problem(row, answers=answers)
+
+
+def test_columns_are_the_given_ones(tmp_path):
+    problem = _problem(CODE | {"answer": 5, "log_metric": 1}, answers="unused")
+    assert problem.columns == {**{name: CODE[name] for name in CODE if name != "prompt"}, "answer": 5}
+    pq.write_table(pa.Table.from_pylist([CODE]), tmp_path / "rows.parquet")
+    [read] = load_problems(str(tmp_path / "rows.parquet"), answers="unused", keep_columns=True)
+    assert read.columns == {name: CODE[name] for name in CODE if name != "prompt"}
+    assert read.messages == tuple(CODE["prompt"]) and read.source == "codecontests"
+
+
+def test_a_chat_keeps_its_system_and_tool_turns_and_gets_the_suffix_at_the_users_last():
+    chat = [
+        {"role": "system", "content": "Use tools.", "tool_calls": None},
+        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ]
+    problem = _problem({"prompt": chat}, answers="unused")
+    assert problem.prompt == "1+2?"
+    assert problem.messages[2] == {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    assert problem.given == list(problem.messages)
+    assert problem.as_completion("4") == [{"role": "assistant", "content": "4"}]
+    template = (
+        "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}{% for m in messages %}{{ m['role'] }}:"
+        "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}{{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}go:{% endif %}"
+    )
+    assert _text(problem, template, "!") == "system:Use tools.;user:1+2?!;assistant:add;tool:3;go:"
+    described = _problem({"prompt": chat, "tools": json.dumps([_TOOL])}, answers="unused")
+    assert _text(described, template).startswith("<add>system:")
+    with pytest.raises(ValueError, match="the chat template leaves out the tool 'add' in problem 3 of file"):
+        _text(described)
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued():
+    chat = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "It is"}]
+    text = _text(_problem({"prompt": chat}, answers="unused"))
+    assert text == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\nIt is"
+
+
+def test_text_prompts_stay_text():
+    problem = _problem({"prompt": "1+2?"}, answers="unused")
+    assert (problem.given, problem.as_completion("3")) == ("1+2?", "3")
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"role": "system", "content": "x"}], "the last message must be the user's or a tool's, or the assistant's"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "needs a role and a content that are text"),
+        ([{"role": "user"}], "needs a role and a content that are text"),
+        (["x"], "every message must be an object"),
+    ],
+)
+def test_a_chat_that_can_not_be_asked_is_refused(chat, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _problem({"prompt": chat}, answers="unused")
+
+
+def test_rows_that_differ_in_their_chat_alone_are_two_problems(tmp_path):
+    rows = [{"prompt": [{"role": "system", "content": s}, {"role": "user", "content": "a"}]} for s in "xyx"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = load_problems(str(path), answers="unused")
+    assert [problem.messages[0]["content"] for problem in problems] == ["x", "y"]
+    ids = encode_prompts(problems, build_tokenizer(), max_prompt_tokens=99).token_ids
+    assert not np.array_equal(ids[0], ids[1])

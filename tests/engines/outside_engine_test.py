@@ -1,0 +1,306 @@
+"""An engine that is chosen by its path: it trains, evaluates and is probed with no edit in the package."""
+
+import dataclasses
+import http.server
+import json
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.commands import evaluate, probe, train
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.config.engine import find_trainable
+from dcmdp_jax.data.columns import COLUMNS
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.outside import load_engine
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.errors import EngineError, UserError
+from dcmdp_jax.models.config import ModelConfig
+
+ENGINE = "tests/engines/stub_engine.py:ENGINE"
+_TASK = "arithmetic:difficulty=1,count=4,split=heldout"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Samples evenly from the vocabulary, so that each log-prob is -log V."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        what = self.path.removeprefix("/")
+        self.server.asked.append((what, asked))
+        if what == "sample":
+            words = np.random.default_rng(asked["row"])
+            rows = words.integers(4, asked["vocabulary"], (asked["count"], 5)).tolist()
+            answer = [(row, [-math.log(asked["vocabulary"])] * 5) for row in rows]
+        elif what == "score":
+            answer = [[-math.log(asked["vocabulary"])] * len(row) for row in asked["rows"]]
+        else:
+            answer = {}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as found:
+        found.asked = []
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def _run(main, capsys, *words):
+    with pytest.raises(SystemExit) as left:
+        run_main(main, ["command", *map(str, words)])
+    said = capsys.readouterr()
+    assert left.value.code in (0, None), said.err
+    return said.out
+
+
+def _settings(server):
+    return json.dumps({"server": f"http://127.0.0.1:{server.server_port}", "buffer_mib": 16})
+
+
+def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
+    run = tmp_path / "run"
+    command = [
+        "--config=configs/demo.py:debug", f"--config.rollout.engine={ENGINE}", "--config.rollout.precision=float32",
+        f"--config.rollout.engine_args={_settings(server)}", f"--config.run_dir={run}", "--config.training.steps=2",
+        "--config.warmup.steps=0",
+    ]  # fmt: skip
+    planned = _run(train.main, capsys, *command, "--dry_run")
+    [line] = [line for line in planned.splitlines() if "stub's buffer" in line]
+    assert line.split()[-3:] == ["16.00", "16.00", "16.00"] and not run.exists() and not server.asked
+    trained = _run(train.main, capsys, *command)
+    assert (run / "report.html").exists(), trained
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "reward/mean" in row] == [1, 2]
+    # Weights went before each step's sampling, which asked for (seed, step, prompt) with G completions each.
+    pushed = [fields["version"] for what, fields in server.asked if what == "weights"]
+    assert pushed[:2] == [0, 1]
+    config = parse(["train", *command]).config
+    rows = {tuple(fields["row"]) for what, fields in server.asked if what == "sample"}
+    assert {row[2] for row in rows if row[1] == 0} >= set(range(config.training.prompts_per_step))
+
+    server.asked.clear()
+    out = tmp_path / "evaluation.json"
+    _run(evaluate.main, capsys, run, "--tasks", _TASK, "--samples", "2", "--max_completion_tokens", "8", "--out", out)
+    [result] = json.loads(out.read_text())["tasks"].values()
+    assert result["length_mean"] == 5 and [what for what, _ in server.asked].count("sample") == 4
+
+    server.asked.clear()
+    _run(
+        probe.main, capsys, "--model", run, "--a", ENGINE, "--b", "trainer", "--task", _TASK, "--prompts", "2",
+        "--completions", "2", "--max-completion-tokens", "8", "--no-rescoring", "--out", tmp_path / "probe",
+    )  # fmt: skip
+    [pair] = json.loads((tmp_path / "probe" / "probe.json").read_text())["pairs"]
+    assert pair["statistics"]["tokens"] == 2 * 2 * 5
+    assert pair["floors"][f"{ENGINE}:float32"] == 0  # it says -log V whatever else is in the batch
+    assert ("weights" in {what for what, _ in server.asked}) and ("score" in {what for what, _ in server.asked})
+
+
+_FILE = """
+import dataclasses
+from dcmdp_jax.engines.kind import EngineKind
+{more}
+ENGINE = {engine}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "engine", "said"),
+    [
+        ("import nothing_of_the_kind", "1", "can't import PATH: ModuleNotFoundError: No module named 'nothing_of_the"),
+        ("1 / 0", "1", "can't import PATH: ZeroDivisionError: division by zero (engine.py, line 4)"),
+        ("", "{'name': 'x'}", "PATH:ENGINE is {'name': 'x'}, must be a dcmdp_jax.engines.kind.EngineKind"),
+        ("", "EngineKind('x', build=None)", "PATH:ENGINE: build=None, must be a function of 1 argument(s)"),
+        ("", "EngineKind('x', build=lambda: 1)", "PATH:ENGINE: build can't be called with 1 argument(s): too many pos"),
+        (
+            "",
+            "EngineKind('x', build=print, memory=lambda arguments: [])",
+            "PATH:ENGINE: memory can't be called with 4 argument(s): too many positional",
+        ),
+        ("", "EngineKind('x', print, precisions='float32')", "PATH:ENGINE: precisions='float32', must be a tuple"),
+        ("", "EngineKind('x', print, pushes='yes')", "PATH:ENGINE: pushes='yes', must be True or False"),
+        ("", "EngineKind('x', print, settings=dict)", "PATH:ENGINE: settings=<class 'dict'>, must be a data"),
+        (
+            "@dataclasses.dataclass\nclass Bare:\n    x: int = 1",
+            "EngineKind('x', print, settings=Bare)",
+            "must be a dataclass whose fields are declared with dcmdp_jax.fields.setting",
+        ),
+    ],
+)
+def test_what_is_no_record_of_an_engine_is_one_line(more, engine, said, tmp_path):
+    path = tmp_path / "engine.py"
+    path.write_text(_FILE.format(more=more, engine=engine))
+    with pytest.raises(UserError) as raised:
+        find_trainable(f"{path}:ENGINE")
+    line = str(raised.value)
+    assert line.startswith("config.rollout.engine: ") and said.replace("PATH", str(path)) in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vlm", "got 'vlm', allowed are local, vllm, module:NAME and path.py:NAME; did you mean 'vllm'?"),
+        ("http", "got 'http', allowed are local, vllm, module:NAME and path.py:NAME"),
+        ("none.py:ENGINE", "none.py:ENGINE: can't import none.py: FileNotFoundError"),
+        ("tests/engines/stub_engine.py:KIND", "tests/engines/stub_engine.py:KIND: no 'KIND' there; it has "),
+        ("tests/engines/stub_engine.py:Settings", "Settings'>, must be a dcmdp_jax.engines.kind.EngineKind"),
+    ],
+)
+def test_a_name_that_is_no_engine_is_one_line(name, said):
+    with pytest.raises(UserError) as raised:
+        find_trainable(name)
+    assert str(raised.value).startswith("config.rollout.engine: ") and said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"engine_args": "{}"}, "config.rollout.engine_args.server: got '', must be http://HOST:PORT"),
+        ({"engine_args": "[1]"}, "config.rollout.engine_args: got '[1]', must be a JSON object"),
+        ({"engine_args": "{"}, "config.rollout.engine_args: got '{', must be a JSON object ("),
+        ({"engine_args": '{"sever": 1}'}, "config.rollout.engine_args.sever: no setting of stub; did you mean 'se"),
+        ({"engine_args": '{"server": 1}'}, "config.rollout.engine_args.server: got 1 (int), must be str"),
+        ({"engine_args": '{"buffer_mib": 0}'}, "config.rollout.engine_args.buffer_mib: got 0, must be at least 1"),
+        ({"precision": "fp8"}, "config.rollout.precision: got 'fp8', allowed with rollout.engine="),
+        ({"router_replay": "true"}, "config.rollout.router_replay: got True, stub can't return the experts"),
+        ({"engine": "local"}, "config.rollout.engine_args: goes with an engine by path; local has config.roll"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line_before_anything_runs(overrides, said):
+    given = {"engine": ENGINE, "precision": "float32", "engine_args": '{"server": "http://127.0.0.1:1"}', **overrides}
+    with pytest.raises(UserError) as raised:
+        parse(["train", "--config=configs/demo.py", *(f"--config.rollout.{k}={v}" for k, v in given.items())])
+    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
+
+
+_MODEL = ModelConfig("qwen3", 50, 16, 32, 1, 2, 1, 8)
+_PROMPTS = [np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32)]
+_SAMPLING = SamplingParams(group_size=1, max_completion_tokens=4)
+
+
+def _episode(group=0, **changes):
+    made = single_turn(
+        _PROMPTS[group], np.array([7, 8], np.int32), np.array([-1, -2], np.float32), policy_version=0, group=group,
+        member=0, finish_reason="length",
+    )  # fmt: skip
+    columns = {name: changes.pop(name) for name in list(changes) if name in COLUMNS or name == "colors"}
+    return dataclasses.replace(made, **changes).with_columns(**columns)
+
+
+def _loaded(tmp_path, monkeypatch, engine):
+    path = tmp_path / "made.py"
+    path.write_text("from dcmdp_jax.engines.kind import EngineKind\nENGINE = EngineKind('made', lambda given: MADE)")
+    kind = load_engine(f"{path}:ENGINE")
+    monkeypatch.setattr(sys.modules["user_file_made"], "MADE", engine, raising=False)
+    arguments = EngineArguments(
+        precision="float32", compute_dtype="float32", kv_cache_dtype="auto", max_total_tokens=8, max_rows=4, min_rows=1,
+        settings=kind.settings(), model=_MODEL,
+    )  # fmt: skip
+    return kind.build(arguments)
+
+
+class _Engine:
+    def __init__(self, groups=(), scores=()):
+        self._groups, self._scores = groups, scores
+
+    def push_weights(self, params, policy_version):
+        raise KeyError("norm")
+
+    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
+        yield from self._groups
+
+    def score(self, prompts, completions, *, temperature):
+        return self._scores
+
+    def release_weights(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([[_episode()]], "generate gave nothing for 1 completion(s)"),
+        ([[_episode()], [_episode()], [_episode(1)]], "generate gave a completion twice"),
+        ([[_episode(group=0)], [3]], "generate gave int, must give lists of Episode"),
+        ([[_episode(group=0)], None], "generate raised TypeError: 'NoneType' object is not iterable"),
+        ([[_episode(member=1)]], "completion 1 of prompt 0: asked were 2 prompts with 1 completions each"),
+        (
+            [[_episode(rollout_logprobs=np.zeros(5))]],
+            "rollout_logprobs is float64 (5,), must be float32 with an en",
+        ),
+        (
+            [[_episode(rollout_logprobs=np.zeros(4, np.float32))]],
+            "rollout_logprobs is float32 (4,), must be float3",
+        ),
+        ([[_episode(colors=np.zeros(5))]], "column 'colors' is none of rollout_logprobs, policy_versions, "),
+        ([[_episode(token_ids=[1, 2])]], "token_ids is list, must be int32 with an entry for each of 2 tokens"),
+        ([[_episode(token_ids=np.array([0, 1, 2, 7, 50], np.int32))]], "token id 50 is outside 0 .. 49"),
+        ([[_episode(token_ids=np.array([0, 1, 3, 7, 5], np.int32))]], "token_ids must begin with the prompt"),
+    ],
+)
+def test_what_an_engine_returns_is_checked(groups, said, tmp_path, monkeypatch):
+    engine = _loaded(tmp_path, monkeypatch, _Engine(groups))
+    with pytest.raises(EngineError) as raised:
+        list(engine.generate(_PROMPTS, _SAMPLING, seed=0, step=0))
+    line = str(raised.value)
+    assert line.startswith(f"engine {tmp_path}/made.py:ENGINE: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ("lambda *given: [1]", "memory gave [1], must give a list of dcmdp_jax.machine.Part"),
+        ("lambda *given: None", "memory gave None, must give a list of dcmdp_jax.machine.Part"),
+        ("lambda *given: given[9]", "memory raised IndexError: tuple index out of range (engine.py, line 4)"),
+    ],
+)
+def test_what_the_records_functions_give_is_checked(memory, said, tmp_path):
+    path = tmp_path / "engine.py"
+    path.write_text(_FILE.format(more="", engine=f"EngineKind('x', print, memory={memory})"))
+    kind = load_engine(f"{path}:ENGINE")
+    with pytest.raises(UserError) as raised:
+        kind.memory(None, None, None, 1)
+    assert str(raised.value).replace("line 5", "line 4") == f"engine: {path}:ENGINE: {said}"
+
+
+def test_what_it_raises_and_scores_is_one_line(tmp_path, monkeypatch):
+    engine = _loaded(tmp_path, monkeypatch, _Engine(scores=[np.zeros(2)]))
+    with pytest.raises(EngineError, match=r"made.py:ENGINE: push_weights raised KeyError: 'norm'$"):
+        engine.push_weights({}, 0)
+    asked = [np.arange(2)], [np.arange(2)]
+    with pytest.raises(EngineError, match=r"score of completion 0 is float64 \(2,\), must be float32 \(2,\)"):
+        engine.score(*asked, temperature=1.0)
+    engine = _loaded(tmp_path, monkeypatch, _Engine(scores=[np.array([0, np.nan], np.float32)]))
+    with pytest.raises(EngineError, match="completion 0: the log-prob of token 1 is nan"):
+        engine.score(*asked, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (object(), "which has no method push_weights"),
+        (type("Short", (_Engine,), {"generate": lambda self, prompts: []})(), "generate can't be called with 2"),
+    ],
+)
+def test_an_engine_without_the_protocol_is_refused_when_it_is_built(engine, said, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=said):
+        _loaded(tmp_path, monkeypatch, engine)

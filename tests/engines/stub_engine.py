@@ -1,0 +1,59 @@
+"""An engine of a user's own: a server samples over HTTP. This file is all of it."""
+
+import dataclasses
+import json
+import urllib.request
+
+import numpy as np
+
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import setting
+from dcmdp_jax.machine import exact
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    server: str = setting("", "Address of the server.")
+    buffer_mib: int = setting(8, "Memory for replies.", unit="MiB", minimum=1)
+
+
+class StubEngine:
+    def __init__(self, arguments):
+        self._server, self._vocabulary = arguments.settings.server, arguments.model.vocab_size
+
+    def _ask(self, what, **fields):
+        with urllib.request.urlopen(f"{self._server}/{what}", json.dumps(fields).encode(), timeout=60) as reply:
+            return json.load(reply)
+
+    def push_weights(self, params, policy_version):
+        self._version = policy_version
+        return self._ask("weights", version=policy_version, scale=float(np.sum(params["norm"]["scale"])))
+
+    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
+        version, count = self._version, sampling.group_size
+        for group, prompt in enumerate(prompts):
+            row = [seed, step, first_prompt + group]
+            sampled = self._ask("sample", row=row, count=count, vocabulary=self._vocabulary)
+            arrays = [(np.array(ids, np.int32), np.array(logprobs, np.float32)) for ids, logprobs in sampled]
+            same = {"policy_version": version, "group": group, "finish_reason": "length"}
+            yield [single_turn(prompt, *pair, member=member, **same) for member, pair in enumerate(arrays)]
+
+    def score(self, prompts, completions, *, temperature):
+        asked = [ids.tolist() for ids in completions]
+        return [np.array(row, np.float32) for row in self._ask("score", rows=asked, vocabulary=self._vocabulary)]
+
+    release_weights = close = lambda self: None
+
+
+def check_settings(arguments):
+    if not (server := arguments.settings.server).startswith("http://"):
+        raise UserError(f"server: got {server!r}, must be http://HOST:PORT")
+
+
+def memory(arguments, load, machine, rows):
+    return [exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")]
+
+
+ENGINE = EngineKind("stub", StubEngine, Settings, ("float32",), check_settings=check_settings, memory=memory)

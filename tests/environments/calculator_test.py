@@ -1,0 +1,55 @@
+"""The calculator, its problems and worked turns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.environments.calculator import Calculator, value_of
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("4*6-7+9", "26"), ("2-3*4", "-10"), ("7", "7"), ("1+", "error"), ("2**9", "error"), ("(1+2)", "error"),
+     ("__import__", "error"), ("9" * 7, "error"), ("1-2-3", "-4"), ("2*3*4+1", "25")],
+)  # fmt: skip
+def test_values(expression, value):
+    assert value_of(expression) == value
+
+
+def test_a_call_is_answered_and_a_box_ends():
+    one = Calculator()
+    one.reset(prompt="2+3*4=?", reference_answer="14")
+    assert one.step("calc(2+3*4)") == ("14", 0.0, False)
+    assert one.step("calc(2+3*4) is what I want") == ("", 0.0, True)
+    assert one.step(r"\boxed{13} no \boxed{14}") == ("", 1.0, True)
+    assert one.step(r"\boxed{15}") == ("", 0.0, True)
+
+
+def test_worked_turns_are_right_but_for_the_share_of_errors():
+    plain = load_problems("calculator:difficulty=2,count=50,seed=3")
+    assert [problem.prompt for problem in plain] == [
+        problem.prompt for problem in load_problems("arithmetic:difficulty=2,count=50,seed=3")
+    ]
+    for rate in (0.0, 1.0):
+        worked = load_problems(f"calculator:difficulty=2,count=50,seed=3,error_rate={rate},worked=true")
+        assert len(worked) == 100
+        for problem, call, answer in zip(plain, worked[::2], worked[1::2], strict=True):
+            expression = problem.prompt.removesuffix("=?")
+            assert value_of(expression) == problem.answer
+            assert (call.solution == f"calc({expression})") == (rate == 0.0)
+            assert (answer.solution == rf"\boxed{{{problem.answer}}}") == (rate == 0.0)
+            assert [message["content"] for message in answer.messages] == [
+                problem.prompt, f"calc({expression})", problem.answer,
+            ]  # fmt: skip
+            # The tokens of a worked second turn are those that the policy sees there.
+            assert answer.prompt == problem.answer
+            assert re.fullmatch(r"calc\([\d+*-]+\)", call.solution) and len(call.solution) == len(expression) + 6
+
+
+@pytest.mark.parametrize("location", ["calculator:worked=maybe", "calculator:worked=true,worked=true"])
+def test_worked_is_true_or_false(location):
+    with pytest.raises(ValueError, match="worked must be true or false, once"):
+        load_problems(location)

@@ -1,0 +1,170 @@
+"""The torch module against `dcmdp_jax.algorithm` on random batches: values to 1e-6, and the surrogate's gradient."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from dcmdp_jax.algorithm import discrepancy, dual, penalties  # noqa: E402
+from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
+from dcmdp_jax.integrations import dc_grpo_torch as module  # noqa: E402
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
+from tests.algorithm.surrogate import policy_surrogate  # noqa: E402
+
+_CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def _batch(seed, rows=6, length=9):
+    rng = np.random.default_rng(seed)
+    train = -rng.exponential(1.5, (rows, length)).astype(np.float32)
+    rollout = np.minimum(train + rng.normal(0, 0.1, train.shape), 0).astype(np.float32)
+    mask = np.arange(length) < rng.integers(1, length + 1, (rows, 1))
+    return train, rollout, mask, rng.normal(0, 1, rows).astype(np.float32)
+
+
+def _extreme():
+    """Infinite, equal, far apart, above 0 by rounding."""
+    values = np.array([-np.inf, -200.0, -30.0, -1e-7, 0.0, 1e-4], np.float32)
+    return np.repeat(values, len(values)), np.tile(values, len(values))
+
+
+@pytest.mark.parametrize("sided", ["two", "one"])
+@pytest.mark.parametrize("measure", ["diff", "ratio", "log"])
+def test_token_discrepancy_is_ours(measure, sided):
+    batches = [_batch(seed)[:2] for seed in range(50)] + [_extreme()]
+    for train, rollout in batches:
+        ours = discrepancy.token_discrepancy(train, rollout, measure=measure, sided=sided)
+        theirs = module.token_discrepancy(torch.tensor(train), torch.tensor(rollout), measure=measure, sided=sided)
+        np.testing.assert_allclose(theirs.numpy(), ours, **_CLOSE)
+    assert torch.isnan(module.token_discrepancy(torch.tensor([np.nan]), torch.zeros(1), measure=measure)).all()
+
+
+def test_fifty_steps_of_charging_and_dual_ascent_are_ours():
+    settings = {"tolerance": 0.02, "learning_rate": 0.5, "minimum": 0.0, "maximum": 1.0}
+    theirs, state, seen = DcGrpo(multiplier=0.1, **settings), dual.dual_init(0.1, minimum=0.0, maximum=1.0), set()
+    for seed in range(50):
+        train, rollout, mask, advantages = _batch(seed)
+        charged, metrics = theirs.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
+        delta = jnp.where(mask, discrepancy.token_discrepancy(train, rollout, measure="diff", sided="two"), 0.0)
+        tokens = Tokens(advantages=jnp.asarray(advantages)[:, None], discrepancy=delta, multiplier=state.multiplier)
+        ours = penalties.dc_grpo(tokens)
+        np.testing.assert_allclose(charged.numpy(), ours, **_CLOSE)
+        assert metrics["multiplier"] == pytest.approx(float(state.multiplier), abs=1e-6)
+        state = dual.dual_update(state, jnp.sum(delta) / mask.sum(), **settings)
+        assert theirs.multiplier == pytest.approx(float(state.multiplier), abs=1e-6)
+        seen.add(round(theirs.multiplier, 4))
+    assert len(seen) > 20, "lambda stood still"
+
+
+def test_statistics_are_ours():
+    for seed in range(20):
+        train, rollout, mask, _ = _batch(seed)
+        ours = discrepancy.mismatch_statistics(train, rollout, mask)
+        theirs = module.discrepancy_statistics(*map(torch.tensor, (train, rollout, mask)))
+        for name, value in ours.items():
+            assert theirs[name] == pytest.approx(float(value), rel=2e-6, abs=1e-6), name
+    empty = module.discrepancy_statistics(torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3))
+    assert set(empty.values()) == {0.0}
+
+
+def test_the_surrogate_and_its_gradient_are_ours():
+    for seed in range(20):
+        train, old, mask, _ = _batch(seed)
+        advantages = np.random.default_rng(seed).normal(0, 1, train.shape).astype(np.float32)
+        # At a bound itself, and where the batch was used once: the gradient is that of the unclipped side.
+        train[0], advantages[0, :2] = old[0], (1.0, 0.0)
+        sides = {"clip_low": 0.1, "clip_high": 0.05}
+
+        def ours(train, old=old, advantages=advantages, mask=mask, sides=sides):
+            weights = jnp.ones(train.shape, jnp.float32)
+            return policy_surrogate(train, old, advantages, mask, weights, **sides)[0].total
+
+        value, gradient = jax.value_and_grad(ours)(jnp.asarray(train))
+        there = torch.tensor(train, requires_grad=True)
+        tokens = module.clipped_surrogate(there, torch.tensor(old), torch.tensor(advantages), **sides)
+        total = torch.where(torch.tensor(mask), tokens, torch.zeros_like(tokens)).sum()
+        total.backward()
+        assert total.item() == pytest.approx(float(value), rel=1e-6, abs=1e-6)
+        np.testing.assert_allclose(there.grad.numpy(), gradient, **_CLOSE)
+
+
+def test_a_charge_by_hand():
+    """p = 0.5, 0.4; q = 0.4, 0.6: deltas 0.1 and 0.2, mean 0.15. A = 1, lambda = 2: 0.8 and 0.6. lambda += 10 (0.15 - 0.05)."""  # noqa: E501
+    dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, learning_rate=10.0, maximum=5.0)
+    p, q = torch.tensor([[0.5, 0.4, 0.9]]).log(), torch.tensor([[0.4, 0.6, 0.1]]).log()
+    charged, metrics = dc_grpo.charge(torch.ones(1), p, q, torch.tensor([[1, 1, 0]]))
+    # Were the unsampled token charged, its advantage would be 1 - 2 * 0.8 = -0.6.
+    torch.testing.assert_close(charged, torch.tensor([[0.8, 0.6, 1.0]]))
+    assert dc_grpo.multiplier == pytest.approx(3.0, abs=1e-6) and metrics["violation"] == pytest.approx(0.1, abs=1e-6)
+    assert not charged.requires_grad
+
+
+def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
+    train, rollout, mask, advantages = _batch(3)
+    whole, halves = DcGrpo(tolerance=0.01), [DcGrpo(tolerance=0.01) for _ in range(2)]
+    whole.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
+    sums = []
+    for part, half in ((slice(0, 2), halves[0]), (slice(2, 6), halves[1])):
+        arguments = [torch.tensor(x[part]) for x in (advantages, train, rollout, mask)]
+        half.charge(*arguments, reduce=lambda own: sums.append(own) or own, update=False)
+    assert [half.multiplier for half in halves] == [0.1, 0.1]
+    arguments = [torch.tensor(x[:2]) for x in (advantages, train, rollout, mask)]
+    halves[0].charge(*arguments, reduce=lambda _: sums[0] + sums[1])
+    assert halves[0].multiplier == pytest.approx(whole.multiplier, abs=1e-7) and whole.multiplier != 0.1
+
+
+def test_a_token_without_a_logprob_is_neither_charged_nor_counted():
+    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, float("nan")]]).log()
+    charged, metrics = DcGrpo(tolerance=0.0, multiplier=1.0).charge(torch.zeros(1), p, q, torch.ones(1, 2))
+    torch.testing.assert_close(charged, torch.tensor([[-0.1, 0.0]]))
+    assert metrics["mean"] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_the_state_is_json_and_comes_back(tmp_path):
+    dc_grpo = DcGrpo(tolerance=0.01, multiplier=0.25, history=[0.5, 0.25])
+    dc_grpo.save(tmp_path)
+    assert json.loads((tmp_path / "dc_grpo.json").read_text())["multiplier"] == 0.25
+    other = DcGrpo(tolerance=0.02)
+    other.load(tmp_path)
+    assert (other.multiplier, other.history, other.tolerance) == (0.25, [0.5, 0.25], 0.02)
+    other.load(tmp_path, steps=1)
+    assert (other.multiplier, other.history) == (0.5, [0.5])
+    with pytest.raises(ValueError, match="steps is 3, it holds the state after 1 to 2 updates"):
+        other.load(tmp_path, steps=3)
+    for text, message in (("[]", "not the state"), ('{"multiplier": 9, "history": []}', "multiplier is 9.0")):
+        (tmp_path / "dc_grpo.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            other.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": -1}, "tolerance is -1"),
+        ({"tolerance": 0.1, "multiplier": 2}, "multiplier is 2"),
+        ({"tolerance": 0.1, "maximum": float("inf")}, "finite maximum=inf"),
+        ({"tolerance": 0.1, "measure": "kl"}, "measure='kl'"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DcGrpo(**options)
+
+
+def test_it_imports_neither_jax_nor_the_rest_of_the_package():
+    code = (
+        "import sys, dcmdp_jax.integrations.dc_grpo_torch, dcmdp_jax.record;"
+        "print([name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib', 'flax')]);"
+        "print(sorted(name for name in sys.modules if name.startswith('dcmdp_jax')))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert said.splitlines() == [
+        "[]",
+        "['dcmdp_jax', 'dcmdp_jax.integrations', 'dcmdp_jax.integrations.dc_grpo_torch', 'dcmdp_jax.record']",
+    ]

@@ -1,0 +1,224 @@
+"""TRL's own trainer with DC-GRPO on the arithmetic task, 20 steps: lambda and advantages as our functions give them."""
+
+import copy
+import functools
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed; docs/integrations.md has the command that runs this")
+pytest.importorskip("torch", reason="torch is not installed")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax.numpy as jnp  # noqa: E402
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from trl import GRPOConfig  # noqa: E402
+
+from dcmdp_jax.algorithm.advantages import group_advantages  # noqa: E402
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy  # noqa: E402
+from dcmdp_jax.algorithm.dual import dual_init, dual_update  # noqa: E402
+from dcmdp_jax.algorithm.penalties import dc_grpo as charge  # noqa: E402
+from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
+from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows  # noqa: E402
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer  # noqa: E402
+from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo  # noqa: E402
+from dcmdp_jax.integrations.trl_trainer import DcGrpoTrainer  # noqa: E402
+from dcmdp_jax.record import Recorder, record_trl  # noqa: E402
+
+STEPS, GROUP, PROMPTS, TOKENS = 20, 8, 4, 24
+SETTINGS = {"tolerance": 0.016, "learning_rate": 10.0, "minimum": 0.0, "maximum": 1.0}
+START = 0.3
+
+
+class RoundedEngine:
+    """Samples from the trainer's weights rounded to 4 bits of mantissa, and reports its log-probs: a coarse engine."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, prompts, trainer):
+        # Not a deep copy: accelerate has put a bound method of the trainer's own model into it.
+        engine = Qwen3ForCausalLM(trainer.model.config).float().eval()
+        engine.load_state_dict(trainer.model.state_dict())
+        with torch.no_grad():
+            for parameter in engine.parameters():
+                mantissa, exponent = torch.frexp(parameter)
+                parameter.copy_(torch.ldexp((mantissa * 16).round() / 16, exponent))
+        result = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        ids = [self.tokenizer(prompt)["input_ids"] for prompt in prompts]
+        for length in sorted({len(each) for each in ids}):
+            rows = [row for row, each in enumerate(ids) if len(each) == length]
+            self._sample(engine, [ids[row] for row in rows], rows, result)
+        order = np.argsort(result.pop("rows"))
+        return {name: [values[i] for i in order] for name, values in result.items()}
+
+    def _sample(self, engine, ids, rows, result):
+        sequences, logprobs = torch.tensor(ids), []
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                step = engine(sequences).logits[:, -1].float().log_softmax(-1)
+                token = torch.multinomial(step.exp(), 1)
+                logprobs.append(step.gather(1, token))
+                sequences = torch.cat([sequences, token], dim=1)
+        logprobs = torch.cat(logprobs, dim=1)
+        for each, sampled, values, row in zip(ids, sequences[:, len(ids[0]) :].tolist(), logprobs, rows, strict=True):
+            end = sampled.index(self.tokenizer.eos_token_id) + 1 if self.tokenizer.eos_token_id in sampled else TOKENS
+            result["prompt_ids"].append(each)
+            result["completion_ids"].append(sampled[:end])
+            result["logprobs"].append(values[:end].tolist())
+            result.setdefault("rows", []).append(row)
+
+
+def _reward(completions, solution, **_):
+    """The share of the worked solution that the completion begins with: 1 is a solved problem."""
+    pairs = zip(completions, solution, strict=True)
+    return [len(os.path.commonprefix(pair)) / len(pair[1]) for pair in pairs]
+
+
+@functools.cache
+def _problems():
+    rows = arithmetic_rows(ArithmeticSpec(difficulty=1, count=64))
+    return [{"prompt": row["prompt"][0]["content"], "solution": row["solution"]} for row in rows]
+
+
+@functools.cache
+def _warmed_up():
+    """A small model after a supervised start on worked solutions: it knows their form and errs."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    texts = [row["prompt"] + row["solution"] + tokenizer.eos_token for row in _problems()]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    for _ in range(150):
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def _trainer(path, steps, on_batch, dc_grpo, reward=_reward):
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    data = Dataset.from_list(_problems())
+    arguments = GRPOConfig(
+        output_dir=str(path), use_cpu=True, bf16=False, per_device_train_batch_size=PROMPTS * GROUP,
+        gradient_accumulation_steps=1, num_generations=GROUP, max_completion_length=TOKENS, max_steps=steps,
+        learning_rate=1e-4, beta=0.0, loss_type="grpo", report_to="none", logging_steps=1, disable_tqdm=True,
+        save_strategy="steps", save_steps=10, gradient_checkpointing=False, seed=0, dataloader_pin_memory=False,
+        lr_scheduler_type="constant", shuffle_dataset=False,
+    )  # fmt: skip
+    return DcGrpoTrainer(
+        dc_grpo=dc_grpo, on_batch=on_batch, model=copy.deepcopy(_warmed_up()), args=arguments,
+        reward_funcs=reward, train_dataset=data, processing_class=tokenizer, rollout_func=RoundedEngine(tokenizer),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Twenty steps of TRL's trainer, with every batch it trained on."""
+    torch.set_num_threads(1)
+    path, batches = tmp_path_factory.mktemp("trl"), []
+    recorder = Recorder(path / "recordings", "trl")
+
+    def keep(step, output, train):
+        record_trl(recorder, step, output, train)
+        names = ("completion_ids", "completion_mask", "sampling_per_token_logps", "advantages")
+        batches.append({name: output[name].detach().numpy().copy() for name in names})
+        batches[-1] |= {"rewards": np.array(rewarded[-1], np.float32)}
+        batches[-1] |= {"train": train.detach().numpy().copy(), "after": dc_grpo.multiplier}
+
+    def reward(**arguments):
+        rewarded.append(_reward(**arguments))
+        return rewarded[-1]
+
+    dc_grpo, rewarded = DcGrpo(multiplier=START, **SETTINGS), []
+    trainer = _trainer(path, STEPS, keep, dc_grpo, reward)
+    trainer.train()
+    return path, trainer, batches
+
+
+def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
+    _, _, batches = run
+    assert len(batches) == STEPS
+    state = dual_init(START, minimum=0.0, maximum=1.0)
+    lambdas, largest = [], 0.0
+    for batch in batches:
+        mask = batch["completion_mask"].astype(bool)
+        rewards = batch["rewards"]
+        groups = np.repeat(np.arange(PROMPTS), GROUP)
+        # TRL divides by the unbiased deviation + 1e-4.
+        advantages = group_advantages(
+            jnp.asarray(rewards, jnp.float32), groups, np.ones(len(groups), bool), ddof=1, epsilon=1e-4
+        )
+        delta = token_discrepancy(batch["train"], batch["sampling_per_token_logps"], measure="diff", sided="two")
+        delta = jnp.where(mask, delta, 0.0)
+        ours = charge(
+            Tokens(advantages=jnp.asarray(advantages)[:, None], discrepancy=delta, multiplier=state.multiplier)
+        )
+        np.testing.assert_allclose(batch["advantages"][mask], np.asarray(ours)[mask], rtol=0, atol=1e-6)
+        # The charge itself, apart from the order in which the two add up a group's mean.
+        base = batch["advantages"] + float(state.multiplier) * np.asarray(delta)
+        row = base.max(axis=1, keepdims=True)
+        np.testing.assert_allclose(base, np.broadcast_to(row, base.shape), rtol=0, atol=1e-6)
+        largest = max(largest, float(np.abs(batch["advantages"] - np.asarray(ours))[mask].max()))
+        state = dual_update(state, float(delta.sum() / mask.sum()), **SETTINGS)
+        assert batch["after"] == pytest.approx(float(state.multiplier), abs=1e-6)
+        lambdas.append(float(state.multiplier))
+    print(f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage {largest:.1e}")
+    assert len(set(lambdas)) == STEPS and max(lambdas) - min(lambdas) > 0.02, "lambda stood still"
+
+
+def test_the_metrics_are_logged_and_the_state_is_beside_each_checkpoint(run):
+    path, trainer, batches = run
+    logged = [entry for entry in trainer.state.log_history if "dc_grpo/multiplier" in entry]
+    assert len(logged) == STEPS and logged[0]["dc_grpo/multiplier"] == START
+    state = json.loads((path / "checkpoint-10" / STATE_FILE).read_text())
+    assert len(state["history"]) == 10 and state["multiplier"] == batches[9]["after"]
+
+
+def test_a_resumed_run_takes_lambda_from_its_checkpoint(run, tmp_path):
+    path, _, batches = run
+    dc_grpo, used = DcGrpo(multiplier=START, **SETTINGS), []
+    trainer = _trainer(tmp_path, 11, lambda *_: used.append(len(dc_grpo.history)), dc_grpo)
+    trainer.train(resume_from_checkpoint=str(path / "checkpoint-10"))
+    assert used == [11]
+    logged = [entry for entry in trainer.state.log_history if entry.get("step") == 11]
+    assert logged[0]["dc_grpo/multiplier"] == pytest.approx(batches[9]["after"], abs=1e-9)
+
+
+def test_an_engine_without_logprobs_is_refused(tmp_path):
+    trainer = _trainer(tmp_path, 1, None, DcGrpo(multiplier=START, **SETTINGS))
+    engine = trainer.rollout_func
+    trainer.rollout_func = lambda *arguments: engine(*arguments) | {"logprobs": None}
+    with pytest.raises((ValueError, TypeError), match="sampling_per_token_logps|rollout_func"):
+        trainer.train()
+
+
+def test_the_probe_reads_what_the_trainer_recorded(run):
+    from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
+
+    path, _, batches = run
+    found = read_run(find_files([str(path / "recordings")]), max_tokens=10**6)
+    assert found.framework == "trl" and [step.step for step in found.over_training.steps] == list(range(STEPS))
+    for step, batch in zip(found.over_training.steps, batches, strict=True):
+        mask = batch["completion_mask"].astype(bool)
+        p, q = (np.exp(batch[name][mask].astype(np.float64)) for name in ("train", "sampling_per_token_logps"))
+        assert step.statistics.mean == pytest.approx(np.abs(p - q).mean(), abs=1e-7)
+    assert not math.isnan(found.over_training.tolerance) and Path(path / "recordings" / "step_0").is_dir()

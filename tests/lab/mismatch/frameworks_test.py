@@ -1,0 +1,270 @@
+"""Recordings of other frameworks and of our own runs: found, told apart, read, and the planted cause named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.commands import probe
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
+from dcmdp_jax.observe.rollouts import RolloutWriter
+from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
+from tests.lab.mismatch.sampled_columns import columns
+
+FIXTURES = Path(__file__).resolve().parents[2] / "recorded" / "frameworks"
+PLANTED = {
+    "nemo_rl": ("nemo-rl", "support", [1, 2], (), ("code", "math")),
+    "prime_rl": ("prime-rl", "raw_logprobs", [0, 1], ("rank 0", "rank 1"), ("code", "math")),
+    "slime": ("slime", "temperature", [0, 1], ("rank 0", "rank 1"), ()),
+    "trl": ("trl", "retokenization", [1, 2], ("rank 0", "rank 1"), ()),
+    "verl": ("verl", "chat_template", [1, 2], (), ()),
+    "skyrl": ("skyrl", "rounding", [1, 2], (), ()),
+    "dcmdp": ("dcmdp", "stale_weights", [21, 31], (), ()),
+}
+
+
+def _probe(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        run_main(probe.main, ["probe", *map(str, arguments)])
+    said = capsys.readouterr()
+    return left.value.code, said.out, said.err
+
+
+def _read(*paths, **options):
+    return read_run(find_files([str(path) for path in paths]), max_tokens=10**7, **options)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_probe_names_the_planted_cause_of_a_directory(name, tmp_path, capsys):
+    if name == "slime":
+        pytest.importorskip("torch", reason="slime's dumps are torch files")
+    framework, cause, steps, ranks, sources = PLANTED[name]
+    code, said, error = _probe(capsys, FIXTURES / name, "--out", tmp_path)
+    assert (code, error) == (0, "") and f"over {len(steps)} steps" in said
+    [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
+    assert pair["findings"][0]["cause"] == cause and pair["source"]["format"].startswith(framework)
+    over = pair["over_training"]
+    assert [step["step"] for step in over["steps"]] == steps
+    assert tuple(part["name"] for part in over["ranks"]) == ranks
+    assert tuple(part["name"] for part in over["sources"]) == sources
+    # 40 completions of 40 tokens; a token of a prompt or of padding would make it more.
+    assert pair["statistics"]["tokens"] == sum(step["statistics"]["tokens"] for step in over["steps"]) == 1600
+    page = (tmp_path / "probe.html").read_text()
+    assert "Over training" in page and page.count("<figure>") == 4
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_numbers_of_a_step_are_those_that_were_planted(name):
+    if name == "slime":
+        pytest.importorskip("torch", reason="slime's dumps are torch files")
+    planted = {
+        "nemo_rl": {"top_p": 0.9}, "prime_rl": {"raw": True, "temperature": 0.6}, "slime": {"temperature": 0.6},
+        "trl": {"broken": 4}, "verl": {"start": True}, "skyrl": {"noise": 0.005}, "dcmdp": {"lags": {0: 0.005, 4: 0.5}},
+    }[name]  # fmt: skip
+    pairs = columns(**planted)
+    expected = pairs.discrepancy.reshape(2, -1).mean(axis=1)
+    found = _read(FIXTURES / name)
+    np.testing.assert_allclose([step.statistics.mean for step in found.over_training.steps], expected, rtol=1e-6)
+    assert found.pairs.advantages is not None and set(found.pairs.advantages.tolist()) == {-1.0, 1.0}
+
+
+def _recorded(path, rank=0, steps=(1, 2, 3), framework="trl", size=0.01, rows=4):
+    """p = 0.5 and q = 0.5 + size on every token, in steps of 4 completions of 3 tokens."""
+    recorder = Recorder(path, framework, rank=rank)
+    p, q = np.full((rows, 3), np.log(0.5)), np.full((rows, 3), np.log(0.5 + size))
+    for step in steps:
+        recorder.write(step, np.arange(rows * 3).reshape(rows, 3), p, q)
+
+
+def test_globs_files_and_a_rank_that_stands_out(tmp_path):
+    for rank, size in enumerate((0.01, 0.01, 0.2)):
+        _recorded(tmp_path, rank, size=size)
+    found = _read(tmp_path / "step_*" / "rank_*.jsonl")
+    assert found.files == 9 and [part.mean for part in found.over_training.ranks] == pytest.approx([0.01, 0.01, 0.2])
+    assert found.over_training.notes == ("rank 2 stands out: mean |dp| 0.2, the others' median is 0.01.",)
+    # One token in three: (0.01 + 0.01 + 0.2) / 3.
+    assert found.over_training.steps[0].statistics.mean == pytest.approx(0.22 / 3)
+    again = _read(*tmp_path.rglob("rank_0.jsonl"), tmp_path / "step_1" / "rank_*.jsonl", allow_gaps=True)
+    assert again.rows == 12 + 8  # a file that is named twice is read once
+
+
+def test_the_alarms_run_over_the_steps(tmp_path):
+    for step in range(30):
+        _recorded(tmp_path, steps=[step], size=0.01 if step < 25 else 0.2)
+    over = _read(tmp_path).over_training
+    # c is recommended for the first five steps: 1.25 x 0.01, rounded up.
+    assert over.tolerance == pytest.approx(0.013) and "weight_sync" in [alarm.name for alarm in over.alarms]
+    assert _read(tmp_path, tolerance=0.3).over_training.tolerance == 0.3
+
+
+def test_bounded_memory_keeps_every_step_exact(tmp_path):
+    _recorded(tmp_path, steps=range(8))
+    found = read_run(find_files([str(tmp_path)]), max_tokens=30)
+    assert found.kept_every == 4 and len(found.pairs.token_ids) == 24 and found.rows == 32
+    assert [step.statistics.tokens for step in found.over_training.steps] == [12] * 8
+
+
+def _drop(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ("step_3", "step 3 is missing between steps 1 and 5, 1 apart elsewhere; add the files, or read on without"),
+        ("step_*/rank_1.jsonl", "rank 1 is missing of 0 to 2; add the files"),
+        ("step_2/rank_0.jsonl", "rank 0 is missing in step 2, while other steps have ranks 0, 1, 2"),
+    ],
+)
+def test_what_is_missing_in_the_middle_is_one_line(dropped, message, tmp_path, capsys):
+    for rank in range(3):
+        _recorded(tmp_path / "r", rank, steps=range(1, 6))
+    for path in list((tmp_path / "r").glob(dropped)):
+        _drop(path)
+    code, said, error = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
+    assert (code, said) == (2, "") and message in error and error.count("\n") == 1
+    code, said, error = _probe(capsys, tmp_path / "r", "--allow-gaps", "--out", tmp_path / "out")
+    assert (code, error) == (0, "") and "mean |dp|" in said
+
+
+def test_steps_that_are_recorded_every_k_are_no_gap(tmp_path):
+    _recorded(tmp_path, steps=(1, 11, 21))
+    assert [step.step for step in _read(tmp_path).over_training.steps] == [1, 11, 21]
+    _recorded(tmp_path, steps=(41,))
+    with pytest.raises(UserError, match="step 31 is missing between steps 1 and 41, 10 apart elsewhere"):
+        _read(tmp_path)
+
+
+def test_mixed_frameworks_and_two_runs_are_refused(tmp_path, capsys):
+    _recorded(tmp_path / "a")
+    _recorded(tmp_path / "b", framework="verl")
+    _recorded(tmp_path / "c")
+    for paths, message in (
+        (("a", "b"), "recordings of several frameworks in one call: trl ("),
+        (("a", "c"), "step 1, rank 0 is in "),
+        ((".",), "recordings of several frameworks in one call"),
+    ):
+        code, said, error = _probe(capsys, *(tmp_path / path for path in paths), "--out", tmp_path / "out")
+        assert (code, said) == (2, "") and message in error and error.count("\n") == 1
+    code, _, error = _probe(capsys, tmp_path / "a", "--format", "verl", "--out", tmp_path / "out")
+    assert code == 2 and "--format=verl: " in error and "was recorded by trl" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", '{"input": "a", "output": "b"}', "no format knows it. Keys found: input, output. Formats tried: "),
+        ("x.jsonl", '{"framework": "trl", "recorder": 1}', "Keys found: framework, recorder. Formats tried: nemo-rl ("),
+        ("x.jsonl", "", "no row in any file"),
+        ("x.jsonl", "[1]", "must be a JSON object"),
+        ("x.csv", "a", "no .jsonl, .parquet or .pt file in this directory or below"),
+    ],
+)
+def test_a_recording_that_no_format_knows_is_one_line(name, text, message, tmp_path, capsys):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / name).write_text(text)
+    code, said, error = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
+    assert (code, said) == (2, "") and message in error and error.count("\n") == 1
+    assert _probe(capsys, tmp_path / "no*.jsonl")[2].count("No such file or directory") == 1
+
+
+def test_a_torch_file_that_is_no_dump_is_refused_and_nothing_in_it_is_run(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    (tmp_path / "train_0.pt").write_bytes(b"\x80\x04cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    with pytest.raises(UserError, match="not readable by torch"):
+        find_files([str(tmp_path)])
+    torch.save({"rollout_data": {"log_probs": []}}, tmp_path / "train_0.pt")
+    with pytest.raises(UserError, match="Keys found: rollout_data. Formats tried: .*slime .format_version"):
+        find_files([str(tmp_path)])
+
+
+def test_a_wrong_value_is_named_with_file_row_and_the_frameworks_own_column(tmp_path):
+    rows = [json.loads(line) for line in (FIXTURES / "prime_rl/token_exports/step_0/rank_0.jsonl").open()]
+    rows[3]["inference_logprobs"][9] = 0.5
+    path = tmp_path / "step_0" / "rank_0.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="rank_0.jsonl, row 3: inference_logprobs is 0.5 at token 9"):
+        _read(path)
+
+
+def test_the_recorder_refuses_shapes_and_writes_what_was_given(tmp_path):
+    recorder = Recorder(tmp_path, "mine", rank=1)
+    p = np.log(np.array([[0.5, 0.25, 0.5]], np.float32))
+    for bad, message in (
+        ({"mask": np.ones((1, 2))}, "mask is .1, 2., token_ids is .1, 3."),
+        ({"rewards": [1.0, 2.0]}, "reward is .2., must be .1."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recorder.write(0, [[1, 2, 3]], p, p, **bad)
+    with pytest.raises(ValueError, match="rank is -1"):
+        Recorder(tmp_path, "mine", rank=-1)
+    options = {"advantages": [[1.0, 0.5, 9.0]], "rewards": [1], "groups": ["a"], "sources": ["s"], "lags": [2]}
+    recorder.write(0, [[1, 2, 3]], p, p + np.array([0, np.nan, 0]), [[1, 1, 0]], **options)
+    [row] = [json.loads(line) for line in (tmp_path / "step_0" / "rank_1.jsonl").open()]
+    assert row["token_ids"] == [1, 2] and row["rollout_logprobs"][1] is None and row["advantage"] == 0.75
+    assert np.float32(row["train_logprobs"][1]) == p[0, 1]
+    assert (row["reward"], row["group"], row["source"], row["lag"]) == (1, "a", "s", 2)
+    # A second process of the run begins the file anew; the first one appends.
+    recorder.write(0, [[1, 2, 3]], p, p)
+    assert len((tmp_path / "step_0" / "rank_1.jsonl").read_text().splitlines()) == 2
+    Recorder(tmp_path, "mine", rank=1).write(0, [[1, 2, 3]], p, p)
+    assert len((tmp_path / "step_0" / "rank_1.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_token_that_vllm_has_no_logprob_for_is_left_out_of_trls_recording(tmp_path):
+    p = np.log(np.full((1, 3), 0.5))
+    record_trl(Recorder(tmp_path, "trl"), 0, {
+        "completion_ids": np.array([[7, 8, 9]]), "completion_mask": np.ones((1, 3), int), "old_per_token_logps": p,
+        "sampling_per_token_logps": p + np.array([0, np.nan, 0]), "advantages": np.array([1.0]),
+    })  # fmt: skip
+    assert _read(tmp_path).pairs.token_ids.tolist() == [7, 9]
+
+
+def test_a_run_directory_without_recordings_says_what_to_do(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    code, said, error = _probe(capsys, tmp_path, "--out", tmp_path / "out")
+    assert (code, said) == (2, "") and error.count("\n") == 1
+    assert "a run directory without recorded tokens" in error and "--model=" in error
+
+
+def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path):
+    recorder, ids = Recorder(tmp_path, "trl"), np.zeros((1, 2), int)
+    with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
+        record_trl(recorder, 0, {"completion_ids": ids, "old_per_token_logps": ids})
+    with pytest.raises(ValueError, match="calculate_log_probs=True"):
+        record_verl(recorder, 0, {"responses": ids})
+    with pytest.raises(ValueError, match="no rollout_logprobs"):
+        record_skyrl(recorder, 0, {"action_log_probs": ids, "rollout_logprobs": None})
+
+
+def _completions(count, length=1000):
+    rng = np.random.default_rng(0)
+    return [{
+        "completion": i, "prompt_id": i // 2, "source": "s", "token_ids": rng.integers(0, 150_000, length),
+        "mask": np.ones(length, bool), "train_logprobs": -rng.exponential(1, length).astype(np.float32),
+        "rollout_logprobs": -rng.exponential(1, length).astype(np.float32),
+        "policy_versions": np.full(length, 4), "reward": 1.0, "advantage": 0.5,
+    } for i in range(count)]  # fmt: skip
+
+
+def test_our_own_recording_takes_less_than_13_bytes_a_token_and_stays_within_its_bound(tmp_path, caplog):
+    writer = RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=None)
+    assert [step for step in range(1, 12) if writer.due(step)] == [1, 6, 11]
+    for step in (1, 6, 11):
+        writer.write(step, _completions(20))
+    files = sorted((tmp_path / "rollouts").iterdir())
+    # Random ids and log-probs, which nothing compresses: 20,000 tokens a file.
+    assert [path.name for path in files] == ["step_11.parquet", "step_6.parquet"]
+    assert all(9 * 20_000 < path.stat().st_size < 13 * 20_000 for path in files)
+    writer.write(16, _completions(60))
+    assert "more than the 0.572 MiB that rollouts/ may hold: not recorded" in caplog.text
+    assert len(list((tmp_path / "rollouts").iterdir())) == 2
+    RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=6)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_6.parquet"]
+    RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=None)
+    assert not (tmp_path / "rollouts").exists() and (tmp_path / "rollouts.previous" / "step_6.parquet").is_file()

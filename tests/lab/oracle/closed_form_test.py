@@ -1,0 +1,189 @@
+"""The oracle on a one-layer softmax, whose gradients are known in closed form.
+
+V actions of reward r, log-probs log softmax(theta), an engine that samples from q, groups of two, no division by the
+standard deviation. For a group (a, b) the advantages are +-(r_a - r_b) / 2 and the gradient of the loss is
+
+    g(a, b) = -1/4 (r_a - r_b) (w_a s_a - w_b s_b) + 1/2 (penalty_a s_a + penalty_b s_b),    s_a = e_a - p
+
+so that E g = -1/2 (E_q[r w s] - E_q[r] E_q[w s]) + E_q[penalty s]. q has multiples of 1/8: all 64 groups, equally
+likely, are every batch that there is.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.lab.oracle.gradients import SKETCH, Gradients, Sampled, sketch, token_slopes
+from dcmdp_jax.lab.oracle.moments import Moments, errors, moments, quality
+from dcmdp_jax.types import Rows
+
+P = np.array([2, 3, 2, 1]) / 8.0
+Q = np.array([1, 5, 1, 1]) / 8.0
+REWARDS = np.array([1.0, 0.0, 0.5, 2.0])
+PLAIN = AlgorithmSettings(
+    method="grpo", normalize_std=False, multiplier=0.4, tolerance=0.05, correction_denominator="all",
+    aggregation="token_mean",
+)  # fmt: skip
+S = np.eye(4) - P  # s_a
+RATIO, DELTA = P / Q, np.abs(P - Q)
+LOG_RATIO = np.log(RATIO)
+
+
+def _logprobs(params, rows):
+    return jnp.where(rows.completion_mask, jax.nn.log_softmax(params["theta"])[rows.input_ids], 0.0)
+
+
+def _group(a, b, engine):
+    """A batch of two completions of one token each, after a prompt token and with padding."""
+    ids = np.array([[0, a, 0], [0, b, 0]], np.int32)
+    mask = np.array([[False, True, False]] * 2)
+    rollout = np.where(mask, np.log(engine)[ids], 0.0).astype(np.float32)
+    index = np.repeat(np.arange(2, dtype=np.int32)[:, None], 3, axis=1)
+    rows = Rows(
+        ids,
+        np.tile(np.arange(3, dtype=np.int32), (2, 1)),
+        mask.astype(np.int32),
+        mask,
+        index,
+        {"rollout_logprobs": rollout},
+    )
+    return Sampled(rows, REWARDS[[a, b]].astype(np.float32), np.zeros(2, np.int32))
+
+
+def _gradients(settings, engine):
+    """The gradient of every batch, [64, 4]."""
+    params = {"theta": jnp.asarray(np.log(P) + 0.7, jnp.float32)}  # a constant on top changes nothing
+    gradients, remedies = Gradients(_logprobs, params, rows=2), settings.remedies()
+    slopes = jax.jit(lambda sampled, train: token_slopes(settings, remedies, sampled, train, 1))
+    every = np.repeat(np.arange(4), np.round(8 * engine).astype(int))
+    found = []
+    for a, b in itertools.product(every, every):
+        sampled = _group(a, b, engine)
+        train = gradients.score(sampled.rows)
+        found.append(gradients.of(sampled.rows, {"one": slopes(sampled, train)})["one"])
+    return np.stack(found)
+
+
+def _by_formula(weights, penalty, engine=Q):
+    """E g and E |g - E g|^2 over the groups; `weights` may be a function of the advantages' sign."""
+    at = weights if callable(weights) else lambda sign: weights
+    mean, square = np.zeros(4), 0.0
+    for a, b in itertools.product(range(4), range(4)):
+        difference = REWARDS[a] - REWARDS[b]
+        sign = np.sign(difference)
+        one = (
+            -(difference * (at(sign)[a] * S[a] - at(-sign)[b] * S[b])) / 4 + (penalty[a] * S[a] + penalty[b] * S[b]) / 2
+        )
+        mean, square = mean + engine[a] * engine[b] * one, square + engine[a] * engine[b] * (one @ one)
+    return mean, square - mean @ mean
+
+
+def _dppo(sign):
+    return np.where((sign > 0) & (P - Q > 0.1) | (sign < 0) & (Q - P > 0.1), 0.0, RATIO)
+
+
+CASES = {
+    "none": ({}, np.ones(4), np.zeros(4)),
+    "dc_grpo": ({"method": "dc_grpo"}, np.ones(4), 0.4 * DELTA),
+    "dual_grpo": ({"method": "dual_grpo"}, np.ones(4), DELTA),
+    "threshold_grpo": ({"method": "threshold_grpo", "tolerance": 0.2}, np.ones(4), np.array([0, 0.25, 0, 0])),
+    "excess_grpo": ({"method": "excess_grpo"}, np.ones(4), 0.4 * np.maximum(DELTA - 0.05, 0)),
+    "tis": ({"corrections": "tis(high=1.5)"}, np.minimum(RATIO, 1.5), np.zeros(4)),
+    "unbounded tis": ({"corrections": "tis(high=100)"}, RATIO, np.zeros(4)),
+    "icepop": ({"corrections": "icepop(low=0.5,high=1.8)"}, np.where(RATIO < 1.8, RATIO, 0), np.zeros(4)),
+    "veto": ({"corrections": "veto(floor=0.7)"}, (RATIO >= 0.7).astype(float), np.zeros(4)),
+    "token_k1": ({"corrections": "token_k1(high=0.6)"}, (np.abs(LOG_RATIO) <= 0.6).astype(float), np.zeros(4)),
+    "dppo_tv": (
+        {"trust_region": "dppo_tv(low=0.1,high=0.1)", "ratio_denominator": "rollout"}, _dppo, np.zeros(4),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def control():
+    return _gradients(PLAIN, P)
+
+
+def test_the_control_is_the_policy_gradient(control):
+    # -1/2 (E_p[r s] - E_p[r] E_p[s]), and E_p[s] = 0.
+    expected = -0.5 * ((P * REWARDS) @ S)
+    np.testing.assert_allclose(control.mean(axis=0), expected, atol=1e-6)
+    mean, _ = _by_formula(np.ones(4), np.zeros(4), engine=P)
+    np.testing.assert_allclose(mean, expected, atol=1e-12)  # the formula of groups says the same
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bias_angle_length_and_variance_are_those_of_the_formula(name, control):
+    changes, weights, penalty = CASES[name]
+    gradients = _gradients(dataclasses.replace(PLAIN, **changes), Q)
+    mean, variance = _by_formula(weights, penalty)
+    np.testing.assert_allclose(gradients.mean(axis=0), mean, atol=1e-6)
+    truth = -0.5 * ((P * REWARDS) @ S)
+    squared = truth @ truth
+    found = quality(moments(gradients, control, whole=True))
+    cosine = mean @ truth / math.sqrt((mean @ mean) * squared)
+    assert found.angle == pytest.approx(math.degrees(math.acos(min(cosine, 1.0))), abs=2e-3)
+    assert found.length == pytest.approx(math.sqrt(mean @ mean / squared), abs=1e-5)
+    assert found.bias == pytest.approx(np.linalg.norm(mean - truth) / math.sqrt(squared), abs=1e-5)
+    assert found.variance == pytest.approx(variance / squared, rel=1e-5)
+
+
+def test_importance_weights_without_a_bound_leave_no_bias(control):
+    figures = {
+        name: quality(moments(_gradients(dataclasses.replace(PLAIN, **CASES[name][0]), Q), control, whole=True))
+        for name in ("none", "unbounded tis", "tis")
+    }
+    # E_q[w s] = E_p[s] = 0 and E_q[r w s] = E_p[r s]. A cut of 1.5 leaves part of the bias.
+    assert figures["unbounded tis"].bias == pytest.approx(0.0, abs=1e-5)
+    assert 0.05 < figures["tis"].bias < figures["none"].bias
+
+
+def test_products_of_different_batches_are_not_inflated_by_noise():
+    # Gradients (1, 0) plus noise of variance 4 in 50 directions, 400 batches: the plug-in |mean|^2 has 200 / 400 = 0.5
+    # too much, the estimate nothing on average.
+    rng = np.random.default_rng(0)
+    truth = np.eye(1, 50)[0]
+    noisy, control = (truth + 2 * rng.normal(size=(400, 50)) for _ in range(2))
+    found = moments(noisy, control)
+    assert found.own == pytest.approx(1.0, abs=0.25) and found.cross == pytest.approx(1.0, abs=0.25)
+    assert found.variance == pytest.approx(200.0, rel=0.05)
+    assert moments(noisy, control, whole=True).own > 1.3
+
+
+def test_the_jackknife_knows_the_spread_of_the_bias():
+    rng = np.random.default_rng(1)
+    truth, off = np.eye(1, 10)[0], np.eye(1, 10, 1)[0]
+    biases, said = [], []
+    for _ in range(60):
+        mine, control = (v + 0.5 * rng.normal(size=(24, 10)) for v in (truth + 0.8 * off, truth))
+        biases.append(quality(moments(mine, control)).bias)
+        said.append(errors(mine, control).bias)
+    assert np.mean(biases) == pytest.approx(0.8, abs=0.06)
+    assert np.mean(said) == pytest.approx(np.std(biases), rel=0.35)
+
+
+def test_no_direction_is_told_where_noise_hides_the_gradient():
+    assert all(math.isnan(x) for x in quality(Moments(-0.1, 0.0, 1.0, 3.0))[:3])
+    assert quality(Moments(-0.1, 0.0, 1.0, 3.0)).variance == 3.0
+    with pytest.raises(ValueError, match="got 1 batches, needs at least 2"):
+        moments(np.ones((1, 3)), np.ones((5, 3)))
+
+
+def test_a_sketch_keeps_lengths_and_angles():
+    rng = np.random.default_rng(2)
+    size = 3 * SKETCH + 77
+    one, other = (rng.normal(size=size).astype(np.float32) for _ in range(2))
+    other = one + 0.5 * other
+    trees = [{"a": x[: size // 3], "b": x[size // 3 :].reshape(-1, 1)} for x in (one, other)]
+    made = [np.asarray(jax.jit(sketch)(tree), np.float64) for tree in trees]
+    assert all(len(x) == SKETCH for x in made)
+    for a, b in ((0, 0), (0, 1), (1, 1)):
+        exact = float([one, other][a].astype(np.float64) @ [one, other][b])
+        assert made[a] @ made[b] == pytest.approx(exact, rel=0.02)
+    np.testing.assert_array_equal(sketch({"a": one[:5]}), one[:5])

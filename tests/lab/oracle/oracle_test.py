@@ -1,0 +1,147 @@
+"""Remedies without mismatch, the sizes of filters, what is refused, and the words."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.oracle.entries import NOTHING, entries
+from dcmdp_jax.lab.oracle.gradients import Sampled, token_slopes
+from dcmdp_jax.lab.oracle.moments import Quality
+from dcmdp_jax.lab.oracle.oracle import EXACT, Verdict, Verdicts, ask, summary
+from dcmdp_jax.lab.oracle.page import table
+from dcmdp_jax.lab.probe.models import Model
+from dcmdp_jax.lab.probe.session import Session
+from dcmdp_jax.types import Rows
+from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
+
+
+def _session():
+    return Session(
+        model=Model("tiny", CONFIG, params(), TOKENIZER, (TOKENIZER.eos_token_id,)),
+        problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3), prompt_suffix="",
+        chat_template_kwargs="", sampling=SamplingParams(4, 5), score_temperature=1.0, seed=0, earlier=[],
+        load=lambda path: None, settings=lambda kind: kind.settings(), max_rows=16, rescore=False,
+        show=lambda line: None,
+    )  # fmt: skip
+
+
+def _odd(texts, answers):
+    return [sum(map(ord, text)) % 2 for text in texts]
+
+
+def test_without_mismatch_every_remedy_that_acts_on_it_gives_the_plain_slopes():
+    rng = np.random.default_rng(0)
+    shape = 12, 9
+    mask = np.arange(9) < rng.integers(1, 10, (12, 1))
+    train = np.where(mask, -rng.exponential(1.0, shape), 0.0).astype(np.float32)
+    index = np.repeat(np.arange(12, dtype=np.int32)[:, None], 9, axis=1)
+    rows = Rows(index, index, index, mask, index, {"rollout_logprobs": train})
+    sampled = Sampled(rows, rng.integers(0, 2, 12).astype(np.float32), np.repeat(np.arange(3), 4).astype(np.int32))
+    tokens = Tokens(
+        train_logprobs=train, old_logprobs=train, rollout_logprobs=train, advantages=np.zeros(shape, np.float32),
+        completion_mask=mask, completion_index=index, num_completions=12,
+    )  # fmt: skip
+    compared = entries(AlgorithmSettings(multiplier=0.5), tokens)
+    slopes = {name: np.asarray(token_slopes(one, one.remedies(), sampled, train, 9)) for name, one in compared.items()}
+    assert np.abs(slopes[NOTHING]).max() > 0.01
+    for name, found in slopes.items():
+        np.testing.assert_allclose(found, slopes[NOTHING], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
+    # One prompt, two completions of one token: |p - q| is 0.5 - 0.25 and 0; rewards 1 and 1, lambda 2: 0.5 and 1.
+    train = np.log(np.array([[0.5], [0.5]], np.float32))
+    index, mask = np.arange(2, dtype=np.int32)[:, None], np.ones((2, 1), bool)
+    rows = Rows(index, index, index, mask, index, {"rollout_logprobs": np.log(np.float32([[0.25], [0.5]]))})
+    groups = np.zeros(2, np.int32)
+    plain = dataclasses.replace(AlgorithmSettings(), method="grpo", normalize_std=False)
+    inside = dataclasses.replace(plain, method="dc_grpo", level="reward", multiplier=2.0)
+    even, charged = (Sampled(rows, np.float32(rewards), groups) for rewards in ([1, 1], [0.5, 1]))
+    found = np.asarray(token_slopes(inside, inside.remedies(), even, train, 1))
+    np.testing.assert_allclose(found, token_slopes(plain, plain.remedies(), charged, train, 1), rtol=1e-6)
+    # Advantages -1/4 and 1/4, half of the batch each; the loss is negated.
+    np.testing.assert_allclose(found, [[0.125], [-0.125]], rtol=1e-6)
+
+
+def test_a_charge_that_needs_the_entropy_is_refused():
+    with pytest.raises(UserError, match="algorithm.level=state charges less what the policy's entropy lets expect"):
+        next(ask(_session(), [EXACT], AlgorithmSettings(level="state"), batches=4, grade=_odd))
+
+
+def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens():
+    rng = np.random.default_rng(1)
+    old, rollout = (-rng.exponential(1.0, (50, 40)).astype(np.float32) for _ in range(2))
+    index = np.repeat(np.arange(50, dtype=np.int32)[:, None], 40, axis=1)
+    tokens = Tokens(
+        train_logprobs=old, old_logprobs=old, rollout_logprobs=rollout, advantages=np.zeros((50, 40)),
+        completion_mask=np.ones((50, 40), bool), completion_index=index, num_completions=50,
+    )  # fmt: skip
+    (name,) = [name for name in entries(AlgorithmSettings(), tokens) if name.startswith("token_k1")]
+    # |log p - log q| of two exponentials is exponential: 5% are above ln 20 = 3.00.
+    assert float(name.removeprefix("token_k1(high=").removesuffix(")")) == pytest.approx(np.log(20), abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches", "line"),
+    [
+        ({}, 3, "--batches: got 3, must be at least 4"),
+        ({"sampling": SamplingParams(1, 5)}, 4, "--completions: got 1, must be at least 2"),
+        ({"sampling": SamplingParams(4, 5, 0.0)}, 4, "--temperature: got 0 (greedy), whose samples are all equal"),
+        (
+            {"problems": [dataclasses.replace(p, answer="") for p in _session().problems]},
+            4,
+            "--task: row 0 has no answer",
+        ),
+    ],
+)
+def test_what_it_can_not_compare_is_one_line_before_anything_is_sampled(changes, batches, line):
+    with pytest.raises(ValueError) as raised:
+        next(ask(dataclasses.replace(_session(), **changes), [EXACT], AlgorithmSettings(), batches=batches, grade=_odd))
+    assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
+
+
+def _verdict(name, bias, variance, angle=10.0, length=0.9, error=0.001, effective=12.0, dropped=0.0):
+    return Verdict(
+        name, Quality(angle, length, bias, variance), Quality(1.0, 0.1, error, 0.1), effective, dropped
+    )  # fmt: skip
+
+
+def _verdicts(*remedies):
+    return Verdicts("m", "local:int4", 3, 4, 5, 0.01, 0.5, 0.5, _verdict("exact control", 0.0, 1.0), remedies)
+
+
+def test_the_words_name_the_best_and_its_price():
+    found = _verdicts(
+        _verdict("tis(high=2)", 0.1, 1.1, angle=5, length=1.0, effective=9, dropped=0.25), _verdict(NOTHING, 0.6, 1.0)
+    )  # fmt: skip
+    said = summary(found)
+    assert said["best"].startswith("tis(high=2): ")
+    assert said["direction"] == (
+        "it is 5 degrees off the exact engine's and 1.00 times as long (without remedy: 10 degrees, 0.90 times as long)"
+    )
+    assert (
+        said["cost"]
+        == "10% more variance than without; 25.0% of the tokens have no gradient; 9 effective samples of 12"
+    )
+    assert "noise" not in said and "tis(high=2)" in table(found)
+
+
+def test_a_difference_within_its_noise_is_called_that():
+    found = _verdicts(_verdict("tis", 0.5, 1.0, error=0.2), _verdict(NOTHING, 0.6, 1.0, error=0.2))
+    assert "is within its noise (0.20)" in summary(found)["noise"]
+    assert summary(_verdicts(_verdict(NOTHING, 0.6, 1.0)))["best"].startswith("no remedy: none of them")
+
+
+def test_what_noise_hides_has_no_number_and_no_best():
+    found = _verdicts(_verdict(NOTHING, math.nan, 1.0, angle=math.nan, length=math.nan))
+    assert summary(found) == {
+        "best": "not known: noise hides the exact engine's gradient itself; give more --batches or --prompts"
+    }
+    assert np.isnan(found.remedies[0].squared_error) and "not known" in table(found)

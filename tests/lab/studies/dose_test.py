@@ -1,0 +1,118 @@
+"""Dose and response on planted runs whose answers are known."""
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.lab.studies.dose import (
+    ascending,
+    ascent_table,
+    dose_claims,
+    dose_panels,
+    dose_table,
+    fit_relation,
+    measure_doses,
+)
+from dcmdp_jax.observe.study_figures import color_of, draw_answer, draw_doses
+
+_STEPS = np.arange(1, 21)
+
+
+def _run(seed, *, entropy=1.0, above=1.0, reward=0.5, held_out=0.5):
+    """delta = 0.01 H^2 times `above`; H falls from 0.2 to 0.1."""
+    h = entropy * np.linspace(0.2, 0.1, 20) * (1 + 0.01 * seed)
+    return {
+        "discrepancy/mean": (_STEPS, above * 0.01 * h**2),
+        "policy/entropy": (_STEPS, h),
+        "reward/mean": (_STEPS, np.full(20, reward + 0.01 * seed)),
+        "eval/arithmetic/avg@2": (np.array([0, 20]), np.array([0.4, held_out])),
+    }
+
+
+_RUNS = {
+    "grpo": {seed: _run(seed) for seed in range(4)},
+    "spread_10": {seed: _run(seed, entropy=1.3, reward=0.3) for seed in range(4)},
+    "apart_10": {seed: _run(seed, above=0.8, held_out=0.7) for seed in range(3)},
+}
+
+
+def test_the_relation_of_the_baseline_is_found():
+    relation = fit_relation(_RUNS["grpo"])
+    assert relation.slope == pytest.approx(2) and np.exp(relation.intercept) == pytest.approx(0.01)
+    assert (relation.lowest, relation.highest) == (pytest.approx(0.1), pytest.approx(0.206))
+
+
+def test_entropy_is_told_apart_from_what_is_left():
+    found = measure_doses(_RUNS, "grpo")
+    # 1.3 times the entropy is 1.69 times delta, all of it explained; per nat, 1.3 times.
+    spread = {name: found[name]["spread_10"][1].mean for name in found}
+    assert spread["excess"] == pytest.approx(0, abs=1e-9) and spread["per_nat"] == pytest.approx(30)
+    assert spread["reward"] == pytest.approx(-0.2)
+    apart = {name: found[name]["apart_10"][1].mean for name in found}
+    assert (apart["excess"], apart["per_nat"], apart["entropy"]) == (
+        pytest.approx(-20),
+        pytest.approx(-20),
+        pytest.approx(0),
+    )
+    assert apart["held_out"] == pytest.approx(20)
+
+
+def test_the_table_names_runs_intervals_and_what_is_extrapolated():
+    table = dose_table({**_RUNS, "not_run": {}}, "grpo").splitlines()
+    assert table[0].startswith("| arm | runs | delta, 1e-3 |")
+    assert [line.split(" | ")[:2] for line in table[2:]] == [["| grpo", "4"], ["| spread_10", "4"], ["| apart_10", "3"]]
+    assert "extrapolated" not in table[3] and "-20 ±" in table[4]
+    wide = dose_table({"grpo": _RUNS["grpo"], "far_1": {0: _run(0, entropy=3.0)}}, "grpo")
+    assert "(extrapolated)" in wide
+
+
+def test_a_claim_is_more_than_twice_its_interval_and_three_times_chance():
+    runs = {
+        "grpo": {seed: _run(seed) for seed in range(5)},
+        "same": {seed: _run(seed, above=1.02) for seed in range(5)},  # chance: 2%, each time
+        "small_1": {seed: _run(seed, above=1.05) for seed in range(5)},  # 5% is less than three times that
+        "large_1": {seed: _run(seed, above=1.07) for seed in range(5)},
+        "wide_1": {seed: _run(seed, above=1.3 if seed % 2 else 0.9) for seed in range(5)},
+        "few_1": {seed: _run(seed, above=2.0) for seed in range(4)},
+    }
+    small, large, wide, few = dose_claims(runs, "grpo", "same")
+    assert small == "- `small_1` (5 runs): no difference that they carry."
+    assert large.startswith("- `large_1` (5 runs): delta, 1e-3 +0.0") and "at equal entropy, % +7 ±" in large
+    assert wide.endswith("no difference that they carry.") and few.endswith("no difference that they carry.")
+
+
+def test_the_figure_has_a_panel_for_each_response_and_a_color_for_each_name():
+    panels = dose_panels(_RUNS, "grpo", {"spread_10": ("token", 10.0), "apart_10": ("reward", 10.0)})
+    figure = draw_doses("T", "grpo", panels)
+    assert len(figure.axes) == 6
+    assert [line.get_color() for line in figure.axes[0].get_lines()][0] == color_of("grpo")
+    assert color_of("token_10") == color_of("token") == color_of("token_one_0.1") != color_of("reward_10")
+
+
+def _ascent(seed):
+    """delta 0.004 for five steps of 20, then 0.003; lambda 1, 2, ... 20 and 10 more for each seed, falling last."""
+    delta, multiplier = np.where(_STEPS <= 5, 0.004, 0.003), _STEPS + 10.0 * seed
+    multiplier[-1] = 4.0
+    return {
+        "discrepancy/mean": (_STEPS, delta),
+        "dual/multiplier": (_STEPS, multiplier),
+        "dual/tolerance": (_STEPS, np.full(20, 0.0035)),
+    }
+
+
+def test_dual_ascent_is_compared_with_the_baseline_at_the_same_budget():
+    still = {"discrepancy/mean": (_STEPS, np.full(20, 0.005)), "dual/multiplier": (_STEPS, np.zeros(20))}
+    runs = {"grpo": {0: still, 1: still}, "ascent_token": {0: _ascent(0), 1: _ascent(1)}}
+    assert ascending(runs) == ["ascent_token"]
+    row = ascent_table(runs, "grpo").splitlines()[2].strip("| ").split(" | ")
+    # Peaks 19 and 29: 24, half width 12.706 * 7.071 / sqrt(2) = 64. Late delta 3 against 5.
+    assert row == ["ascent_token", "2", "3.5", "4 ± 0", "24 ± 64", "25 ± 0", "100 ± 0", "-2 ± 0"]
+
+
+def test_the_answer_in_one_figure_has_doses_above_and_the_ascent_below():
+    panels = dict(list(dose_panels(_RUNS, "grpo", {"spread_10": ("token", 10.0)}).items())[:2])
+    curve = np.stack([_STEPS, 0.01 * _STEPS, np.full(20, 0.001)], axis=1)
+    figure = draw_answer("T", "grpo", panels, {"ascent_token": curve}, {"grpo": curve, "ascent_token": curve}, 0.0044)
+    assert len(figure.axes) == 4
+    last = figure.axes[3].get_lines()
+    assert [line.get_color() for line in last[:2]] == [color_of("grpo"), color_of("token")]
+    assert list(last[2].get_ydata()) == [0.0044, 0.0044]

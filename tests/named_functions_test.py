@@ -1,0 +1,60 @@
+"""The syntax of functions that settings name, and the import of a user's."""
+
+import sys
+
+import pytest
+
+from dcmdp_jax.named_functions import Call, needed_parameters, parse_calls
+from dcmdp_jax.user_code import load_function
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("", []),
+        ("tis", [Call("tis", {})]),
+        (" tis ( low=0.5 , high=2 ) , veto,", [Call("tis", {"low": 0.5, "high": 2.0}), Call("veto", {})]),
+        ("a/b.py:f(k=1e-3)", [Call("a/b.py:f", {"k": 0.001})]),
+        ("my files/b.py:f,tis", [Call("my files/b.py:f", {}), Call("tis", {})]),
+        ("package.module:f(on=true,off=false)", [Call("package.module:f", {"on": True, "off": False})]),
+    ],
+)
+def test_text_becomes_calls(text, calls):
+    assert parse_calls(text) == calls
+    assert parse_calls(",".join(map(str, calls))) == calls  # what is written again reads the same
+
+
+def test_a_users_function_is_known_by_its_colon():
+    assert [call.own for call in parse_calls("tis,a.py:f,m:g")] == [False, True, True]
+    assert [call.name for call in parse_calls("tis,a.py:f,m:g")] == ["tis", "f", "g"]
+
+
+@pytest.mark.parametrize("text", ["tis veto", "tis(high=2", "tis)", ",", "tis(2)", "tis(high=\u0662)", "tis,a.py:tis"])
+def test_other_text_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match="^got ") as raised:
+        parse_calls(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("COUNT = []\ndef f(): return 1\n")
+    first = load_function(f"{file}:f")
+    assert load_function(f"{file}:f") is first and first() == 1
+    file.write_text("def f(): return 22\n")
+    assert load_function(f"{file}:f")() == 22
+
+
+def test_a_file_named_as_a_module_does_not_replace_it(tmp_path):
+    (tmp_path / "json.py").write_text("def dumps(): return 'mine'\n")
+    import json
+
+    assert load_function(f"{tmp_path / 'json.py'}:dumps")() == "mine"
+    assert sys.modules["json"] is json and json.dumps(1) == "1"
+
+
+def test_parameters_without_a_default():
+    def function(tokens, *, knee, high=1.0):
+        return tokens, knee, high
+
+    assert needed_parameters(function) == ["knee"]

@@ -1,0 +1,78 @@
+"""Completions on a page: small, whole where they can be, counted where not; shown by a browser."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dcmdp_jax.observe import completions as module
+from dcmdp_jax.observe.completions import Completion, completions_data
+from dcmdp_jax.observe.html_page import render_page
+from tests.observe.browser_test import _CHROMIUM, look_at
+
+_HOSTILE = "</script><b>"
+
+
+def _completion(tokens=("1", "+", "1"), **fields):
+    p = np.linspace(0.1, 0.9, len(tokens))
+    return Completion(tokens=list(tokens), train_probs=p, rollout_probs=p[::-1].copy(), **fields)
+
+
+def test_probabilities_are_thousandths_and_words_are_kept_once():
+    data = completions_data([_completion(reward=1.0, step=3, prompt="1+1?"), _completion(tokens=("2", "+"))])
+    assert data["words"] == ["1", "+", "2"] and data["left_out"] == 0
+    first, second = data["rows"]
+    assert first["tokens"] == [0, 1, 0] and second["tokens"] == [2, 1]
+    assert first["p"] == [100, 500, 900] and first["q"] == [900, 500, 100]
+    # (0.8 + 0 + 0.8) / 3
+    assert first["discrepancy"] == 0.5333 and (first["reward"], first["step"], first["more"]) == (1.0, 3, 0)
+    assert second["reward"] is None
+
+
+def test_given_tokens_have_no_probabilities_and_count_for_nothing():
+    p = np.array([0.5, math.nan, 0.25])
+    row = completions_data([Completion(tokens=["a", "b", "c"], train_probs=p, rollout_probs=p + 0.1)])["rows"][0]
+    assert row["p"] == [500, None, 250] and row["discrepancy"] == 0.1
+
+
+def test_versions_are_told_only_where_they_differ():
+    same = completions_data([_completion(versions=np.array([4, 4, 4]))])["rows"][0]
+    mixed = completions_data([_completion(versions=np.array([4, 4, 5]))])["rows"][0]
+    assert "versions" not in same and mixed["versions"] == [4, 4, 5]
+
+
+def test_what_does_not_fit_is_cut_or_left_out_and_counted():
+    long = completions_data([_completion(tokens=["x"] * 2_345)])["rows"][0]
+    assert len(long["tokens"]) == len(long["p"]) == 2_000 and long["more"] == 345
+    steps = [_completion(tokens=["x"] * 80, step=step) for step in range(100)]  # each counts 80 + 20
+    data = completions_data(steps, most_tokens=2_500)
+    assert [row["step"] for row in data["rows"]] == list(range(0, 100, 4)) and data["left_out"] == 75
+
+
+def test_two_thousand_completions_stay_below_5_mb_and_are_all_there():
+    rng = np.random.default_rng(0)
+    words = [f" w{i}" for i in range(5_000)]
+    each = [
+        Completion(tokens=[words[i] for i in rng.integers(0, 5_000, 300)], train_probs=rng.uniform(size=300),
+                   rollout_probs=rng.uniform(size=300), prompt="p" * 200, step=n // 100)
+        for n in range(2_000)
+    ]  # fmt: skip
+    data = completions_data(each)
+    page = render_page("view.html", scripts=["completions.js"], title="t", verdicts=[], provenance=[], problems=[],
+                       figures=[], completions=data)  # fmt: skip
+    assert data["left_out"] == 0 and len(page) < 5_000_000
+    # 2,000 x (n + 20) <= 320,000: n = 140, and 100 of the steps of 50 from 100 on.
+    assert {row["more"] for row in data["rows"]} == {200}
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_them_a_few_at_a_time(tmp_path, width):
+    many = [_completion(tokens=("<i>", _HOSTILE, "x" * 300), step=n, prompt=_HOSTILE, reward=n % 2) for n in range(50)]
+    page = tmp_path / "view.html"
+    page.write_text(
+        render_page("view.html", scripts=["completions.js"], title="t", verdicts=[], provenance=[], problems=[],
+                    figures=[], completions=module.completions_data(many))
+    )  # fmt: skip
+    facts, console = look_at(page, tmp_path, width)
+    assert console == [] and facts["shown"] == 20 and facts["wide"] <= width

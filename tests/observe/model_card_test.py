@@ -1,0 +1,49 @@
+"""The card of a recorded run: its numbers at the checkpoint's step, not later ones."""
+
+import json
+import shutil
+from pathlib import Path
+
+import yaml
+
+from dcmdp_jax.models.hf_hub import is_hub_name
+from dcmdp_jax.observe.model_card import model_card
+
+_RUN = Path(__file__).resolve().parents[1] / "recorded" / "run_of_2026_11"
+
+
+def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tmp_path):
+    run = tmp_path / "mine"
+    shutil.copytree(_RUN, run)
+    start = {"step": 0, "time": "2026-11-24T10:00:00+0000", "command": "train --config=demo", "commit": "abc",
+             "version": "0.1.0", "python": "3.11.7", "jax": "0.10.2", "machine": "1 x cpu"}  # fmt: skip
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    card = model_card(run, 2, on_hub=is_hub_name)
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["dcmdp_jax", "dc-grpo", "grpo", "reinforcement-learning"]
+    # metrics.jsonl: c 0.0006; lambda 0.1 and 0.071548; means 3.0963e-05 and 3.7121e-05; floor 1.57259e-09 at step 1.
+    assert "| budget c | 0.0006 |" in card and "| lambda | 0.07155 |" in card
+    assert "| mean discrepancy | 3.712e-05 |" in card and "| noise floor of the engine | 1.573e-09 |" in card
+    assert "| 1 | 0.1 | 3.096e-05 | 0.0006 | 0 |\n| 2 | 0.07155 | 3.712e-05 | 0.0006 | 0 |" in card
+    config = json.loads((run / "config.json").read_text())
+    assert f"engine {config['rollout']['engine']}, precision {config['rollout']['precision']}" in card
+    assert "    train --config=demo\n" in card and "dcmdp_jax 0.1.0, commit abc, jax 0.10.2, Python 3.11.7" in card
+    assert "@article{" in card and "Liu, Jiashun" in card
+    first = model_card(run, 1, on_hub=is_hub_name)
+    assert "| lambda | 0.1 |" in first and "0.07155" not in first
+
+
+def test_a_run_without_records_has_a_card_without_numbers(tmp_path):
+    card = model_card(tmp_path, 3, on_hub=is_hub_name)
+    assert f"# {tmp_path.name}, step 3" in card and "curve" not in card and "@article{" in card
+
+
+def test_the_base_model_is_the_one_on_the_hub_that_the_run_started_from(tmp_path):
+    for path, base in [
+        ("Qwen/Qwen3-0.6B@abc1", "Qwen/Qwen3-0.6B"),
+        ("models/mine", None),
+        ("/mnt/x/y", None),
+        ("", None),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({"model": {"path": path}}))
+        front = yaml.safe_load(model_card(tmp_path, 1, on_hub=is_hub_name).split("---")[1])
+        assert front.get("base_model") == base

@@ -1,0 +1,177 @@
+"""Whole runs that sample ahead: which weights sampled what, kills at random moments, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.errors import UserError
+from tests.run_invariants import contradictions
+from tests.waiting import HANGS_S, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+_ENGINE = "tests/training/overlapping_engine.py:ENGINE"
+_STEPS = 7
+_SETTINGS = (
+    "--config=configs/demo.py:debug", "--config.rollout.precision=float32", f"--config.rollout.engine={_ENGINE}",
+    f"--config.training.steps={_STEPS}", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=0",
+    "--config.warmup.steps=0", "--config.checkpoint.keep_last=9", "--config.optimizer.learning_rate=1e-2",
+    # Rewards that differ, or the policy would stay where it is.
+    f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
+)  # fmt: skip
+
+
+def _start(environment, run_dir, *settings):
+    command = [sys.executable, "-m", "bin.train", *_SETTINGS, f"--config.run_dir={run_dir}", *settings]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _finish(process, code=0):
+    output, _ = process.communicate(timeout=HANGS_S)
+    assert process.returncode == code, output
+    return output
+
+
+def _records(run_dir):
+    """Metrics by step without what depends on the clock."""
+    merged, path = {}, Path(run_dir) / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # torn by a kill
+        kept = {k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))}
+        merged.setdefault(record["step"], {}).update(kept)
+    return merged
+
+
+def _digests(run_dir, step):
+    meta = json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())
+    return meta["digests"]
+
+
+@pytest.fixture(scope="module")
+def whole(run_environment, tmp_path_factory):
+    """An undisturbed run with lag 1."""
+    run_dir = tmp_path_factory.mktemp("lagged") / "run"
+    _finish(_start(run_environment, run_dir, "--config.rollout.lag=1"))
+    return run_dir
+
+
+def test_each_step_trains_on_tokens_of_the_weights_before(whole):
+    records = _records(whole)
+    assert [records[step]["rollout/staleness_max"] for step in range(1, _STEPS + 1)] == [0, *[1] * (_STEPS - 1)]
+    assert all(records[s]["rollout/staleness_mean"] == records[s]["rollout/staleness_max"] for s in records if s)
+    for step in range(1, _STEPS + 1):
+        parts = [records[step][f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")]
+        assert parts[0] == pytest.approx(parts[1] + parts[2], abs=1e-6)
+        assert (records[step]["staleness/log_ratio_abs_mean"] > 1e-4) == (step > 1)
+    assert contradictions(whole) == []
+
+
+def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
+    """Those before step 4, of whose weights the batch of step 5 is sampled: the digests are those of checkpoint 3."""
+    assert set(_digests(whole, 4)["behind"]) == {"3"} and "behind" not in _digests(whole, 0)
+    saved = {step: _digests(whole, step) for step in (2, 4, 6)}
+    assert saved[4]["behind"]["3"] not in (saved[2]["params"], saved[4]["params"])
+
+
+def _kill_and_resume(environment, run_dir, kills, seed, *settings):
+    """Kill the trainer, or its sampler, at random moments of a run until it has had `kills`; then let it end."""
+    chance, done = random.Random(seed), 0
+    process = _start(environment, run_dir, *settings)
+    while done < kills:
+        seen = max(_records(run_dir), default=0)
+        wait_until(
+            lambda seen=seen, p=process: max(_records(run_dir), default=0) > seen or p.poll() is not None, "step"
+        )
+        time.sleep(0.3 * chance.random())
+        if process.poll() is not None:
+            break
+        if chance.random() < 0.3 and (samplers := _samplers_of(process.pid)):
+            os.kill(samplers[0], signal.SIGKILL)
+        else:
+            process.kill()
+            process.communicate()
+            process = _start(environment, run_dir, *settings)
+        done += 1
+    _finish(process)
+    return done
+
+
+def _samplers_of(trainer):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(parent) == trainer and b"overlapping_engine" in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, whole):
+    assert _kill_and_resume(run_environment, tmp_path / "run", 3, 0, "--config.rollout.lag=1") == 3
+    assert _records(tmp_path / "run") == _records(whole)
+    assert _digests(tmp_path / "run", _STEPS) == _digests(whole, _STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lag", [1, 2])
+def test_killed_twenty_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, lag):
+    settings = f"--config.rollout.lag={lag}", "--config.training.steps=40"
+    _finish(_start(run_environment, tmp_path / "whole", *settings))
+    assert _kill_and_resume(run_environment, tmp_path / "run", 20, lag, *settings) == 20
+    assert _records(tmp_path / "run") == _records(tmp_path / "whole")
+    assert _digests(tmp_path / "run", 40) == _digests(tmp_path / "whole", 40)
+
+
+def test_sigterm_saves_what_a_resumed_run_needs_and_the_other_way_gives_the_same_bits(run_environment, tmp_path, whole):
+    """Stopped by SIGTERM, then resumed with p^Train computed while the weights that sample are the policy."""
+    process = _start(run_environment, tmp_path / "run", "--config.rollout.lag=1")
+    wait_until(lambda: len(_records(tmp_path / "run")) >= 3 or process.poll() is not None, "three steps")
+    process.send_signal(signal.SIGTERM)
+    output = _finish(process, code=143)
+    assert "stopped by SIGTERM" in output and "Traceback" not in output
+    _finish(
+        _start(run_environment, tmp_path / "run", "--config.rollout.lag=1", "--config.rollout.old_logprobs=current")
+    )
+    assert _records(tmp_path / "run") == _records(whole)
+    assert _digests(tmp_path / "run", _STEPS) == _digests(whole, _STEPS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("rollout.lag=-1",), "config.rollout.lag: got -1, must be at least 0"),
+        (("rollout.lag=65",), "config.rollout.lag: got 65, must be at most 64"),
+        (
+            ("rollout.lag=1", "rollout.engine=vllm", "rollout.precision=float32", "rollout.vllm.sleep=1"),
+            "config.rollout.vllm.sleep: got 1 with rollout.lag; an engine that sleeps while the trainer trains",
+        ),
+        (
+            ("rollout.lag=2", "rollout.old_logprobs=current", "hosts.coordinator=a:1", "hosts.processes=2"),
+            "config.rollout.lag: got 2 with hosts.coordinator set and rollout.old_logprobs=current, whose copies one",
+        ),
+        (("rollout.lag=1", "algorithm.level=state"), "config.rollout.lag: got 1 with algorithm.level=state, whi"),
+        (("rollout.old_logprobs=none",), "config.rollout.old_logprobs: got 'none', allowed are kept, current"),
+    ],
+)  # fmt: skip
+def test_a_lag_that_can_not_be_is_one_line(overrides, said):
+    with pytest.raises(UserError) as raised:
+        parse(["train", "--config=configs/demo.py", *(f"--config.{each}" for each in overrides)])
+    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)

@@ -1,0 +1,187 @@
+"""A step on a batch that lags behind the policy: staleness and mismatch by hand, in float64 NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.step import make_old_logprobs
+from tests.engines.sampling import Rollout
+from tests.training import step_test
+
+MODELS = {
+    "dense": step_test.MODEL,
+    "moe": dataclasses.replace(
+        step_test.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+OLDER, NOW = 1, 2  # seeds of two versions' parameters
+MEASURE, SIDED = "diff", "two"
+
+
+def _normed(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def _rotated(x: np.ndarray, base: float) -> np.ndarray:
+    """[T, heads, D], each pair (i, i + D / 2) turned by position / base^(2 i / D)."""
+    half = x.shape[-1] // 2
+    angle = np.arange(len(x))[:, None] / base ** (np.arange(half) * 2 / x.shape[-1])
+    sin, cos = np.sin(angle)[:, None], np.cos(angle)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _mlp(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    opened = x @ gate
+    return (opened / (1 + np.exp(-opened)) * (x @ up)) @ down
+
+
+def _experts(x: np.ndarray, layer: dict[str, Any], model: ModelConfig) -> np.ndarray:
+    probabilities, out = _softmax(x @ layer["router"]["kernel"]), np.zeros_like(x)
+    for t, row in enumerate(probabilities):
+        chosen = np.argsort(-row)[: model.num_experts_per_tok]
+        for expert in chosen:
+            kernels = [layer["experts"][name]["kernel"][expert] for name in ("gate", "up", "down")]
+            out[t] += row[expert] / row[chosen].sum() * _mlp(x[t], *kernels)
+    return out
+
+
+def _logprobs(params: Any, model: ModelConfig, ids: np.ndarray) -> np.ndarray:
+    """log pi of each token after the first, in float64."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x, epsilon = params["embedding"][ids], model.rms_norm_eps
+    causal = np.tril(np.ones((len(ids), len(ids)), bool))
+    for number in range(model.num_layers):
+        layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
+        attention, h = layer["attention"], _normed(x, layer["attention_norm"]["scale"], epsilon)
+        q, k, v = ((h @ attention[name]["kernel"]).reshape(len(ids), -1, model.head_dim) for name in ("q", "k", "v"))
+        q = _rotated(_normed(q, attention["q_norm"]["scale"], epsilon), model.rope_theta)
+        k = _rotated(_normed(k, attention["k_norm"]["scale"], epsilon), model.rope_theta)
+        k, v = (np.repeat(y, model.num_heads // model.num_kv_heads, axis=1) for y in (k, v))
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(model.head_dim)
+        mixed = np.einsum("hts,shd->thd", _softmax(np.where(causal, scores, -np.inf)), v)
+        x = x + mixed.reshape(len(ids), -1) @ attention["o"]["kernel"]
+        h, mlp = _normed(x, layer["mlp_norm"]["scale"], epsilon), layer["mlp"]
+        kernels = [mlp[name]["kernel"] for name in ("gate", "up", "down")] if "gate" in mlp else None
+        x = x + (_mlp(h, *kernels) if kernels else _experts(h, mlp, model))
+    logits = _normed(x, params["norm"]["scale"], epsilon) @ params["embedding"].T / step_test.TEMPERATURE
+    logits = logits - logits.max(-1, keepdims=True)
+    table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return table[np.arange(len(ids) - 1), ids[1:]]
+
+
+def _by_hand(params: Any, model: ModelConfig, rollout: Rollout) -> np.ndarray:
+    """log p of all sampled tokens, completion after completion."""
+    pairs = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    return np.concatenate([_logprobs(params, model, np.concatenate(pair))[-len(pair[1]) :] for pair in pairs])
+
+
+def _sampled(values: np.ndarray) -> tuple[Rollout, np.ndarray]:
+    """The tests' rollout whose engine says `values`, one after the other."""
+    rollout, rewards = step_test._rollout()
+    ends = np.cumsum([len(ids) for ids in rollout.completion_ids])[:-1]
+    return dataclasses.replace(rollout, rollout_logprobs=np.split(values.astype(np.float32), ends)), rewards
+
+
+@functools.cache
+def _old_program(model: ModelConfig, compute: Compute, mesh: Any) -> Any:
+    row_logprobs = make_row_logprobs(model, compute, temperature=step_test.TEMPERATURE, mesh=mesh)
+    return make_old_logprobs(row_logprobs, mesh=mesh)
+
+
+def _lagged_step(
+    model: ModelConfig, sampled: tuple[Rollout, np.ndarray], *, mini_batches: int = 2, mesh: Any = None,
+    settings: AlgorithmSettings = step_test.ALGORITHM, older: int = OLDER,
+) -> tuple[Any, dict[str, np.ndarray]]:  # fmt: skip
+    """One step of the policy `NOW` on a batch of the policy `older`."""
+    # A chunk of its own for each model: programs are cached by their settings, which the model is not among.
+    compute = Compute(one_segment=True, logprob_chunk=12 if model.num_experts else 11)
+    batch = step_test._batch(sampled, mini_batches, mesh, tokens=64)
+    batch = _old_program(model, compute, mesh)(step_test._params(older), batch)
+    create, step, _ = step_test._programs(settings, mini_batches, mesh, compute, False)
+    state, metrics = step(create(jax.tree.map(jnp.copy, step_test._params(NOW))), batch, None)
+    return state, {name: np.asarray(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("dense", None), ("dense", (1, 2, 1, 1)), ("moe", None), ("moe", (2, 1, 1, 1))], ids=str
+)
+def test_both_parts_are_those_computed_by_hand(
+    kind: str, shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """log p_now - log p^Inf = staleness + mismatch, token by token; the discrepancy is that of the older weights."""
+    model = MODELS[kind]
+    monkeypatch.setattr(step_test, "MODEL", model)
+    mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:2])
+    rollout, _ = step_test._rollout()
+    then, now = (_by_hand(step_test._params(seed), model, rollout) for seed in (OLDER, NOW))
+    engine = then + np.random.default_rng(3).normal(0, 0.05, len(then))
+    state, metrics = _lagged_step(model, _sampled(engine), mesh=mesh)
+    engine = engine.astype(np.float32).astype(np.float64)
+    for name, values in {"staleness": now - then, "mismatch": then - engine, "gap": now - engine}.items():
+        found = [float(metrics[f"{name}/log_ratio_{each}"]) for each in ("mean", "abs_mean", "max")]
+        expected = [values.mean(), np.abs(values).mean(), np.abs(values).max()]
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), name
+    # The policies are far apart and the engine is near the older one.
+    assert metrics["staleness/log_ratio_abs_mean"] > 20 * metrics["mismatch/log_ratio_abs_mean"]
+    assert (step_test.ALGORITHM.measure, step_test.ALGORITHM.sided) == (MEASURE, SIDED)
+    delta = np.abs(np.exp(then) - np.exp(engine))
+    assert float(metrics["discrepancy/mean"]) == pytest.approx(delta.mean(), rel=1e-4)
+    moved = 0.4 + step_test.ALGORITHM.dual_learning_rate * (delta.mean() - step_test.ALGORITHM.tolerance)
+    assert float(state.dual.multiplier) == pytest.approx(moved, rel=1e-4)
+    # The ratio starts where the sampling policy was, not where the step did.
+    assert float(metrics["policy/ratio_max"]) > 1.5
+
+
+def test_lambda_stays_where_only_the_policy_moved() -> None:
+    """The engine agrees with the older weights to the last bit: no discrepancy, and lambda falls by eta c alone."""
+    rollout, rewards = step_test._rollout()
+    compute = Compute(one_segment=True, logprob_chunk=11)
+    batch = step_test._batch((rollout, rewards), 2, None, tokens=64)
+    old = _old_program(step_test.MODEL, compute, None)(step_test._params(OLDER), batch)
+    same = old._replace(
+        rows=tuple(rows.with_columns(rollout_logprobs=rows.columns["old_logprobs"]) for rows in old.rows)
+    )
+    create, step, _ = step_test._programs(step_test.ALGORITHM, 2, None, compute, False)
+    state, metrics = step(create(jax.tree.map(jnp.copy, step_test._params(NOW))), same, None)
+    assert float(metrics["discrepancy/max"]) == 0 and float(metrics["mismatch/log_ratio_max"]) == 0
+    assert float(metrics["staleness/log_ratio_abs_mean"]) > 1
+    rate = step_test.ALGORITHM.dual_learning_rate
+    assert float(state.dual.multiplier) == pytest.approx(0.4 - rate * step_test.ALGORITHM.tolerance, rel=1e-6)
+
+
+def test_the_decoupled_objective_weighs_by_what_the_policy_moved() -> None:
+    """AReaL's form in one update: -(pi_prox / pi_old) A on every token, whose clipped ratio is 1 and has its slope."""
+    rollout, _ = step_test._rollout()
+    then, now = (_by_hand(step_test._params(seed), step_test.MODEL, rollout) for seed in (OLDER, NOW))
+    settings = dataclasses.replace(step_test.ALGORITHM, method="grpo", ratio_denominator="proximal")
+    sampled = _sampled(then)
+    _, metrics = _lagged_step(step_test.MODEL, sampled, mini_batches=1, settings=settings)
+    rewards, lengths = sampled[1].astype(np.float64), [len(ids) for ids in rollout.completion_ids]
+    groups = [rewards[rollout.group_ids == g] for g in rollout.group_ids]
+    advantages = [
+        0.0 if np.ptp(group) == 0 else (r - group.mean()) / (group.std(ddof=settings.std_ddof) + settings.std_epsilon)
+        for r, group in zip(rewards, groups, strict=True)
+    ]
+    moved = np.split(np.exp(now - then), np.cumsum(lengths)[:-1])
+    loss = -np.mean([advantage * weight.mean() for advantage, weight in zip(advantages, moved, strict=True)])
+    assert float(metrics["policy/loss"]) == pytest.approx(loss, rel=1e-4)
+    assert float(metrics["policy/ratio_max"]) == float(metrics["policy/ratio_min"]) == 1.0
+    assert float(metrics["policy/clip_high_fraction"]) == 0.0

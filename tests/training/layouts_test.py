@@ -1,0 +1,136 @@
+"""Any order, number and length of completions, in any layout and on any mesh: the same gradient to float32 rounding."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.algorithm.stats import Sum
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.parallel.mesh import make_mesh, row_shards
+from dcmdp_jax.training.accumulate import accumulate
+from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.state import batch_shardings
+from tests.training.step_test import MODEL, _params
+
+CAP, COUNT = 24, 12
+
+
+def _gradient(plan, mesh, scheme=FULL):
+    """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log pi(o_i), compiled."""
+    compute = Compute(one_segment=plan.segments_per_row == 1, logprob_chunk=16)
+    row_logprobs = make_row_logprobs(MODEL, compute, temperature=1.0, mesh=mesh, scheme=scheme)
+
+    def of_rows(shared, rows):
+        params, weights = shared
+
+        def loss(params):
+            return jnp.sum(weights[rows.completion_index] * rows.completion_mask * row_logprobs(params, rows).logprobs)
+
+        return Sum(jax.grad(loss)(params)), ()
+
+    @jax.jit
+    def gradient(params, batch, weights):
+        mini = jax.tree.map(lambda x: x[0], batch)
+        return accumulate(of_rows, (params, weights), mini.rows, mini.micro_batches, mesh=mesh)[0].value()
+
+    return gradient
+
+
+def _lengths(seed):
+    """Completions of a batch: any number and lengths; one; all at the cap; all of one token; only long ones."""
+    rng = np.random.default_rng(seed)
+    kinds = [
+        rng.integers(1, CAP, rng.integers(1, COUNT + 1)), np.array([5]), np.full(COUNT, CAP - 4), np.ones(COUNT, int),
+        rng.integers(CAP - 8, CAP - 3, 7),
+    ]  # fmt: skip
+    return kinds[seed % len(kinds)].clip(1, CAP - 4)
+
+
+def _inputs(seed, plan, mesh):
+    """The batch and the weights: completion i has the same tokens and weight wherever a permutation puts it."""
+    rng, lengths = np.random.default_rng(100 + seed), _lengths(seed)
+    weights = np.linspace(0.5, 2.0, COUNT).astype(np.float32)
+    prompts = [rng.integers(0, 31, rng.integers(1, 5)).astype(np.int32) for _ in range(COUNT)]
+    filled = np.pad(lengths, (0, COUNT - len(lengths)), constant_values=1)
+    completions = [rng.integers(0, 31, n).astype(np.int32) for n in filled]
+    order = np.random.default_rng(seed + len(plan.row_lengths)).permutation(COUNT)
+    episodes = [
+        single_turn(
+            prompts[i], completions[i], np.zeros(len(completions[i]), np.float32), policy_version=0, group=0, member=i,
+            finish_reason="stop",
+        )
+        for i in order
+    ]  # fmt: skip
+    batch, _ = pack(episodes, np.zeros(COUNT, np.float32), plan, mask_truncated=False, dropped=order >= len(lengths))
+    if mesh is not None:
+        batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))
+    return batch, weights[order]
+
+
+@functools.cache
+def _reference():
+    """One completion in each row of one length, on one device."""
+    plan = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1)
+    gradient = _gradient(plan, None)
+    return {seed: jax.device_get(gradient(_params(), *_inputs(seed, plan, None))) for seed in range(10)}
+
+
+_PLANS = {
+    "one": {"segments_per_row": 1, "micro_batch_tokens": 48, "row_lengths": (8, 16, 24)},
+    "packed": {"segments_per_row": ANY_NUMBER, "micro_batch_tokens": 48, "row_lengths": (12, 24)},
+    "user's lengths": {"segments_per_row": 2, "micro_batch_tokens": 40, "row_lengths": (8, 13, 32)},
+}
+
+
+_MESHES = ((2, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1), (1, 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (None, "one"), (None, "packed"), (None, "user's lengths"), ((4, 1, 1), "packed"),
+        *(pytest.param(shape, name, marks=pytest.mark.long)
+          for shape in _MESHES for name in ("one", "packed")),
+    ],
+)  # fmt: skip
+def test_any_layout_gives_the_same_gradient(shape, name):
+    mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)]) if shape else None
+    plan = make_row_shapes(
+        longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh) if mesh else 1, **_PLANS[name]
+    )
+    gradient, used = _gradient(plan, mesh), set()
+    for seed, expected in _reference().items():
+        batch, weights = _inputs(seed, plan, mesh)
+        used.add(tuple(np.asarray(batch.micro_batches)[0].tolist()))
+        found = jax.device_get(gradient(_params(), batch, weights))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
+    # Several layouts, of which some leave a shape empty, and one program for all of them.
+    assert len(used) > 1 and gradient._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "products", ["int8", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp8", "fp8_per_block"))]
+)
+def test_a_mesh_rounds_by_the_largest_entry_of_all_devices(products):
+    """Tokens before the o and down projections, and all matrices, are split: a part's maximum is another scale."""
+    scheme, mesh = Scheme(products=products, cache="fp8"), make_mesh(1, 2, 2, devices=jax.devices()[:4])
+    plan = make_row_shapes(longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh), **_PLANS["one"])
+    found, expected = (
+        jax.device_get(_gradient(plan, where, scheme)(_params(), *_inputs(0, plan, where))) for where in (mesh, None)
+    )
+    plain = jax.device_get(_gradient(plan, None)(_params(), *_inputs(0, plan, None)))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
+    apart = [
+        np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*map(jax.tree.leaves, (plain, expected)), strict=True)
+    ]
+    assert min(apart) > 1e-3

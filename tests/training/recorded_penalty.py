@@ -1,0 +1,28 @@
+"""DC-GRPO's penalty that also writes, from within the compiled step, what it charged: `CHARGED_TO` names the file."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.algorithm import penalties
+
+
+def dc_grpo(tokens):
+    charged = penalties.dc_grpo(tokens)
+    columns = jnp.broadcast_arrays(
+        tokens.multiplier, tokens.old_logprobs, tokens.rollout_logprobs, tokens.advantages, charged
+    )
+    jax.debug.callback(_append, tokens.completion_mask, jnp.stack(columns, axis=-1))
+    return charged
+
+
+def _append(mask, columns):
+    with open(os.environ["CHARGED_TO"], "ab") as file:
+        file.write(np.asarray(columns, np.float32)[np.asarray(mask)].tobytes())
+
+
+def read(path):
+    """[tokens, 5] float32: lambda, log p, log q, advantage, penalized advantage."""
+    return np.fromfile(path, np.float32).reshape(-1, 5)

@@ -1,0 +1,173 @@
+"""The tokens that a run records: they give the run's own metrics again, and the probe reads them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from dcmdp_jax.commands import probe
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.lab.mismatch.over_training import AGREEMENT, find_files, read_run
+from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.training.step_rollout import _by_completion
+from dcmdp_jax.types import Rows
+from tests.training import recorded_penalty
+from tests.waiting import HANGS_S
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SMALL = (
+    "--config.evaluation.every_steps=0", "--config.warmup.steps=5", "--config.mesh.cpu_devices=1",
+    "--config.training.steps=3",
+)  # fmt: skip
+
+
+def _train(environment, run_dir, *options):
+    command = [sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}"]
+    done = subprocess.run(
+        [*command, *_SMALL, *options], cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run(run_environment, tmp_path_factory):
+    """Twenty steps of two updates each, every step recorded. Lambda moves slowly enough to stay within its ends.
+
+    The penalty is DC-GRPO's; the compiled step also writes what it charged.
+    """
+    run_dir = tmp_path_factory.mktemp("recorded") / "run"
+    options = (
+        "observe.rollouts_every_steps=1", "training.steps=20", "algorithm.dual_learning_rate=3",
+        f"algorithm.method={recorded_penalty.__file__}:dc_grpo",
+        f"rewards.functions={_ROOT}/examples/length_reward.py:score",  # differs where no answer is right
+    )  # fmt: skip
+    environment = run_environment | {"CHARGED_TO": str(run_dir.with_name("charged"))}
+    return _train(environment, run_dir, *(f"--config.{option}" for option in options))
+
+
+def _recorded(run, step):
+    return pyarrow.parquet.read_table(run / "rollouts" / f"step_{step}.parquet").to_pylist()
+
+
+def test_the_recorded_tokens_give_the_runs_own_metrics(run):
+    metrics = read_metrics(run)
+    found = read_run(find_files([str(run)]), max_tokens=10**7, metrics=metrics)
+    names = {
+        "discrepancy/mean": "mean", "discrepancy/max": "max", "discrepancy/p50": "p50", "discrepancy/p99": "p99",
+        "mismatch/k1": "k1", "mismatch/k3": "k3", "mismatch/pearson": "pearson",
+        "mismatch/effective_sample_size": "effective_sample_size",
+    }  # fmt: skip
+    assert [step.step for step in found.over_training.steps] == list(range(1, 21))
+    for metric, name in names.items():
+        here = [getattr(step.statistics, name) for step in found.over_training.steps]
+        assert here == pytest.approx(metrics[metric][1].tolist(), abs=AGREEMENT), metric
+    assert metrics["discrepancy/mean"][1].min() > 1e-5
+    assert any(note.startswith("metrics.jsonl has the same means") for note in found.over_training.notes)
+    # Sampled by the weights that the step trained.
+    assert set(found.pairs.lags.tolist()) == {0}
+
+
+def test_every_completion_is_there_with_its_reward_and_advantage(run):
+    metrics = read_metrics(run)
+    config = json.loads((run / "config.json").read_text())
+    size, prompts = config["rollout"]["group_size"], config["training"]["prompts_per_step"]
+    assert prompts > config["training"]["prompts_per_mini_batch"]
+    for number in range(20):
+        rows = _recorded(run, number + 1)
+        assert [row["completion"] for row in rows] == list(range(prompts * size))
+        rewards = np.array([row["reward"] for row in rows])
+        assert rewards.mean() == pytest.approx(metrics["reward/mean"][1][number], abs=1e-6)
+        lengths = [sum(row["mask"]) for row in rows]
+        assert np.mean(lengths) == pytest.approx(metrics["completion/length_mean"][1][number])
+        groups = rewards.reshape(prompts, size)
+        assert len({row["prompt_id"] for row in rows}) == prompts
+        # Unbiased deviation and 1e-6, the defaults; 0 where all are equal.
+        centered = groups - groups.mean(axis=1, keepdims=True)
+        expected = np.where(
+            np.ptp(groups, axis=1, keepdims=True) > 0, centered / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6), 0
+        )
+        np.testing.assert_allclose([row["advantage"] for row in rows], expected.ravel(), atol=1e-5)
+
+
+def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_compiled_step_did(run):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
+
+    settings, metrics = json.loads((run / "config.json").read_text())["algorithm"], read_metrics(run)
+    dc_grpo = DcGrpo(
+        tolerance=settings["tolerance"], multiplier=settings["multiplier"],
+        learning_rate=settings["dual_learning_rate"], maximum=settings["multiplier_max"],
+    )  # fmt: skip
+    lambdas = metrics["dual/multiplier"][1]
+    by_step = recorded_penalty.read(run.with_name("charged"))
+    largest, learned = 0.0, 0
+    for number in range(20):
+        rows = _recorded(run, number + 1)
+        p, q, mask = (
+            torch.nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
+            for name in ("train_logprobs", "rollout_logprobs", "mask")
+        )
+        advantages = torch.tensor([row["advantage"] for row in rows])
+        charged, found = dc_grpo.charge(advantages, p, q, mask)
+        assert found["multiplier"] == pytest.approx(lambdas[number], abs=1e-6)
+        assert found["mean"] == pytest.approx(metrics["discrepancy/mean"][1][number], abs=1e-6)
+        # The compiled step's own tokens of this step, told by its lambda, in the order of both log-probs.
+        theirs = [x[mask].numpy() for x in (p, q, advantages[:, None].expand(mask.shape), charged)]
+        theirs = np.stack(theirs, axis=-1)
+        ours = by_step[by_step[:, 0] == np.float32(lambdas[number])][:, 1:]
+        assert len(ours) == len(theirs) == mask.sum() > 100
+        ours, theirs = (each[np.lexsort(each.T[::-1])] for each in (ours, theirs))
+        np.testing.assert_array_equal(ours[:, :3], theirs[:, :3])
+        learned += np.count_nonzero(ours[:, 2])
+        np.testing.assert_allclose(theirs[:, 3], ours[:, 3], rtol=0, atol=1e-6)
+        largest = max(largest, float(np.abs(theirs[:, 3] - ours[:, 3]).max()))
+    assert len(set(lambdas.tolist())) == 20 and learned > 100
+    print(f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage {largest:.1e}")
+
+
+def test_the_probe_of_a_run_directory_names_a_cause_and_agrees(run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        run_main(probe.main, ["probe", str(run), "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    assert (left.value.code, said.err) == (0, "") and "metrics.jsonl has the same means to" in said.out
+    [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
+    # The columns look like rounding; the run's settings say that the engine's weights are fp8.
+    assert pair["findings"][0]["cause"] == "quantized_weights" and pair["floors"]["local:fp8"] > 0
+    assert pair["over_training"]["tolerance_from"] == "the run's own" and pair["source"]["format"].startswith("dcmdp")
+
+
+def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_number(run_environment, tmp_path):
+    exact = "--config.rollout.precision=exact"
+    recorded = _train(run_environment, tmp_path / "a", exact, "--config.observe.rollouts_every_steps=2")
+    plain = _train(run_environment, tmp_path / "b", exact, "--config.observe.rollouts_every_steps=0")
+    assert not (plain / "rollouts").exists()
+    assert sorted(path.name for path in (recorded / "rollouts").iterdir()) == ["step_1.parquet", "step_3.parquet"]
+    found = read_run(find_files([str(recorded / "rollouts")]), max_tokens=10**7)
+    assert found.pairs.discrepancy.max() == 0 and np.exp(found.pairs.train_logprobs).std() > 0.01
+    a, b = read_metrics(recorded), read_metrics(plain)
+    for name in a:
+        if not name.startswith(("time/", "throughput/")):
+            np.testing.assert_array_equal(a[name][1], b[name][1], err_msg=name)
+
+
+def test_values_return_to_their_completions_from_packed_rows():
+    """Two mini-batches of 2 completions, two buckets; completion 1 of the first lies in the second bucket."""
+
+    def rows(mask, index):
+        filler = np.zeros(np.shape(mask), np.int32)
+        return Rows(filler, filler, filler, np.array(mask, bool), np.array(index, np.int32), filler.astype(np.float32))
+
+    # [M=2, A=1, R=1, L=4] and [M=2, A=1, R=1, L=3].
+    first = rows([[[[0, 1, 1, 0]]], [[[1, 0, 1, 1]]]], [[[[0, 0, 0, 0]]], [[[1, 0, 0, 0]]]])
+    second = rows([[[[1, 1, 1]]], [[[0, 0, 0]]]], [[[[1, 1, 1]]], [[[0, 0, 0]]]])
+    values = np.arange(8.0).reshape(2, 1, 1, 4), 10 + np.arange(6.0).reshape(2, 1, 1, 3)
+    found = _by_completion([first, second], values, 4)
+    assert [each.tolist() for each in found] == [[1, 2], [10, 11, 12], [6, 7], [4]]
+    # One that was dropped has no token.
+    assert [len(each) for each in _by_completion([first], values[:1], 4)] == [2, 0, 2, 1]

@@ -1,0 +1,117 @@
+"""Updates that are skipped in part: their share, the line on the console, and the end of a run."""
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.base import get_config
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.training.stopping import SkippedUpdates, TrainingStopped
+from tests.waiting import HANGS_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# bin.train, where one token of the first mini-batch of each step has NaN for the engine's log-prob.
+_PROGRAM = """
+import numpy as np
+from dcmdp_jax.commands import cli, train
+from dcmdp_jax.training import loop
+
+pack = loop.pack
+
+def broken(*arguments, **options):
+    batch, report = pack(*arguments, **options)
+    place = next(place for place, rows in enumerate(batch.rows) if rows.completion_mask[0].any())
+    rows = batch.rows[place]
+    logprobs = np.array(rows.rollout_logprobs)
+    logprobs[(0, *np.argwhere(rows.completion_mask[0])[0])] = np.nan
+    changed = rows.with_columns(rollout_logprobs=logprobs)
+    return batch._replace(rows=(*batch.rows[:place], changed, *batch.rows[place + 1 :])), report
+
+loop.pack = broken
+cli.run_main(train.main, expected=(train.TrainingStopped,))
+"""
+
+
+def _skipped(tmp_path, step=0, **training):
+    raw = get_config().to_dict()
+    raw["task"]["train"], raw["run_dir"] = "x", str(tmp_path)
+    config = from_config_dict(raw)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
+    return SkippedUpdates(config, step), config.mini_batches
+
+
+def _write(tmp_path, counts):
+    lines = [json.dumps({"step": i, "optimizer/skipped_updates": n}) + "\n" for i, n in enumerate(counts, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+
+
+def _metrics(skipped, in_row=0):
+    return {"optimizer/skipped_updates": skipped, "optimizer/skipped_in_row": in_row}
+
+
+def test_one_of_several_updates_in_each_step_ends_the_run_after_the_window(tmp_path, caplog):
+    counted, updates = _skipped(tmp_path, max_skipped_share=0.5 / 4)
+    assert updates == 4
+    for step in range(1, 20):
+        metrics = _metrics(1)
+        metrics |= counted.record(step, metrics)
+        assert metrics["optimizer/skipped_share"] == 1 / 4
+        counted.check(metrics)  # the window is not full
+    assert caplog.messages[-1] == (
+        "step 19: 1 of 4 updates skipped, their gradient is not finite; 25% of the last 19 steps'"
+    )
+    metrics = _metrics(0)
+    metrics |= counted.record(20, metrics)
+    assert metrics["optimizer/skipped_share"] == 19 / 80 and len(caplog.messages) == 19
+    with pytest.raises(TrainingStopped, match=r"24% of the updates of the last 20 steps .*max_skipped_share=0.125\)"):
+        counted.check(metrics)
+
+
+def test_few_skips_and_the_largest_share_stop_nothing(tmp_path):
+    counted, _ = _skipped(tmp_path)
+    for step in range(1, 60):
+        metrics = _metrics(int(step % 2 == 0))
+        metrics |= counted.record(step, metrics)
+        counted.check(metrics)
+    assert metrics["optimizer/skipped_share"] == 10 / 80
+    counted, updates = _skipped(tmp_path, max_skipped_share=1.0)
+    for step in range(1, 60):
+        metrics = _metrics(updates)
+        counted.check(metrics | counted.record(step, metrics))
+
+
+def test_updates_skipped_in_a_row_end_the_run_at_once(tmp_path):
+    counted, _ = _skipped(tmp_path, max_skipped_in_row=3)
+    metrics = _metrics(3, in_row=3)
+    with pytest.raises(TrainingStopped, match=r"^3 updates in a row .* \(training.max_skipped_in_row\); export"):
+        counted.check(metrics | counted.record(1, metrics))
+
+
+def test_a_resumed_run_remembers_the_steps_before_its_checkpoint(tmp_path, caplog):
+    # Step 31 was recorded and lost: the checkpoint is of step 30. Of the last 20 steps 19 are known before step 31.
+    _write(tmp_path, [4] * 11 + [1] * 19 + [4])
+    counted, _ = _skipped(tmp_path, step=30)
+    with caplog.at_level(logging.WARNING):
+        found = counted.record(31, _metrics(0))
+    assert found == {"optimizer/skipped_share": 19 / 80}
+
+
+def test_a_real_run_with_one_mini_batch_of_several_broken_stops(run_environment, tmp_path):
+    command = [
+        sys.executable, "-c", _PROGRAM, "--config=configs/demo.py:debug", f"--config.run_dir={tmp_path / 'run'}",
+        "--config.training.steps=30", "--config.evaluation.every_steps=0",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=run_environment, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 2, done.stderr[-3000:]
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "of the updates of the last 20 steps had a gradient that is not finite" in error
+    assert "updates skipped, their gradient is not finite" in done.stderr + done.stdout
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "optimizer/skipped_share" in record]
+    assert len(steps) == 20 and steps[-1]["optimizer/skipped_updates"] == 1
