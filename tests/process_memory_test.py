@@ -19,17 +19,16 @@ from tests.waiting import HANGS_S
 _ROOT = Path(__file__).parents[1]
 _PREPARE = "from dcmdp_jax.process_memory import keep_freed_memory\nkeep_freed_memory({!r})\n"
 _ADD = """
-import json, os, resource, sys
+import json, os, resource, statistics, sys
 import jax, jax.numpy as jnp
 add, ones = jax.jit(lambda x: x + 1), jnp.ones(80 * 2**18)
+seen = [0]
 for call in range(64):
-    if call == 60:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     add(ones).block_until_ready()
-after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-print(json.dumps({
-    "faults": after - before, "arguments": sys.argv[1:], "tunables": os.environ.get("GLIBC_TUNABLES"),
-}))
+    seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+# A call on a thread that had none before faults its memory in once: the median of the last calls does not hear of it.
+faults = statistics.median(after - before for before, after in zip(seen[-33:], seen[-32:]))
+print(json.dumps({"faults": faults, "arguments": sys.argv[1:], "tunables": os.environ.get("GLIBC_TUNABLES")}))
 """
 _FREE = """
 import json
@@ -60,7 +59,7 @@ def _report(
     directory: Path, first_lines: str, *, run: str = _ADD, argument: str = "an argument", command: bool = True,
     **environment: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run a command and return its output: by default the page faults of four of its additions to 80 MiB."""
+    """Run a command and return its output: by default the page faults of one of its additions to 80 MiB."""
     package = directory / "probe"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(first_lines)
@@ -76,11 +75,11 @@ def _report(
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_commands_keep_freed_memory(tmp_path: Path) -> None:
-    # 80 MiB, more than a thread's heap may hold by default, are 20,480 pages of 4 KiB: each of four calls faults
-    # them in again, unless they were kept (or 40 of 2 MiB).
+    # 80 MiB, more than a thread's heap may hold by default, are 20,480 pages of 4 KiB: each call faults them
+    # in again, unless they were kept (or 40 of 2 MiB).
     left = _report(tmp_path / "a", "")
     kept = _report(tmp_path / "b", _PREPARE.format("probe"))
-    assert left["faults"] > 4 * 16_000 and kept["faults"] < 1000
+    assert left["faults"] > 16_000 and kept["faults"] < 250
     # The process started twice, with the same arguments, and others that it starts hear nothing of it.
     assert kept["arguments"] == ["an argument"] and kept["tunables"] is None
 
@@ -93,7 +92,7 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> Non
     imported = _report(
         tmp_path, _PREPARE.format("probe"), run=run, command=False, GLIBC_TUNABLES="glibc.malloc.perturb=0"
     )
-    assert imported["faults"] > 4 * 10_000
+    assert imported["faults"] > 10_000
     assert imported["tunables"] == "glibc.malloc.perturb=0"
     done = subprocess.run(
         [sys.executable, "-c", "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
@@ -111,7 +110,7 @@ def test_a_command_with_an_accelerator_is_unchanged(tmp_path: Path) -> None:
     # An empty plugin package: JAX finds no device behind it and computes on the CPU, but it might have.
     (tmp_path / "jax_plugins").mkdir()
     report = _report(tmp_path, _PREPARE.format("probe"), JAX_PLATFORMS="")
-    assert report["faults"] > 4 * 16_000 and report["tunables"] is None
+    assert report["faults"] > 16_000 and report["tunables"] is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_tunables_of_the_user_are_kept(tmp_path: Path) -> None:
     # 16 MiB fit into a thread's heap by default too: what needs no tunables is set all the same.
     run = _ADD.replace("80 * 2**18", "16 * 2**18")
     report = _report(tmp_path, _PREPARE.format("probe"), run=run, GLIBC_TUNABLES="glibc.malloc.perturb=0")
-    assert report["tunables"] == "glibc.malloc.perturb=0" and report["faults"] < 1000
+    assert report["tunables"] == "glibc.malloc.perturb=0" and report["faults"] < 250
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
