@@ -90,6 +90,11 @@ class RolloutSettings:
         "batch that is sampled beside it; the copies, for checkpoints, are in the host's memory.",
         choices=("kept", "current"), free=True,
     )  # fmt: skip
+    partial: bool = setting(
+        False, "With lag, new weights interrupt the engine in the middle of completions and sample the rest of each: no "
+        "push waits for the longest completion. When they come depends on the clock, so a run is not repeated bit for "
+        "bit (docs/overlap.md).", source="paper: not stated",
+    )  # fmt: skip
     router_replay: bool = setting(
         False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "
         "docs/moe.md).", source="paper: off",

@@ -2,7 +2,8 @@
 
 With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights never depends on how
 fast anything is, so a resumed run has the bits of an undisturbed one. The engine is asked in a thread of its own, one
-batch after the other; weights are pushed between batches.
+batch after the other; weights are pushed between batches. With `rollout.partial` they are pushed at any time: the tokens
+of the batch of step m have versions of max(0, m - k) to m then.
 """
 
 from __future__ import annotations
@@ -55,20 +56,37 @@ def versions_in_flight(step: int, lag: int) -> range:
     return range(version_of(step, lag), step)
 
 
-def check_versions(episodes: list[Episode], version: int) -> None:
-    """Refuse tokens of other weights than those that were pushed for them.
+def check_versions(episodes: list[Episode], versions: range) -> None:
+    """Refuse tokens of other weights than those that were pushed for them, and older ones after newer ones.
+
+    Args:
+        episodes: of a batch.
+        versions: pushed for it, several with partial rollouts.
 
     Raises:
         EngineError: naming both versions.
     """
     for row, episode in enumerate(episodes):
         found = episode.policy_versions[episode.sampled_mask]
-        if (found != version).any():
-            other = int(found[found != version][0])
+        wrong = (found < versions.start) | (found >= versions.stop)
+        if wrong.any():
+            pushed = f"version {versions.start} was" if len(versions) == 1 else f"versions {versions.start} to {versions[-1]} were"
             raise EngineError(
-                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
-                "rollout.lag the weights of each step are those that were announced"
+                f"completion {row} has tokens of version {found[wrong][0]}, {pushed} pushed for them; with rollout.lag "
+                "the weights of each step are those that were announced"
             )
+        if (back := np.flatnonzero(np.diff(found) < 0)).size:
+            newer, older = found[back[0]], found[back[0] + 1]
+            raise EngineError(
+                f"completion {row} has a token of version {older} after one of version {newer}; new weights sample the "
+                "rest of a completion"
+            )
+
+
+def versions_of(rows: tuple[Rows, ...]) -> list[int]:
+    """Versions that sampled the tokens of a batch on the host, oldest first."""
+    found = [np.unique(np.asarray(bucket.columns["policy_versions"])[bucket.completion_mask]) for bucket in rows]
+    return np.unique(np.concatenate(found)).tolist()
 
 
 class SamplingAhead:
@@ -117,6 +135,11 @@ class SamplingAhead:
             # The later batches begin where this one ends.
             self.closing.set()
             future.set_exception(error)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being sampled."""
+        return any(not future.done() for future in self._batches.values())
 
     def settle(self) -> None:
         """Return when nothing is being sampled; it raises what went wrong first."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.config.arguments import PACKING, in_settings
@@ -37,6 +38,7 @@ from dcmdp_jax.training.ahead import (
     check_versions,
     version_of,
     versions_in_flight,
+    versions_of,
 )
 from dcmdp_jax.training.batch_metrics import PhaseTimer, rollout_metrics, staleness_metrics
 from dcmdp_jax.training.build import Parts, build_parts, reference_params, start
@@ -95,6 +97,7 @@ class Trainer:
         self._prompts_taken = prompts_taken
         self._padding_told = False
         self._lag, self._ahead, self._kept = self.config.rollout.lag, None, None
+        self._partial, self._floor = self.config.rollout.partial, None
         if self._lag:
             self._kept = KeptParams(
                 parts.shardings.params, on_host=self.config.rollout.old_logprobs == "current",
@@ -162,7 +165,7 @@ class Trainer:
             self._finished = state, step
             timer = PhaseTimer()
             with self._alone(state, step):
-                if self._ahead is not None:
+                if self._ahead is not None and not self._partial:
                     with timer.phase("wait"):
                         self._ahead.settle()
                 self._check_stop()
@@ -224,8 +227,12 @@ class Trainer:
         if not self._ahead.beside:
             self.engine.release_weights()
         if self.config.rollout.old_logprobs == "kept":
+            params = lambda each: state.params if each == step else kept.get(each)  # noqa: E731
             with timer.phase("step"):
-                self._recompute(state.params if version == step else kept.get(version), sampled)
+                if self._partial:
+                    self._recompute_each(params, sampled)
+                else:
+                    self._recompute(params(version), sampled)
         kept.drop_before(version_of(step + 1, self._lag))
         kept.keep(step, state.params)
         return sampled
@@ -274,11 +281,14 @@ class Trainer:
             self._check_stop()
         timer, algorithm = PhaseTimer(), self.config.algorithm
         rollout = self.rollouts.sample(step, first, timer, alone, check_stop)
-        check_versions(rollout.episodes, version_of(step, self._lag))
-        measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
-        floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+        oldest = version_of(step, self._lag)
+        check_versions(rollout.episodes, range(oldest, (step if self._partial else oldest) + 1))
+        if self._floor is None or not self._partial:
+            # With partial rollouts the first batch alone: no weights come while it is made and measured.
+            wanted = self._partial or (algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps)
+            self._floor = self._noise_floor.metrics(rollout, step, wanted=wanted)
         with timer.phase("pack"):
-            return Sampled(rollout, floor, *self._pack(rollout, floor, step), timer)
+            return Sampled(rollout, self._floor, *self._pack(rollout, self._floor, step), timer)
 
     def _recompute(self, params: Params, sampled: Sampled) -> None:
         """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""
@@ -286,6 +296,16 @@ class Trainer:
             sampled.batch, sampled.metrics["mismatch/sampler"] = self.parts.rescore(params, sampled.batch)
         if self._lag:
             sampled.batch = self.parts.old_logprobs(params, sampled.batch)
+
+    def _recompute_each(self, params: Callable[[int], Params], sampled: Sampled) -> None:
+        """As `_recompute` for a batch of several versions, each token by its own."""
+        batch = sampled.batch
+        empty = [bucket.with_columns(old_logprobs=jnp.zeros_like(bucket.rollout_logprobs)) for bucket in batch.rows]
+        batch = batch._replace(rows=tuple(empty))
+        versions = versions_of(sampled.rows)
+        for version in versions:
+            batch = self.parts.old_logprobs(params(version), batch, np.int32(version))
+        sampled.batch, sampled.metrics["rollout/versions"] = batch, len(versions)
 
     def _times(self, sampled: Sampled, timer: PhaseTimer) -> dict[str, float]:
         """Seconds of each phase; where sampling runs ahead also what the overlap won and how long each side waited."""
@@ -340,7 +360,8 @@ class Trainer:
     def _push(self, params: Params, step: int) -> dict[str, float]:
         """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
         if self._pushed is None or self._pushed[0] != step:
-            measured = self.engine.push_weights(params, step)
+            beside = self._partial and self._ahead.busy
+            measured = (self.engine.publish_weights if beside else self.engine.push_weights)(params, step)
             self._pushed = step, dict(zip(measured, self.hosts.largest(*measured.values()), strict=True))
         return self._pushed[1]
 

@@ -303,9 +303,13 @@ def _lag(plan: Plan) -> list[str]:
         cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"
     else:
         cost = f"before they change, so a step waits for it; copies for checkpoints take {size:,.1f} MiB of the host"
+    passes = "one forward pass a step"
+    if rollout.partial:
+        how += "; new weights interrupt it and sample the rest (not repeated bit for bit)"
+        passes = f"a forward pass for each version in a batch, at most {rollout.lag + 1} a step"
     return [
         f"lag          {rollout.lag} step(s): the engine samples {how}",
-        f"             p_train of the weights that sampled: one forward pass a step, {cost}",
+        f"             p_train of the weights that sampled: {passes}, {cost}",
         *_overlap_so_far(Path(plan.config.run_dir)),
     ]
 

@@ -72,9 +72,18 @@ def test_a_token_of_another_version_than_the_one_announced_names_both():
         given = {"policy_version": version, "group": 0, "member": 0, "finish_reason": "stop"}
         return single_turn(np.array([1], np.int32), ids, logprobs, **given)
 
-    check_versions([episode(3), episode(3)], 3)
+    check_versions([episode(3), episode(3)], range(3, 4))
     with pytest.raises(EngineError, match=r"^completion 1 has tokens of version 2, version 3 was pushed for them"):
-        check_versions([episode(3), episode(2)], 3)
+        check_versions([episode(3), episode(2)], range(3, 4))
+    mixed = episode(3).with_columns(policy_versions=np.array([-1, 3, 4], np.int32))
+    check_versions([mixed, episode(5)], range(3, 6))
+    with pytest.raises(EngineError, match=r"^completion 0 has tokens of version 4, version 3 was pushed for them"):
+        check_versions([mixed], range(3, 4))
+    with pytest.raises(EngineError, match=r"^completion 1 has tokens of version 5, versions 3 to 4 were pushed"):
+        check_versions([mixed, episode(5)], range(3, 5))
+    back = mixed.with_columns(policy_versions=np.array([-1, 4, 3], np.int32))
+    with pytest.raises(EngineError, match=r"^completion 0 has a token of version 3 after one of version 4;"):
+        check_versions([back], range(3, 6))
 
 
 @pytest.mark.parametrize("on_host", [False, True])

@@ -154,9 +154,40 @@ def test_sigterm_saves_what_a_resumed_run_needs_and_the_other_way_gives_the_same
     assert _digests(tmp_path / "run", _STEPS) == _digests(whole, _STEPS)
 
 
+def test_weights_that_come_in_the_middle_of_completions(run_environment, tmp_path):
+    """Batch n has tokens of versions n - 2 to n and no others, and p^Train of each is that of its own version.
+
+    Killed, it goes on. What the engine says is near an even choice whatever the weights, so only staleness shows it:
+    a token of the newest version has none.
+    """
+    settings = "--config.rollout.lag=2", "--config.rollout.partial=true"
+    settings += (f"--config.rollout.engine={_ENGINE.replace('ENGINE', 'INTERRUPTED')}", "--config.training.steps=12")
+    assert _kill_and_resume(run_environment, tmp_path / "run", 1, 3, *settings) == 1
+    records = _records(tmp_path / "run")
+    mixed = [step for step in range(1, 13) if records[step]["rollout/versions"] > 1]
+    assert len(mixed) >= 3
+    for step in range(1, 13):
+        record = records[step]
+        assert 0 <= record["rollout/staleness_mean"] <= record["rollout/staleness_max"] <= min(2, step - 1)
+        parts = [record[f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")]
+        assert parts[0] == pytest.approx(parts[1] + parts[2], abs=1e-6)
+        assert (record["staleness/log_ratio_abs_mean"] > 1e-5) == (record["rollout/staleness_max"] > 0)
+    assert contradictions(tmp_path / "run") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (("rollout.partial=true",), "config.rollout.partial: got True with rollout.lag=0, where nothing is sampled"),
+        (("rollout.partial=true", "rollout.lag=1"), "config.rollout.partial: got True, local can't go on with other"),
+        *(
+            (("rollout.partial=true", "rollout.lag=1", "rollout.engine=vllm", *more), f"config.rollout.partial: got True {why}")
+            for more, why in (
+                (("rollout.precision=float32", "rollout.router_replay=true"), "with rollout.router_replay: later weig"),
+                (("rollout.precision=float32", "rollout.old_logprobs=current"), "with rollout.old_logprobs=current: a"),
+                (("rollout.precision=float32", "hosts.coordinator=a:1", "hosts.processes=2"), "with hosts.coordinator"),
+            )
+        ),
         (("rollout.lag=-1",), "config.rollout.lag: got -1, must be at least 0"),
         (("rollout.lag=65",), "config.rollout.lag: got 65, must be at most 64"),
         (
