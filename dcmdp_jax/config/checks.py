@@ -134,7 +134,9 @@ def _check_partial(config: Any) -> None:
     rollout, (kind, _) = config.rollout, engine_arguments(config)
     said, off = "config.rollout.partial: got True", "set partial=False"
     if not rollout.lag:
-        raise UserError(f"{said} with rollout.lag=0, where nothing is sampled when weights are pushed; set lag or {off}")
+        raise UserError(
+            f"{said} with rollout.lag=0, where nothing is sampled when weights are pushed; set lag or {off}"
+        )
     if not kind.interrupts:
         raise UserError(
             f"{said}, {kind.name} can't go on with other weights in the middle of a completion and say which version "

@@ -91,9 +91,9 @@ class RolloutSettings:
         choices=("kept", "current"), free=True,
     )  # fmt: skip
     partial: bool = setting(
-        False, "With lag, new weights interrupt the engine in the middle of completions and sample the rest of each: no "
-        "push waits for the longest completion. When they come depends on the clock, so a run is not repeated bit for "
-        "bit (docs/overlap.md).", source="paper: not stated",
+        False, "With lag, new weights interrupt the engine in the middle of completions and sample the rest of each: "
+        "no push waits for the longest completion. When they come depends on the clock, so a run is not repeated bit "
+        "for bit (docs/overlap.md).", source="paper: not stated",
     )  # fmt: skip
     router_replay: bool = setting(
         False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "

@@ -2,8 +2,8 @@
 
 With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights never depends on how
 fast anything is, so a resumed run has the bits of an undisturbed one. The engine is asked in a thread of its own, one
-batch after the other; weights are pushed between batches. With `rollout.partial` they are pushed at any time: the tokens
-of the batch of step m have versions of max(0, m - k) to m then.
+batch after the other; weights are pushed between batches. With `rollout.partial` they are pushed at any time: the
+tokens of the batch of step m have versions of max(0, m - k) to m then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def check_versions(episodes: list[Episode], versions: range) -> None:
         found = episode.policy_versions[episode.sampled_mask]
         wrong = (found < versions.start) | (found >= versions.stop)
         if wrong.any():
-            pushed = f"version {versions.start} was" if len(versions) == 1 else f"versions {versions.start} to {versions[-1]} were"
+            pushed = (
+                f"version {versions.start} was"
+                if len(versions) == 1
+                else f"versions {versions.start} to {versions[-1]} were"
+            )
             raise EngineError(
                 f"completion {row} has tokens of version {found[wrong][0]}, {pushed} pushed for them; with rollout.lag "
                 "the weights of each step are those that were announced"

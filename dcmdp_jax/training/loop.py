@@ -283,12 +283,13 @@ class Trainer:
         rollout = self.rollouts.sample(step, first, timer, alone, check_stop)
         oldest = version_of(step, self._lag)
         check_versions(rollout.episodes, range(oldest, (step if self._partial else oldest) + 1))
+        floor: dict[str, float] = {}
         if self._floor is None or not self._partial:
-            # With partial rollouts the first batch alone: no weights come while it is made and measured.
-            wanted = self._partial or (algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps)
-            self._floor = self._noise_floor.metrics(rollout, step, wanted=wanted)
+            # With partial rollouts of the first batch alone: no weights come while it is made and measured.
+            measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
+            floor = self._floor = self._noise_floor.metrics(rollout, step, wanted=measures)
         with timer.phase("pack"):
-            return Sampled(rollout, self._floor, *self._pack(rollout, self._floor, step), timer)
+            return Sampled(rollout, floor, *self._pack(rollout, self._floor, step), timer)
 
     def _recompute(self, params: Params, sampled: Sampled) -> None:
         """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""

@@ -181,11 +181,14 @@ def test_weights_that_come_in_the_middle_of_completions(run_environment, tmp_pat
         (("rollout.partial=true",), "config.rollout.partial: got True with rollout.lag=0, where nothing is sampled"),
         (("rollout.partial=true", "rollout.lag=1"), "config.rollout.partial: got True, local can't go on with other"),
         *(
-            (("rollout.partial=true", "rollout.lag=1", "rollout.engine=vllm", *more), f"config.rollout.partial: got True {why}")
+            (
+                ("rollout.partial=true", "rollout.lag=1", "rollout.engine=vllm", "rollout.precision=float32", *more),
+                f"config.rollout.partial: got True with {why}",
+            )
             for more, why in (
-                (("rollout.precision=float32", "rollout.router_replay=true"), "with rollout.router_replay: later weig"),
-                (("rollout.precision=float32", "rollout.old_logprobs=current"), "with rollout.old_logprobs=current: a"),
-                (("rollout.precision=float32", "hosts.coordinator=a:1", "hosts.processes=2"), "with hosts.coordinator"),
+                (("rollout.router_replay=true",), "rollout.router_replay: later weights send the tokens before to"),
+                (("rollout.old_logprobs=current",), "rollout.old_logprobs=current: a batch is not whole while one"),
+                (("hosts.coordinator=a:1", "hosts.processes=2"), "hosts.coordinator: several hosts take turns"),
             )
         ),
         (("rollout.lag=-1",), "config.rollout.lag: got -1, must be at least 0"),
@@ -206,3 +209,32 @@ def test_a_lag_that_can_not_be_is_one_line(overrides, said):
     with pytest.raises(UserError) as raised:
         parse(["train", "--config=configs/demo.py", *(f"--config.{each}" for each in overrides)])
     assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
+
+
+_TIS, _PROXIMAL = "--config.algorithm.corrections=tis(high=2)", "--config.algorithm.ratio_denominator=proximal"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--config.algorithm.kl_coefficient=0.1", _PROXIMAL),
+        ("--config.algorithm.kl_coefficient=0.1", _TIS),
+        ("--config.algorithm.tolerance_steps=3",),
+        ("--config.algorithm.level=reward",),
+        ("--config.algorithm.refill_rounds=2", "--config.algorithm.drop_equal_groups=true"),
+        ("--config.rollout.precision=exact", "--config.rollout.engine=local"),
+    ],
+    ids=["kl_proximal", "kl_tis", "measured_tolerance", "reward_level", "refill", "exact"],
+)
+def test_what_goes_with_a_lag(run_environment, tmp_path, settings):
+    """Each ends with a record that contradicts nothing, of tokens one step old whose gap is the sum of its parts."""
+    _finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1", *settings))
+    records = _records(tmp_path / "run")
+    assert contradictions(tmp_path / "run") == []
+    for step in range(1, _STEPS + 1):
+        assert records[step]["rollout/staleness_max"] == min(1, step - 1)
+        parts = [records[step][f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")]
+        assert parts[0] == pytest.approx(parts[1] + parts[2], abs=1e-6)
+        if "--config.rollout.precision=exact" in settings:
+            assert records[step]["mismatch/log_ratio_max"] == 0 and records[step]["discrepancy/max"] == 0

@@ -19,7 +19,7 @@ _GROUP_S = 0.02
 def _serve():
     for line in sys.stdin:
         asked = json.loads(line)
-        time.sleep(_GROUP_S)
+        time.sleep(asked.get("seconds", _GROUP_S))
         words, count = np.random.default_rng([asked["weights"], *asked["row"]]), asked["count"]
         ids = words.integers(4, asked["vocabulary"], (count, 5))
         # Near an even choice, so that there is a discrepancy from a policy that knows nothing.
@@ -96,8 +96,9 @@ class InterruptedEngine(OverlappingEngine):
             for piece in range(2):
                 version, weights = self._version, self._weights
                 row = [seed, step, first_prompt + group, piece]
+                # Slower than a step, so that weights come in the middle.
                 found = self._ask(
-                    weights=weights, row=row, count=sampling.group_size, vocabulary=self._vocabulary
+                    weights=weights, row=row, count=sampling.group_size, vocabulary=self._vocabulary, seconds=0.1
                 )  # fmt: skip
                 pieces.append((version, *found))
             versions = np.repeat([version for version, *_ in pieces], 5).astype(np.int32)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def request_seeds(
-    seed: int, step: int, rows: Sequence[int] | np.ndarray, taken: Sequence[int] = ()
-) -> np.ndarray:
+def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray, taken: Sequence[int] = ()) -> np.ndarray:
     """Seeds that are functions of (seed, step, row) alone, whatever other rows are asked for.
 
     The first 64-bit word of numpy's SeedSequence([seed, step, row]), whose values numpy keeps from version to version,
