@@ -1,6 +1,7 @@
 """Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and what each remedy does under lag.
 
     python -m bin.sweep --study=configs/studies/lag.py             vLLM: BF16, FP8 cache
+    python -m bin.sweep --study=configs/studies/lag.py:corrections vLLM, the corrections alone, with a GRPO of their own
     python -m bin.sweep --study=configs/studies/lag.py:local       embedded engine: FP8 weights; the lag without overlap
 
 The setting of configs/studies/dose_response.py, in which GRPO learns in every run, from the same first policy:
@@ -21,12 +22,13 @@ from dcmdp_jax.lab.studies.study import Arm, Study
 LAGS = (0, 1, 2, 4)
 SEEDS = tuple(range(5))
 _PERTURBED = {"algorithm.std_epsilon": 2e-6}
+_CORRECTIONS = ("grpo", "grpo_perturbed", "tis", "icepop")
 
 
 def get_study(arg: str = "") -> Study:
-    if arg not in ("", "local"):
-        raise ValueError(f"study argument {arg!r}: allowed is local")
-    config = DEMO if arg else VLLM
+    if arg not in ("", "corrections", "local"):
+        raise ValueError(f"study argument {arg!r}: allowed are corrections and local")
+    config = DEMO if arg == "local" else VLLM
     given = remedy_arms(config, {}, DEMO)
     remedies = {name: dict(given[name].settings) for name in ("grpo", "dc_grpo", "tis", "icepop")}
     remedies["proximal"] = remedies["grpo"] | {"algorithm.ratio_denominator": "proximal"}
@@ -37,5 +39,7 @@ def get_study(arg: str = "") -> Study:
         if lag or name != "proximal"  # without a lag it is GRPO
     }
     arms["lag0_grpo_perturbed"] = Arm(config, SETTING | remedies["grpo"] | {"rollout.lag": 0} | _PERTURBED)
-    engine = "embedded FP8 engine" if arg else "vLLM, FP8 key-value cache"
+    if arg == "corrections":
+        arms = {name: arm for name, arm in arms.items() if name.split("_", 1)[1] in _CORRECTIONS and "lag2" not in name}
+    engine = "embedded FP8 engine" if arg == "local" else "vLLM, FP8 key-value cache"
     return Study(f"Lag of sampling ({engine})", arms, "lag0_grpo", SEEDS, control="lag0_grpo_perturbed")
