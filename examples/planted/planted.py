@@ -2,7 +2,14 @@
 
     python -m bin.train --config=examples/planted/planted.py                   GRPO
     python -m bin.train --config=examples/planted/planted.py:reward,3          a charge inside the reward, lambda = 3
-    python -m bin.sweep --study=examples/planted/planted.py --one_process=docs/evidence/planted.jsonl.gz
+
+The study, all runs from one policy:
+
+    python -m bin.train --config=examples/planted/planted.py --config.training.steps=1 \
+        --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/planted_start
+    python -m bin.convert export runs/planted_start runs/planted_policy --dtype float32
+    python -m bin.sweep --study=examples/planted/planted.py --one_process=docs/evidence/planted.jsonl.gz \
+        --config.model.path=runs/planted_policy
 
 A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is `A` or `B`, both
 right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and reports the probabilities that it sampled
@@ -156,7 +163,7 @@ def get_config(arg: str = "") -> ConfigDict:
 def get_study(arg: str = "") -> Study:
     if arg:
         raise ValueError(f"study argument {arg!r}: it takes none")
-    quiet = {"checkpoint.every_steps": 100_000, "observe.samples": 0}
+    quiet = {"checkpoint.every_steps": 100_000, "observe.samples": 0, "warmup.steps": 0}
     path = "examples/planted/planted.py"
     arms = {"grpo": Arm(path, quiet), "grpo_perturbed": Arm(path, quiet | {"algorithm.std_epsilon": 2e-6})}
     for level in LEVELS:
