@@ -176,7 +176,7 @@ class Terms(NamedTuple):
 
 def _same_loss(metrics, terms):
     loss = terms.surrogate + terms.kl_coefficient * terms.kl + terms.router_aux_loss * terms.router
-    # The loss holds lambda delta: a discrepancy of several nats has the rounding of its log-probs, not of a loss near 0.
+    # The loss holds lambda delta: a discrepancy of several nats has the rounding of its log-probs.
     size = max(1.0, float(metrics["discrepancy/mean"]))
     assert metrics["policy/loss"] == pytest.approx(loss, abs=3e-6 * size, rel=2e-6)
     apart = {"policy/kl": terms.kl} if terms.kl_coefficient else {}
