@@ -12,10 +12,10 @@ The study, all runs from one policy:
         --config.model.path=runs/planted_policy
 
 A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is `A` or `B`, both
-right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and reports the probabilities that it
-sampled with; everywhere else it computes as the trainer does. The noisy way earns 1, the clean one 0.9: does a charge on
-the mismatch make the policy go the clean way, at that price? docs/theory.md has the answer in closed form for a tabular
-policy, docs/evidence.md what the trainer does.
+right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and reports what it sampled with; everywhere
+else it computes as the trainer does. The noisy way earns 1, the clean one 0.9: does a charge on the mismatch make the
+policy go the clean way, at that price? docs/theory.md has the answer in closed form for a tabular policy,
+docs/evidence.md what the trainer does.
 """
 
 from __future__ import annotations
