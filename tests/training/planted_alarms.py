@@ -134,7 +134,7 @@ FAULTS = {
     "noise": (Noise, ()),
     "mismatch": (Mismatch, ()),
     "staleness": (Staleness, ()),
-    "weight_sync": (WeightSync, ("--config.optimizer.learning_rate=1e-2",)),
+    "weight_sync": (WeightSync, ("--config.optimizer.learning_rate=3e-3",)),
     "support": (Support, ("--config.algorithm.tolerance=1",)),
     "retokenization": (Retokenization, ("--config.algorithm.tolerance=1",)),
     "collapse": (
