@@ -360,10 +360,11 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
 
 def _send_parts(connection: wire.Connection, parts: _Parts, done: str, host: EngineHost) -> None:
     """Send what a request yields as progress, then its answer; or end it early where the trainer says so."""
+    version = host.version  # an engine that sleeps before it answers may have none by then
 
     def send(op: str, arrays: dict[str, np.ndarray]) -> None:
         share = sum(array.nbytes for array in arrays.values()) > _INLINE_BYTES
-        connection.send(op, {"policy_version": host.version}, arrays, share=share)
+        connection.send(op, {"policy_version": version}, arrays, share=share)
 
     while True:
         try:
