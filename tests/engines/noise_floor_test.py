@@ -47,7 +47,10 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [record] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert 5e-4 < record["mismatch/noise_floor"] < 0.02
+    # Products on AMX tiles depend on the number of rows; on an AMD EPYC without them a batch of one had the same bits.
+    tiles = "amx_tile" in Path("/proc/cpuinfo").read_text().split()
+    floor = record["mismatch/noise_floor"]
+    assert (5e-4 if tiles else 0.0) <= floor < 0.02
 
 
 def test_the_same_tokens_come_again_and_the_comparison_ends_where_they_part():
