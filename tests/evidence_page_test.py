@@ -65,7 +65,10 @@ def test_dose_and_response_is_that_of_the_kept_metrics():
     for name in ("dose_response_one", "dose_response_vllm", *(f"map_{setting}" for setting in _MAP)):
         kept = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", None)
         found += [arm[1] for arms in measure_doses(kept, "grpo").values() for arm in arms.values()]
-    known = {f"{each.mean:+.2g} ± {each.half_width:.2g}" for each in found}
+    planted = runpy.run_path(str(_ROOT / "examples" / "planted" / "planted.py"))["get_study"]("")
+    kept = read_kept_metrics(_ROOT / "docs" / "evidence" / "planted.jsonl.gz", list(planted.arms))
+    known = set(re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", tables(planted.title, kept, planted.baseline, [])))
+    known |= {f"{each.mean:+.2g} ± {each.half_width:.2g}" for each in found}
     said = re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", page[: page.index("## A regime to measure in")])
     assert len(said) >= 10 and set(said) <= known
     assert len(runs) == 21 and all(sorted(seeds) == list(range(10)) for seeds in runs.values())
@@ -96,6 +99,21 @@ def test_the_map_is_that_of_the_kept_metrics(setting):
     # The control's own delta is that of products of different shapes, far below the engine's.
     control, engine = (runs[arm][0]["discrepancy/mean"][1].mean() for arm in ("exact", "grpo"))
     assert control < 1e-5 < 1e-3 < engine
+
+
+def test_the_planted_way_out_is_that_of_the_kept_metrics():
+    study = runpy.run_path(str(_ROOT / "examples" / "planted" / "planted.py"))["get_study"]("")
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "planted.jsonl.gz", list(study.arms))
+    assert list(runs) == list(study.arms) and all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values())
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    blocks = [block for block in tables(study.title, runs, study.baseline, []).split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 2 and all(block.strip() in page for block in blocks)
+    # Yes or no, in every run: the last tenth is at the reward of the clean way or at that of the noisy one.
+    goes = {"sequence_30", "reward_3", "reward_30", "reward_undivided_3", "reward_undivided_30"}
+    for arm, seeds in runs.items():
+        for series in seeds.values():
+            last = series["reward/mean"][1][-10:].mean()
+            assert last < 0.91 if arm in goes else last > 0.97
 
 
 def test_the_figure_of_the_oracle_marks_the_smallest_squared_error():
