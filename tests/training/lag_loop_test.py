@@ -16,7 +16,8 @@ import pytest
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.errors import UserError
 from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S, wait_until
+from tests.training.loop_test import _finish, _records
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 _ENGINE = "tests/training/overlapping_engine.py:ENGINE"
@@ -35,25 +36,6 @@ def _start(environment, run_dir, *settings):
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-
-
-def _finish(process, code=0):
-    output, _ = process.communicate(timeout=HANGS_S)
-    assert process.returncode == code, output
-    return output
-
-
-def _records(run_dir):
-    """Metrics by step without what depends on the clock."""
-    merged, path = {}, Path(run_dir) / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # torn by a kill
-        kept = {k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))}
-        merged.setdefault(record["step"], {}).update(kept)
-    return merged
 
 
 def _digests(run_dir, step):

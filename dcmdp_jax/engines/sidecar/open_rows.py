@@ -47,17 +47,14 @@ class OpenRows:
     ) -> None:
         self._prompts, self._groups, self._size = dict(prompts), list(prompts), sampling.group_size
         self._limit, self._numbers, self._first = sampling.max_completion_tokens, (seed, step), first_prompt
-        self._begin()
+        self.begin_again()
         self._delivered: set[int] = set()
         request_seeds(seed, step, self._row_numbers(self.rows))
 
-    def _begin(self) -> None:
-        self._open = {row: _Row() for row in range(len(self._groups) * self._size)}
-        self._waiting = OpenGroups(self._size)
-
     def begin_again(self) -> None:
         """Forget what was sampled, but not which groups were delivered: they are not given again."""
-        self._begin()
+        self._open = {row: _Row() for row in range(len(self._groups) * self._size)}
+        self._waiting = OpenGroups(self._size)
 
     @property
     def rows(self) -> list[int]:

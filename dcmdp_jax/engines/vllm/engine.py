@@ -299,6 +299,6 @@ def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode
 
 def build(arguments: EngineArguments) -> VllmEngine:
     """The engine of `kind.EngineKind`."""
-    same = {"directory": arguments.directory, "probe": arguments.probe(), **arguments.common}
-    same["partial"] = arguments.partial
+    same = {"directory": arguments.directory, "probe": arguments.probe(), "partial": arguments.partial}
+    same |= arguments.common
     return VllmEngine(arguments.model, arguments.settings, **same)
