@@ -8,7 +8,8 @@ Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO l
 (eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the
 two is chance, and no smaller effect is claimed. All runs start from one policy; docs/evidence.md says how it is made.
 
-`dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` five arms against vLLM.
+`dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` the two-sided ones
+against vLLM, with an arm `matched` whose trainer rounds keys and values as vLLM's FP8 cache does.
 """
 
 from configs.studies.base import DEMO
@@ -46,8 +47,9 @@ ASCENT = {
 """Dual ascent. c is 0.9 times GRPO's mean delta over the last half of its steps (0.00486), so that it binds and is far
 above the noise floor. A step's delta differs from its mean by 0.001: at this eta that moves lambda by 2, and what GRPO
 has above c moves it by 30 in 32 steps, to where the token's charge acts."""
+_VLLM_TOLERANCE = 0.0049
+"""c against vLLM, by the same rule: GRPO's mean delta over the last half of its steps is 0.00542 there."""
 _CONTROL = "grpo_perturbed"
-VLLM_ARMS = ("grpo", _CONTROL, "token_10", "token_100", "reward_10")
 _ENDING = {"two": "", "one": "_one"}
 _INT4 = {"rollout.precision": "int4"}
 FIXED = {"algorithm.method": "dc_grpo", "algorithm.dual_learning_rate": 0.0, "algorithm.multiplier_max": 1e6}
@@ -80,8 +82,12 @@ def get_study(arg: str = "") -> Study:
     if arg == "one":
         arms = {name: settings for name, settings in arms.items() if name != "exact" and not name.startswith("ascent")}
     if arg == "vllm":
-        chosen = {name: dose for name, dose in chosen.items() if name in VLLM_ARMS}
-        found = {name: Arm(VLLM, {**SETTING, **arms[name]}) for name in VLLM_ARMS}
+        arms["matched"] = {"algorithm.method": "grpo", "model.forward_cache": "fp8"}
+        for level in ("token", "reward"):
+            arms[f"ascent_{level}"] |= {"algorithm.tolerance": _VLLM_TOLERANCE}
+        found = {
+            name: Arm(DEMO if name == "exact" else VLLM, {**SETTING, **settings}) for name, settings in arms.items()
+        }
         return Study("Dose and response, vLLM, FP8 cache", found, "grpo", SEEDS[:5], doses=chosen, control=_CONTROL)
     found = {name: Arm(DEMO, {**SETTING, **_INT4, **settings}) for name, settings in arms.items()}
     title = f"Dose and response, embedded int4 engine{', one-sided' if arg else ''}"

@@ -19,6 +19,7 @@ CHANGES = {
     "rate1e-3": {"optimizer.learning_rate": 1e-3},
     "four_updates": {"training.prompts_per_mini_batch": 2},
     "128steps": {"training.steps": 128, "evaluation.every_steps": 128},
+    "400steps": {"training.steps": 400, "evaluation.every_steps": 400},
 }
 """Argument -> what differs from the setting of the dose-and-response study, whose weights have 4 bits."""
 

@@ -42,6 +42,7 @@ LEVELS: dict[int, _Level] = {
     3: _Level(operations=3, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
     4: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=True),
     5: _Level(operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True),
+    6: _Level(operations=24, largest_operand=9, operators="+-", largest_value=99, precedence=False),
 }
 """Difficulties. Without precedence a product can only stand first, so the steps run left to right."""
 

@@ -33,6 +33,10 @@ class Interrupted(Exception):
         self.signal_number = signal_number
 
 
+class Leaving(Exception):
+    """This process or another one was asked to stop: what it does alone ends here."""
+
+
 class StopSignal:
     """Records SIGTERM and SIGINT; the run looks for them where it can stop. A second SIGINT interrupts."""
 

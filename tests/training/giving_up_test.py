@@ -17,10 +17,10 @@ import sys
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.training import loop
+from dcmdp_jax.training import batches
 
 place, step = sys.argv.pop(1).split()
-generate, push, pack, calls = LocalEngine.generate, LocalEngine.push_weights, loop.pack, []
+generate, push, pack, calls = LocalEngine.generate, LocalEngine.push_weights, batches.pack, []
 
 def broken_generate(self, *arguments, seed, step, **options):
     if place == "generate" and step == int(globals()["step"]):
@@ -38,7 +38,7 @@ def broken_pack(*arguments, **options):
         raise MemoryError("planted: no memory for the rows")
     return pack(*arguments, **options)
 
-LocalEngine.generate, LocalEngine.push_weights, loop.pack = broken_generate, broken_push, broken_pack
+LocalEngine.generate, LocalEngine.push_weights, batches.pack = broken_generate, broken_push, broken_pack
 cli.run_main(train.main, expected=(EngineError, MemoryError))
 """
 

@@ -248,7 +248,7 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_pat
 
 
 def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, tmp_path):
-    broken = "import jax\nfrom dcmdp_jax.training import loop\nloop.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
+    broken = "import jax\nfrom dcmdp_jax.training import batches\nbatches.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
     program = ("-c", f"{broken}from dcmdp_jax.commands import cli, train\ncli.run_main(train.main)")
     output = _finish(_start(run_environment, tmp_path / "run", program=program), code=1)
     log = tmp_path / "run" / "error.log"

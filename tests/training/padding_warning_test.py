@@ -11,16 +11,16 @@ from configs import demo
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.training.loop import Trainer
+from dcmdp_jax.training.batches import Batches
 
 
-def _trainer(plan, **training):
+def _batches(plan, **training):
     config = from_config_dict(demo.get_config())
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
-    trainer = object.__new__(Trainer)
-    trainer.plan, trainer.config, trainer._padding_told = SimpleNamespace(packing=plan), config, False
-    trainer.parts = SimpleNamespace(batch_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]), rescore=None)
-    return trainer
+    batches = object.__new__(Batches)
+    batches._plan, batches._config, batches._padding_told = SimpleNamespace(packing=plan), config, False
+    batches._parts = SimpleNamespace(batch_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]), rescore=None)
+    return batches
 
 
 def _rollout(count, tokens):
@@ -39,9 +39,9 @@ def _rollout(count, tokens):
 
 def test_much_padding_is_told_once_with_the_setting(caplog):
     # Sixteen rows of 64 for 30 tokens each: 34 of 64 are padding, 53%.
-    trainer = _trainer(RowShapes((64,), (4,), (4,), 1, 16, 1), row_lengths=(64,))
+    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1), row_lengths=(64,))
     for step in (6, 7):
-        _, _, metrics = trainer._pack(_rollout(16, 30), {}, step)
+        _, _, metrics = batches._pack(_rollout(16, 30), {}, step)
         assert metrics["rollout/padding_fraction"] == pytest.approx(34 / 64)
     assert caplog.messages == [
         "step 7: 53% of what is computed is padding; training.row_lengths=() chooses the lengths of rows"
@@ -49,6 +49,6 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
 
 
 def test_little_padding_is_not_told(caplog):
-    trainer = _trainer(RowShapes((64,), (4,), (4,), 1, 16, 1))
-    _, _, metrics = trainer._pack(_rollout(16, 45), {}, 0)
+    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1))
+    _, _, metrics = batches._pack(_rollout(16, 45), {}, 0)
     assert metrics["rollout/padding_fraction"] == pytest.approx(19 / 64) and caplog.messages == []

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
 import numpy as np
 from dcmdp_jax.commands import cli, train
-from dcmdp_jax.training import loop
+from dcmdp_jax.training import batches
 
-pack = loop.pack
+pack = batches.pack
 
 def broken(*arguments, **options):
     batch, report = pack(*arguments, **options)
@@ -33,7 +33,7 @@ def broken(*arguments, **options):
     changed = rows.with_columns(rollout_logprobs=logprobs)
     return batch._replace(rows=(*batch.rows[:place], changed, *batch.rows[place + 1 :])), report
 
-loop.pack = broken
+batches.pack = broken
 cli.run_main(train.main, expected=(train.TrainingStopped,))
 """
 

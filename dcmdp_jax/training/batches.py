@@ -1,0 +1,262 @@
+"""The batch of each step: weights to the engine, completions and rewards, rows on the devices; with a lag, ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.config.arguments import PACKING, in_settings
+from dcmdp_jax.data.lengths import padding_advice
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.observe.metric_names import STEP_PHASES
+from dcmdp_jax.parallel.global_arrays import to_global
+from dcmdp_jax.training.ahead import (
+    KeptParams,
+    Sampled,
+    SamplingAhead,
+    check_versions,
+    version_of,
+    versions_in_flight,
+    versions_of,
+)
+from dcmdp_jax.training.batch_metrics import PhaseTimer, staleness_metrics
+from dcmdp_jax.training.build import Parts
+from dcmdp_jax.training.setup import Plan, samples_beside
+from dcmdp_jax.training.state import measures_tolerance
+from dcmdp_jax.training.step_rollout import NoiseFloor, StepRollout, StepRollouts
+from dcmdp_jax.training.stopping import Leaving
+from dcmdp_jax.types import Batch, Params, Rows, TrainState
+
+logger = logging.getLogger(__name__)
+
+# Share of padding in a step that people are told of, once.
+_MUCH_PADDING = 0.3
+
+
+class Batches:
+    """Makes batches in the order of their steps.
+
+    Args:
+        plan: the checked run.
+        parts: of `build_parts`.
+        alone: a block of work that each process does by itself and all leave together.
+        check_stop: raises `Leaving` within such a block when the run is to end.
+        taken: positions of the stream of prompts that the finished steps have taken.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Parts,
+        *,
+        alone: Callable[[], contextlib.AbstractContextManager[None]],
+        check_stop: Callable[[], None],
+        taken: int,
+    ) -> None:
+        self._plan, self._parts, self._config = plan, parts, plan.config
+        self._alone, self._check_stop = alone, check_stop
+        self._rollouts = StepRollouts(plan, parts.engine, parts.scorer, parts.turns)
+        self._noise_floor, self._floor = NoiseFloor(plan, parts.engine), None
+        self._pushed: tuple[int, dict[str, float]] | None = None
+        self._sampled_until: float | None = None
+        self._padding_told = False
+        self._lag, self._partial = plan.config.rollout.lag, plan.config.rollout.partial
+        self._ahead, self._kept = None, None
+        if self._lag:
+            self._kept = KeptParams(
+                parts.shardings.params, on_host=self._config.rollout.old_logprobs == "current",
+                kept=parts.checkpoints.behind,
+            )  # fmt: skip
+            self._ahead = SamplingAhead(
+                self._lag, self._config.training.steps, self._make_ahead, taken=taken, beside=samples_beside(plan)
+            )
+
+    def close(self) -> None:
+        """Give up what is being sampled."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def settle(self) -> None:
+        """Return when nothing is being sampled; it raises what went wrong."""
+        if self._ahead is not None:
+            self._ahead.settle()
+
+    def settle_for_push(self, timer: PhaseTimer) -> None:
+        """As `settle`, where new weights don't interrupt what is being sampled."""
+        if self._ahead is not None and not self._partial:
+            with timer.phase("wait"):
+                self._ahead.settle()
+
+    def push(self, params: Params, step: int) -> dict[str, float]:
+        """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
+        if self._pushed is None or self._pushed[0] != step:
+            beside, engine = self._partial and self._ahead.busy, self._parts.engine
+            measured = (engine.publish_weights if beside else engine.push_weights)(params, step)
+            self._pushed = step, dict(zip(measured, self._plan.hosts.largest(*measured.values()), strict=True))
+        return self._pushed[1]
+
+    def behind(self, step: int) -> dict[int, Params]:
+        """Parameters of the older versions that a run resumed after `step` samples with."""
+        return self._kept.of(versions_in_flight(step, self._lag)) if self._lag else {}
+
+    def make(self, state: TrainState, step: int, first: int, timer: PhaseTimer) -> Sampled:
+        """The batch of a step. The engine holds the policy of `state`.
+
+        Args:
+            state: after `step` steps.
+            step: that begins, from 0.
+            first: position of its first prompt in their stream.
+            timer: of the step.
+        """
+        return self._ahead_of(state, step, timer) if self._lag else self._now(state, step, first, timer)
+
+    def _now(self, state: TrainState, step: int, first: int, timer: PhaseTimer) -> Sampled:
+        """The batch of a step, sampled by the policy that it trains."""
+        rollout = self._rollouts.sample(step, first, timer, self._alone, self._check_stop)
+        measures = measures_tolerance(self._config.algorithm, jax.device_get(state.dual))
+        floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+        # Before the step, whose peak they would add to; the next push brings new ones in any case.
+        self._parts.engine.release_weights()
+        with timer.phase("pack"):
+            sampled = Sampled(rollout, floor, *self._pack(rollout, floor, step), timer)
+            self._recompute(state.params, sampled)
+        return sampled
+
+    def _ahead_of(self, state: TrainState, step: int, timer: PhaseTimer) -> Sampled:
+        """The batch of a step, sampled by earlier weights; those of this step begin to sample a later one."""
+        kept, version = self._kept, version_of(step, self._lag)
+        with timer.phase("wait"), self._beside():
+            self._start_ahead(state.params, step, step)
+            sampled = self._ahead.take(step)
+        if not self._ahead.beside:
+            self._parts.engine.release_weights()
+        if self._config.rollout.old_logprobs == "kept":
+            params = lambda each: state.params if each == step else kept.get(each)  # noqa: E731
+            with timer.phase("step"):
+                if self._partial:
+                    self._recompute_each(params, sampled)
+                else:
+                    self._recompute(params(version), sampled)
+        kept.drop_before(version_of(step + 1, self._lag))
+        kept.keep(step, state.params)
+        return sampled
+
+    def sample_in_flight(self, step: int) -> None:
+        """Sample the batches again that were in flight when the state was saved, each with the weights it had."""
+        if not self._lag or step >= self._config.training.steps:
+            return
+        for version in versions_in_flight(step, self._lag):
+            params = self._kept.get(version)
+            self.push(params, version)
+            with self._beside():
+                self._start_ahead(params, version, step)
+                self._ahead.settle()
+            if not self._ahead.beside:
+                self._parts.engine.release_weights()
+
+    def _start_ahead(self, params: Params, version: int, step: int) -> None:
+        """Start to sample with the weights in the engine; wait for it where p^Train is computed while they are here."""
+        for each in self._ahead.start_all(version, step):
+            if self._config.rollout.old_logprobs == "current":
+                self._recompute(params, self._ahead.batch(each))
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """The sampler's work: alone where it has a thread, else in turn with other hosts, which it meets itself."""
+        if not self._ahead.beside:
+            yield
+            self._ahead.settle()
+            return
+        with self._alone():
+            yield
+            self._check_stop()
+
+    def _make_ahead(self, step: int, first: int) -> Sampled:
+        """The batch of a step, in the sampler's thread where it has one; the engine has the weights for it."""
+        alone = contextlib.nullcontext if self._ahead.beside else self._alone
+
+        def check_stop() -> None:
+            if self._ahead.closing.is_set():
+                raise Leaving
+            self._check_stop()
+
+        if self._ahead.closing.is_set():
+            raise Leaving
+        with alone():
+            self._check_stop()
+        timer, algorithm = PhaseTimer(), self._config.algorithm
+        rollout = self._rollouts.sample(step, first, timer, alone, check_stop)
+        oldest = version_of(step, self._lag)
+        check_versions(rollout.episodes, range(oldest, (step if self._partial else oldest) + 1))
+        floor: dict[str, float] = {}
+        if self._floor is None or not self._partial:
+            # With partial rollouts of the first batch alone: no weights come while it is made and measured.
+            measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
+            floor = self._floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+        with timer.phase("pack"):
+            return Sampled(rollout, floor, *self._pack(rollout, self._floor, step), timer)
+
+    def _recompute(self, params: Params, sampled: Sampled) -> None:
+        """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""
+        if self._parts.rescore is not None:
+            sampled.batch, sampled.metrics["mismatch/sampler"] = self._parts.rescore(params, sampled.batch)
+        if self._lag:
+            sampled.batch = self._parts.old_logprobs(params, sampled.batch)
+
+    def _recompute_each(self, params: Callable[[int], Params], sampled: Sampled) -> None:
+        """As `_recompute` for a batch of several versions, each token by its own."""
+        batch = sampled.batch
+        empty = [bucket.with_columns(old_logprobs=jnp.zeros_like(bucket.rollout_logprobs)) for bucket in batch.rows]
+        batch = batch._replace(rows=tuple(empty))
+        versions = versions_of(sampled.rows)
+        for version in versions:
+            batch = self._parts.old_logprobs(params(version), batch, np.int32(version))
+        sampled.batch, sampled.metrics["rollout/versions"] = batch, len(versions)
+
+    def _pack(
+        self, rollout: StepRollout, floor: Mapping[str, float], step: int
+    ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
+        """The batch on the devices, its rows on the host, and metrics."""
+        batch, report = pack(
+            [rollout.episodes[row] for row in rollout.rows],
+            rollout.scores.totals[rollout.rows],
+            self._plan.packing,
+            mask_truncated=self._config.algorithm.mask_truncated,
+            dropped=rollout.dropped[rollout.rows],
+        )
+        metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
+        metrics |= staleness_metrics(batch, step)
+        if self._config.algorithm.tolerance_steps:
+            batch = batch._replace(noise_floor=np.float32(floor.get("mismatch/noise_floor", 0.0)))
+        host_rows = batch.rows
+        batch = to_global(batch, self._parts.batch_shardings)
+        padding = metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
+        if padding > _MUCH_PADDING and not self._padding_told:
+            self._padding_told = True
+            advice = padding_advice(
+                self._plan.packing,
+                longest=self._config.max_total_tokens,
+                chosen=not self._config.training.row_lengths,
+                limited=self._config.training.segments_per_row > 0,
+            )
+            advice = in_settings(advice, PACKING)
+            logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
+        return batch, host_rows, metrics
+
+    def times(self, sampled: Sampled, timer: PhaseTimer) -> dict[str, float]:
+        """Seconds of each phase; where sampling runs ahead also what the overlap won and how long each side waited."""
+        if not self._lag:
+            return timer.metrics(sampled.rollout.episodes)
+        timer.seconds |= sampled.timer.seconds
+        times = timer.metrics(sampled.rollout.episodes)
+        began, ended = sampled.timer.spans[0][1], sampled.timer.spans[-1][2]
+        idle, self._sampled_until = max(0.0, began - (self._sampled_until or began)), ended
+        in_turn = sum(times[f"time/{phase}"] for phase in STEP_PHASES)
+        starts = {f"time/start_{phase}": at for phase, at in {**timer.starts, **sampled.timer.starts}.items()}
+        return times | starts | {"time/engine_idle": idle, "time/overlap": in_turn - times["time/total"]}
