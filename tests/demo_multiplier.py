@@ -2,11 +2,14 @@
 
     python -m tests.demo_multiplier RUN_DIR [RUN_DIR ...]
 
-Prints a line for each run. The exit code is 1 if one does not show it.
+Prints a line for each run. The exit code is 1 if one does not show it, or had an alarm at any step: nothing is wrong there.
 """
 
 import sys
 
+import numpy as np
+
+from dcmdp_jax.observe.alarms import ALARMS
 from dcmdp_jax.observe.metrics_io import read_metrics
 
 
@@ -19,13 +22,22 @@ def what_it_shows(values):
     return peak > first and lowest < peak - first / 10, line
 
 
+def alarms_of(series):
+    """Names of the alarms that were raised at any step."""
+    return [name for name in ALARMS if np.any(series[f"alarm/{name}"][1])]
+
+
 def main(run_dirs):
     """Check each run; the exit code."""
     good = True
     for run_dir in run_dirs:
-        shown, line = what_it_shows(read_metrics(run_dir)["dual/multiplier"][1].tolist())
+        series = read_metrics(run_dir)
+        shown, line = what_it_shows(series["dual/multiplier"][1].tolist())
+        raised = alarms_of(series)
         print(f"{run_dir}: {line}{'' if shown else ': it must rise above lambda_0 and later come down'}")
-        good &= shown
+        if raised:
+            print(f"{run_dir}: alarms {', '.join(raised)} in a run where nothing is wrong")
+        good &= shown and not raised
     return int(not good)
 
 

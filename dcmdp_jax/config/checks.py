@@ -143,7 +143,7 @@ def _check_partial(config: Any) -> None:
             f"sampled each token; take vllm or {off}"
         )
     for name, wrong, why in (
-        ("hosts.coordinator", config.hosts.coordinator, "several hosts take turns, so no push meets a sampler"),
+        ("hosts.coordinator", config.hosts.coordinator, "whether a push meets a sampler differs between hosts"),
         ("rollout.router_replay", rollout.router_replay, "later weights send the tokens before to other experts"),
         ("rollout.precision=exact", rollout.precision == "exact", "a batch is scored by one version of the weights"),
         ("rollout.old_logprobs=current", rollout.old_logprobs == "current", "a batch is not whole while one is"),

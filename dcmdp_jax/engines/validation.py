@@ -21,23 +21,24 @@ def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarr
     Raises:
         EngineError: naming the first such completion, token and value, unless `drop`; or if all are unusable.
     """
-    unusable = np.zeros(len(episodes), bool)
-    for i, episode in enumerate(episodes):
-        logprobs = episode.rollout_logprobs
-        wrong = episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
-        if not wrong.any():
-            continue
-        if not drop:
-            t = int(np.argmax(wrong))
-            token = f"token {t - episode.prompt_length} (id {episode.token_ids[t]}) of completion {i}"
-            raise EngineError(
-                f"rollout: log-prob of {token} is {logprobs[t]}; the engine's numbers are broken, or set "
-                "`drop` to leave it out"
-            )
-        unusable[i] = True
+    unusable = np.array([broken_tokens(episode).any() for episode in episodes], bool)
+    if unusable.any() and not drop:
+        i = int(np.argmax(unusable))
+        t = int(np.argmax(broken_tokens(episodes[i])))
+        token = f"token {t - episodes[i].prompt_length} (id {episodes[i].token_ids[t]}) of completion {i}"
+        raise EngineError(
+            f"rollout: log-prob of {token} is {episodes[i].rollout_logprobs[t]}; the engine's numbers are broken, or "
+            "set `drop` to leave it out"
+        )
     if unusable.all():
         raise EngineError("rollout: no completion has usable log-probs; the engine's numbers are broken")
     return unusable
+
+
+def broken_tokens(episode: Episode) -> np.ndarray:
+    """[T] bool: sampled tokens whose log-prob is NaN, infinite or above 0 by more than rounding."""
+    logprobs = episode.rollout_logprobs
+    return episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
 
 
 def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:

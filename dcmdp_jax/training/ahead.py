@@ -12,7 +12,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.training.batch_metrics import PhaseTimer
-from dcmdp_jax.training.step_rollout import StepRollout
+from dcmdp_jax.training.step_rollout import Share, StepRollout
 from dcmdp_jax.types import Batch, Params, Rows
 
 
@@ -44,6 +44,30 @@ class Sampled:
     rows: tuple[Rows, ...]
     metrics: dict[str, Any]
     timer: PhaseTimer
+
+    @property
+    def problems(self) -> np.ndarray:
+        """Places of the problems that it took from their stream."""
+        return self.rollout.problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """What one of several hosts sampled for a step, before the hosts exchange it.
+
+    Attributes:
+        share: this host's part.
+        floor, timer: as in `Sampled`.
+    """
+
+    share: Share
+    floor: dict[str, float]
+    timer: PhaseTimer
+
+    @property
+    def problems(self) -> np.ndarray:
+        """Places of the problems that the step takes from their stream, of all hosts."""
+        return self.share.problems
 
 
 def version_of(step: int, lag: int) -> int:
@@ -93,7 +117,10 @@ def versions_of(rows: tuple[Rows, ...]) -> list[int]:
     return np.unique(np.concatenate(found)).tolist()
 
 
-class SamplingAhead:
+_T = TypeVar("_T", Sampled, Begun)
+
+
+class SamplingAhead(Generic[_T]):
     """Makes batches in order, beside training where the engine can.
 
     Args:
@@ -105,17 +132,17 @@ class SamplingAhead:
         beside: whether `make` runs in a thread; else `start` returns when it is done.
     """
 
-    def __init__(self, lag: int, steps: int, make: Callable[[int, int], Sampled], *, taken: int, beside: bool) -> None:
+    def __init__(self, lag: int, steps: int, make: Callable[[int, int], _T], *, taken: int, beside: bool) -> None:
         self._lag, self._steps, self._make, self._taken = lag, steps, make, taken
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if beside else None
-        self._batches: dict[int, Future[Sampled]] = {}
+        self._batches: dict[int, Future[_T]] = {}
         self.beside = beside
         self.closing = threading.Event()
         """Set: what is being sampled is given up."""
 
     def start(self, step: int) -> None:
         """Start the batch of a step after those that are in flight; the engine must hold the weights for it."""
-        future: Future[Sampled] = Future()
+        future: Future[_T] = Future()
         self._batches[step] = future
         if self._pool is None:
             self._run(step, future)
@@ -130,10 +157,10 @@ class SamplingAhead:
             self.start(each)
         return found
 
-    def _run(self, step: int, future: Future[Sampled]) -> None:
+    def _run(self, step: int, future: Future[_T]) -> None:
         try:
             made = self._make(step, self._taken)
-            self._taken += len(made.rollout.problems)
+            self._taken += len(made.problems)
             future.set_result(made)
         except BaseException as error:
             # The later batches begin where this one ends.
@@ -150,11 +177,11 @@ class SamplingAhead:
         for future in list(self._batches.values()):
             future.result()
 
-    def batch(self, step: int) -> Sampled:
+    def batch(self, step: int) -> _T:
         """The batch of a step, once it is there; it raises what went wrong."""
         return self._batches[step].result()
 
-    def take(self, step: int) -> Sampled:
+    def take(self, step: int) -> _T:
         """As `batch`; it is no longer in flight then."""
         made = self.batch(step)
         del self._batches[step]

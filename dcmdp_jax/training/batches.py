@@ -17,6 +17,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.parallel.global_arrays import to_global
 from dcmdp_jax.training.ahead import (
+    Begun,
     KeptParams,
     Sampled,
     SamplingAhead,
@@ -29,7 +30,7 @@ from dcmdp_jax.training.batch_metrics import PhaseTimer, staleness_metrics
 from dcmdp_jax.training.build import Parts
 from dcmdp_jax.training.setup import Plan, samples_beside
 from dcmdp_jax.training.state import measures_tolerance
-from dcmdp_jax.training.step_rollout import NoiseFloor, StepRollout, StepRollouts
+from dcmdp_jax.training.step_rollout import NoiseFloor, Share, StepRollout, StepRollouts
 from dcmdp_jax.training.stopping import Leaving
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 
@@ -68,6 +69,8 @@ class Batches:
         self._padding_told = False
         self._lag, self._partial = plan.config.rollout.lag, plan.config.rollout.partial
         self._ahead, self._kept = None, None
+        # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
+        self._exchanges = plan.hosts.count > 1 and samples_beside(plan)
         if self._lag:
             self._kept = KeptParams(
                 parts.shardings.params, on_host=self._config.rollout.old_logprobs == "current",
@@ -120,7 +123,7 @@ class Batches:
         """The batch of a step, sampled by the policy that it trains."""
         rollout = self._rollouts.sample(step, first, timer, self._alone, self._check_stop)
         measures = measures_tolerance(self._config.algorithm, jax.device_get(state.dual))
-        floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+        floor = self._agreed(self._noise_floor.metrics(rollout.episodes, step, wanted=measures))
         # Before the step, whose peak they would add to; the next push brings new ones in any case.
         self._parts.engine.release_weights()
         with timer.phase("pack"):
@@ -133,7 +136,8 @@ class Batches:
         kept, version = self._kept, version_of(step, self._lag)
         with timer.phase("wait"), self._beside():
             self._start_ahead(state.params, step, step)
-            sampled = self._ahead.take(step)
+            taken = self._ahead.take(step)
+        sampled = self._exchanged(taken, step, timer) if isinstance(taken, Begun) else taken
         if not self._ahead.beside:
             self._parts.engine.release_weights()
         if self._config.rollout.old_logprobs == "kept":
@@ -177,7 +181,7 @@ class Batches:
             yield
             self._check_stop()
 
-    def _make_ahead(self, step: int, first: int) -> Sampled:
+    def _make_ahead(self, step: int, first: int) -> Sampled | Begun:
         """The batch of a step, in the sampler's thread where it has one; the engine has the weights for it."""
         alone = contextlib.nullcontext if self._ahead.beside else self._alone
 
@@ -191,16 +195,32 @@ class Batches:
         with alone():
             self._check_stop()
         timer, algorithm = PhaseTimer(), self._config.algorithm
-        rollout = self._rollouts.sample(step, first, timer, alone, check_stop)
+        sample = self._rollouts.sample_share if self._exchanges else self._rollouts.sample
+        found = sample(step, first, timer, alone, check_stop)
         oldest = version_of(step, self._lag)
-        check_versions(rollout.episodes, range(oldest, (step if self._partial else oldest) + 1))
+        check_versions(found.episodes, range(oldest, (step if self._partial else oldest) + 1))
         floor: dict[str, float] = {}
         if self._floor is None or not self._partial:
             # With partial rollouts of the first batch alone: no weights come while it is made and measured.
             measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
-            floor = self._floor = self._noise_floor.metrics(rollout, step, wanted=measures)
+            before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
+            floor = self._floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
+        if isinstance(found, Share):
+            return Begun(found, floor, timer)
+        floor = self._agreed(floor)
         with timer.phase("pack"):
-            return Sampled(rollout, floor, *self._pack(rollout, self._floor, step), timer)
+            return Sampled(found, floor, *self._pack(found, self._floor, step), timer)
+
+    def _exchanged(self, begun: Begun, step: int, timer: PhaseTimer) -> Sampled:
+        """Collective: the batch of all hosts."""
+        with timer.phase("pack"):
+            rollout, floor = self._rollouts.exchanged(begun.share), self._agreed(begun.floor)
+            return Sampled(rollout, floor, *self._pack(rollout, floor, step), begun.timer)
+
+    def _agreed(self, floor: Mapping[str, float]) -> dict[str, float]:
+        """Collective: the largest noise floor of all hosts' engines, which measure it at the same steps."""
+        [value] = self._plan.hosts.largest(floor.get("mismatch/noise_floor", -1.0))
+        return {"mismatch/noise_floor": value} if value >= 0 else {}
 
     def _recompute(self, params: Params, sampled: Sampled) -> None:
         """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""

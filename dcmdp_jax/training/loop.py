@@ -1,4 +1,4 @@
-"""The training loop: push weights, generate, verify, pack, step, record."""
+"""The training loop: push weights, get the batch of the step, train on it, record, evaluate, save."""
 
 from __future__ import annotations
 

@@ -282,11 +282,12 @@ def describe(plan: Plan) -> str:
 
 
 def samples_beside(plan: Plan) -> bool:
-    """Whether the engine can sample while the trainer trains: in a process of its own, on one host.
+    """Whether the engine samples while the trainer trains: in a process of its own.
 
-    On several hosts each phase is a meeting of all of them.
+    On several hosts in one call a step: whether there is another is for all of them to say, at a meeting.
     """
-    return plan.hosts.count == 1 and find_trainable(plan.config.rollout.engine).own_process
+    refills = plan.config.algorithm.refill_rounds > 0 and plan.hosts.count > 1
+    return find_trainable(plan.config.rollout.engine).own_process and not refills
 
 
 def _lag(plan: Plan) -> list[str]:
@@ -297,7 +298,8 @@ def _lag(plan: Plan) -> list[str]:
     size = num_params(plan.model) * np.dtype(jnp.dtype(plan.config.model.param_dtype)).itemsize * rollout.lag / 2**20
     how = "while a step trains"
     if not samples_beside(plan):
-        reason = "several hosts take turns" if plan.hosts.count > 1 else "the embedded engine has the trainer's devices"
+        embedded = not find_trainable(rollout.engine).own_process
+        reason = "the embedded engine has the trainer's devices" if embedded else "several hosts refill a step together"
         how = f"before a step trains: {reason}"
     if rollout.old_logprobs == "kept":
         cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from dcmdp_jax.data.episode import Episode, in_prompt_order
 from dcmdp_jax.data.problems import Problem
 from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import Engine, EngineError
-from dcmdp_jax.engines.validation import check_routed_experts, unusable_completions
+from dcmdp_jax.engines.validation import broken_tokens, check_routed_experts, unusable_completions
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores
@@ -106,6 +107,23 @@ class StepRollout:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What this process sampled of one call of the engines, before the processes exchange it.
+
+    Attributes:
+        problems: [P] place of each problem of the call among the training problems.
+        start: number of this process's first problem in the call.
+        episodes, texts, scores: of this process's problems, as in `StepRollout`.
+    """
+
+    problems: np.ndarray
+    start: int
+    episodes: list[Episode]
+    texts: list[str]
+    scores: BatchScores
+
+
 def trainer_state(plan: Plan, step: int, position: int) -> TrainerState:
     """What reward functions learn about the run: finished steps, and the position in the stream of prompts."""
     return TrainerState(step, plan.config.training.steps, position / sum(plan.stream.sizes))
@@ -135,10 +153,10 @@ class StepRollouts:
     ) -> StepRollout:
         """Sample and score the problems from position `first` of the stream on: a function of (seed, step, first).
 
-        Each process of a run on several hosts samples its share, and gets all of it.
+        Collective: each process of a run on several hosts samples its share, and gets all of it.
 
         Args:
-            step: of the weights in the engine.
+            step: whose batch it is.
             first: position in the stream of prompts; the result has taken `len(problems)` from there.
             timer: gets the time of sampling and of scoring.
             alone: makes a context for what each process does by itself; all leave it together.
@@ -149,50 +167,65 @@ class StepRollouts:
             EngineError: if the engine breaks or a log-prob is not finite, unless those completions are dropped.
         """
         config = self._plan.config
-        wanted, group_size = config.training.prompts_per_step, self._plan.sampling.group_size
-        parts, differing, count = [], np.zeros(0, bool), wanted
+        wanted = config.training.prompts_per_step
+        parts: list[StepRollout] = []
+        differing, count = np.zeros(0, bool), wanted
         for number in range(1 + config.algorithm.refill_rounds):
-            position = first + len(differing)
-            problems = self._plan.stream.at(seed=config.training.seed, first=position, count=count)
-            parts.append(self._round(problems, step, number, position, len(differing), timer, alone, check_stop))
-            _, _, _, scores, dropped = parts[-1]
-            found = _differ(scores.totals.reshape(count, group_size), ~dropped.reshape(count, group_size))
-            differing = np.concatenate([differing, found])
+            share = self._share(step, number, first + len(differing), count, timer, alone, check_stop)
+            parts.append(self.exchanged(share))
+            differing = np.concatenate([differing, parts[-1].differing])
             missing = wanted - int(differing.sum())
             if missing <= 0:
                 break
             count = min(wanted, 1 << (missing - 1).bit_length())
-        episodes, texts, answers, scores, dropped = zip(*parts, strict=True)
+        return parts[0] if len(parts) == 1 else _joined(parts, differing, _batch(differing, wanted))
+
+    def sample_share(
+        self, step: int, first: int, timer: PhaseTimer, alone: Alone, check_stop: Callable[[], None]
+    ) -> Share:
+        """This process's part of `sample`, whose single round it is; `exchanged` makes the same of it. Not collective.
+
+        Args, raises: as `sample`.
+        """
+        return self._share(step, 0, first, self._plan.config.training.prompts_per_step, timer, alone, check_stop)
+
+    def exchanged(self, share: Share) -> StepRollout:
+        """Collective: what all processes sampled in one call, from each one's share.
+
+        Raises:
+            EngineError: if a log-prob is not finite, unless those completions are dropped.
+        """
+        config, group_size = self._plan.config, self._plan.sampling.group_size
+        problems = [self._plan.train.problems[i] for i in np.repeat(share.problems, group_size)]
+        episodes, texts, scores = gather_rollout(
+            self._plan.hosts, share.episodes, share.texts, share.scores, first_prompt=share.start, problems=problems
+        )
+        with as_settings(EPISODES):
+            dropped = unusable_completions(episodes, drop=config.rollout.on_non_finite == "drop")
+            if config.rollout.router_replay:
+                check_routed_experts(episodes, *self._plan.model.routing)
+        differing = _differ(scores.totals.reshape(-1, group_size), ~dropped.reshape(-1, group_size))
         return StepRollout(
-            problems=self._plan.stream.at(seed=config.training.seed, first=first, count=len(differing)),
-            episodes=sum(episodes, []), texts=sum(texts, []), answers=sum(answers, []), scores=merge_scores(scores),
-            dropped=np.concatenate(dropped), differing=differing, groups=_batch(differing, wanted), rounds=len(parts),
+            problems=share.problems, episodes=episodes, texts=texts, answers=[problem.answer for problem in problems],
+            scores=scores, dropped=dropped, differing=differing,
+            groups=_batch(differing, config.training.prompts_per_step), rounds=1,
         )  # fmt: skip
 
-    def _round(
-        self, chosen: np.ndarray, step: int, number: int, position: int, before: int, timer: PhaseTimer, alone: Alone,
+    def _share(
+        self, step: int, number: int, position: int, count: int, timer: PhaseTimer, alone: Alone,
         check_stop: Callable[[], None],
-    ) -> tuple[list[Episode], list[str], list[str | None], BatchScores, np.ndarray]:  # fmt: skip
-        """One call of the engine for the problems from `position` on; `before` groups of this step come before them."""
-        problems = [self._plan.train.problems[i] for i in np.repeat(chosen, self._plan.sampling.group_size)]
-        share, group_size = self._plan.hosts.share(len(chosen)), self._plan.sampling.group_size
-        own = slice(share.start * group_size, share.stop * group_size)
+    ) -> Share:  # fmt: skip
+        """One call of the engine for this process's part of the `count` problems from `position` on."""
+        chosen = self._plan.stream.at(seed=self._plan.config.training.seed, first=position, count=count)
+        share, group_size = self._plan.hosts.share(count), self._plan.sampling.group_size
+        problems = [self._plan.train.problems[i] for i in np.repeat(chosen[share], group_size)]
         state = trainer_state(self._plan, step, position)
-        scoring = BatchScoring(self._scorer, self._plan.tokenizer, problems[own], state)
+        scoring = BatchScoring(self._scorer, self._plan.tokenizer, problems, state)
         with timer.phase("generate"), alone():
             episodes = self._generate(chosen, share, step, number, scoring, check_stop)
         with timer.phase("verify"), alone(), as_settings(REWARDS):
             texts, scores = scoring.finish(check_stop)
-        episodes, texts, scores = gather_rollout(
-            self._plan.hosts, episodes, texts, scores, first_prompt=share.start, problems=problems
-        )
-        with as_settings(EPISODES):
-            dropped = unusable_completions(episodes, drop=self._plan.config.rollout.on_non_finite == "drop")
-            if self._plan.config.rollout.router_replay:
-                check_routed_experts(episodes, *self._plan.model.routing)
-        if before:
-            episodes = [dataclasses.replace(episode, group=before + episode.group) for episode in episodes]
-        return episodes, texts, [problem.answer for problem in problems], scores, dropped
+        return Share(chosen, share.start, episodes, texts, scores)
 
     def _generate(
         self,
@@ -224,6 +257,26 @@ class StepRollouts:
         if self._turns is not None:
             scoring.add_played(self._turns.played)
         return in_prompt_order(episodes)
+
+
+def _joined(parts: Sequence[StepRollout], differing: np.ndarray, groups: np.ndarray) -> StepRollout:
+    """The rounds of a step as one; the groups of a later one are numbered after those of the earlier ones."""
+    before = np.cumsum([0, *(len(part.problems) for part in parts)])
+    return StepRollout(
+        problems=np.concatenate([part.problems for part in parts]),
+        episodes=[
+            dataclasses.replace(episode, group=int(first) + episode.group)
+            for first, part in zip(before, parts, strict=False)
+            for episode in part.episodes
+        ],
+        texts=sum((part.texts for part in parts), []),
+        answers=sum((part.answers for part in parts), []),
+        scores=merge_scores([part.scores for part in parts]),
+        dropped=np.concatenate([part.dropped for part in parts]),
+        differing=differing,
+        groups=groups,
+        rounds=len(parts),
+    )
 
 
 def _differ(rewards: np.ndarray, usable: np.ndarray) -> np.ndarray:
@@ -349,20 +402,27 @@ class NoiseFloor:
             )
         )
 
-    def metrics(self, rollout: StepRollout, step: int, *, wanted: bool) -> dict[str, float]:
+    def metrics(self, episodes: Sequence[Episode], step: int, *, wanted: bool, first: int = 0) -> dict[str, float]:
         """`mismatch/noise_floor` where it is due at a step or wanted; nothing elsewhere.
 
-        Scored in one pass, and the first few sampled once more, each alone: the larger mean, and the largest of all
-        processes' engines.
+        Scored in one pass, and the first few sampled once more, each alone: the larger mean.
+
+        Args:
+            episodes: of a call of the engine, from its first problem on.
+            step: whose batch it is.
+            wanted: measure it whatever the step.
+            first: number of the first of them among the completions of all hosts.
         """
         if not wanted and step not in _STEPS:
             return {}
-        own = self._measure(rollout, step)
-        [floor] = self._plan.hosts.largest(-1.0 if own is None else own)
-        return {"mismatch/noise_floor": floor} if floor >= 0 else {}
+        floor = self._measure(episodes, step, first)
+        return {} if floor is None else {"mismatch/noise_floor": floor}
 
-    def _measure(self, rollout: StepRollout, step: int) -> float | None:
-        usable = {int(row): rollout.episodes[row] for row in np.flatnonzero(~rollout.dropped)[:_SCORED_AGAIN]}
+    def _measure(self, sampled: Sequence[Episode], step: int, first: int) -> float | None:
+        rows = (row for row, episode in enumerate(sampled) if not broken_tokens(episode).any())
+        usable = {first + row: sampled[row] for row in itertools.islice(rows, _SCORED_AGAIN)}
+        if not usable:
+            return None
         episodes, sampling = list(usable.values()), self._plan.sampling
         few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
         shorter = dataclasses.replace(

@@ -29,7 +29,7 @@ def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_e
 
     def make(step, first):
         made.append((step, first))
-        return types.SimpleNamespace(rollout=types.SimpleNamespace(problems=[0] * (step + 1)))
+        return types.SimpleNamespace(problems=[0] * (step + 1))
 
     ahead = SamplingAhead(lag, 5, make, taken=100, beside=beside)
     for step in range(5):

@@ -170,7 +170,7 @@ def test_weights_that_come_in_the_middle_of_completions(run_environment, tmp_pat
             for more, why in (
                 (("rollout.router_replay=true",), "rollout.router_replay: later weights send the tokens before to"),
                 (("rollout.old_logprobs=current",), "rollout.old_logprobs=current: a batch is not whole while one"),
-                (("hosts.coordinator=a:1", "hosts.processes=2"), "hosts.coordinator: several hosts take turns"),
+                (("hosts.coordinator=a:1", "hosts.processes=2"), "hosts.coordinator: whether a push meets a sampler"),
             )
         ),
         (("rollout.lag=-1",), "config.rollout.lag: got -1, must be at least 0"),

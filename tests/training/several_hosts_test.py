@@ -47,6 +47,29 @@ cli.run_main(train.main)
 _PLAIN = ("-m", "bin.train")
 
 
+# bin.train; gets SIGTERM in the thread that samples the batch of a step.
+_STOPPED = """
+import os, signal, sys, threading
+from dcmdp_jax.commands import cli, train
+from dcmdp_jax.training.step_rollout import StepRollouts
+
+step, generate = int(sys.argv.pop(1)), StepRollouts._generate
+
+def stopped_generate(self, chosen, share, number, *arguments):
+    assert threading.current_thread() is not threading.main_thread()
+    if number == step:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return generate(self, chosen, share, number, *arguments)
+
+StepRollouts._generate = stopped_generate
+cli.run_main(train.main)
+"""
+
+
+def _asked_to_stop(step):
+    return ("-c", _STOPPED, str(step))
+
+
 def _signalled(number, step):
     return ("-c", _SIGNALLED, f"{int(number)} {step}")
 
@@ -173,6 +196,33 @@ def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_on
     _assert_alike(_records(run_dir), _records(tmp_path / "alone"))
     assert contradictions(run_dir) == []
     assert [_records(run_dir)[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 1]
+
+
+_OVERLAPPING = (
+    f"--config.rollout.engine={ROOT}/tests/training/overlapping_engine.py:ENGINE", "--config.rollout.precision=float32",
+    "--config.evaluation.every_steps=0", "--config.rollout.lag=1",
+)  # fmt: skip
+
+
+@pytest.mark.long
+def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_environment, tmp_path):
+    settings = (*_RUN, *_OVERLAPPING, "--config.training.steps=4", "--config.checkpoint.every_steps=9")
+    _one(run_environment, tmp_path / "alone", *settings)
+    ended = _two(run_environment, tmp_path / "two", *settings)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert "lag          1 step(s): the engine samples while a step trains" in ended[0][1]
+    # Each process measures the floor of its own engine, on its own completions.
+    _assert_alike(_records(tmp_path / "two"), _records(tmp_path / "alone"), without=("mismatch/noise_floor",))
+    assert contradictions(tmp_path / "two") == []
+    # Stopped while one of them samples beside the first steps, it ends with what all have finished, and goes on alike.
+    for number, signalled in enumerate(([0], [1])):
+        run_dir = tmp_path / f"stopped{number}"
+        programs = [_asked_to_stop(2) if each in signalled else _PLAIN for each in (0, 1)]
+        ended = _two(run_environment, run_dir, *settings, programs=programs)
+        assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
+        ended = _two(run_environment, run_dir, *settings)
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        _assert_alike(_records(run_dir), _records(tmp_path / "alone"), without=("mismatch/noise_floor",))
 
 
 @pytest.mark.long
