@@ -141,11 +141,12 @@ def test_the_runs_that_were_tried_first_are_on_the_page():
     assert dose_table(runs, "grpo").strip() in (_ROOT / "docs" / "evidence.md").read_text()
 
 
-def test_the_runs_with_a_lag_are_on_their_page():
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "lag.py"))["get_study"]("")
-    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "lag.jsonl.gz", list(study.arms))
+@pytest.mark.parametrize(("argument", "name", "arms"), [("", "lag", 12), ("corrections", "lag_corrections", 10)])
+def test_the_runs_with_a_lag_are_on_their_page(argument, name, arms):
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "lag.py"))["get_study"](argument)
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", list(study.arms))
     runs = {arm: seeds for arm, seeds in runs.items() if seeds}
-    assert len(runs) == 12 and all(sorted(seeds) == list(range(5)) for seeds in runs.values())
+    assert len(runs) == arms and all(sorted(seeds) == list(range(5)) for seeds in runs.values())
     page = (_ROOT / "docs" / "overlap.md").read_text()
     blocks = [block for block in tables(study.title, runs, study.baseline, []).split("\n\n") if block.startswith("|")]
     assert len(blocks) == 2 and all(block.strip() in page for block in blocks)
