@@ -2,9 +2,10 @@
 
     python -m benchmarks.overlap --steps 12 --rounds 3               the demo's model
     python -m benchmarks.overlap --size 9M --steps 12 --rounds 3
+    python -m benchmarks.overlap --lags 2,2+partial                  with weights that interrupt completions
 
 The demo against stock vLLM in float32, without its warm-up: most completions are of full length. Real verifier. The
-trainer has one core and the sidecar, with one thread, another. Runs with lag 0 and lag 1 take turns. The wall time of
+trainer has one core and the sidecar, with one thread, another. Runs with each lag take turns. The wall time of
 each step after the first few is divided by the larger of its sides, sampling with rewards and packing on one, push and
 training on the other, and by their sum. 1 in the first column is a perfect overlap, 1 in the second none.
 """
@@ -32,7 +33,7 @@ from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import make_plan_of_run
 
 _WARM = 3
-_LAGS = (0, 1)
+_PARTIAL = "+partial"
 
 
 def main() -> None:
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("demo", "9M"), default="demo")
     parser.add_argument("--steps", type=at_least_one, default=12)
     parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--lags", type=_lags, default="0,1", metavar="N,N+partial", help="(default: %(default)s)")
     arguments = parser.parse_args()
     enable_compile_cache()
     cores = sorted(os.sched_getaffinity(0))
@@ -47,10 +49,10 @@ def main() -> None:
         os.sched_setaffinity(0, cores[:1])
     set_cpu_devices(0)
     print(machine() + "\n")
-    steps: dict[int, list[dict[str, float]]] = {lag: [] for lag in _LAGS}
+    steps: dict[str, list[dict[str, float]]] = {lag: [] for lag in arguments.lags}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(arguments.rounds):
-            for lag in _LAGS:
+            for lag in steps:
                 config = demo_vllm.get_config("float32")
                 if arguments.size != "demo":
                     for name in config.model.architecture:
@@ -58,7 +60,8 @@ def main() -> None:
                 config.warmup.steps = config.evaluation.every_steps = 0
                 config.run_dir = f"{scratch}/run_{number}_{lag}"
                 config.training.steps, config.checkpoint.every_steps = arguments.steps + _WARM, 10**6
-                config.rollout.lag, config.mesh.cpu_devices = lag, 1
+                config.rollout.lag, config.mesh.cpu_devices = int(lag.removesuffix(_PARTIAL)), 1
+                config.rollout.partial = lag.endswith(_PARTIAL)
                 with _sidecars_on(cores[-1]):
                     train(make_plan_of_run(from_config_dict(config)), show=lambda line: None)
                 lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -76,6 +79,13 @@ def main() -> None:
             f"{statistics.median(side[1] for side in sides):.3f} | {median_and_spread(larger, '.2f')} | "
             f"{median_and_spread(both, '.2f')} |"
         )
+
+
+def _lags(text: str) -> list[str]:
+    lags = text.split(",")
+    if not all(lag.removesuffix(_PARTIAL).isdecimal() for lag in lags):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be like 0,1 or 2,2{_PARTIAL}")
+    return lags
 
 
 def _sum(record: dict[str, float], *phases: str) -> float:

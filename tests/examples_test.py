@@ -1,7 +1,6 @@
 """examples/remedies.py: each remedy equals its formula in float64, value and gradient, and trains the demo by name."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +86,7 @@ def test_without_its_kl_prime_rl_is_the_built_in_dppo():
     assert float(totals[0]) == pytest.approx(float(totals[1]), rel=1e-5)
 
 
-def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(tmp_path):
+def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(run_environment, tmp_path):
     assert load_function("examples/remedies.py:huber")  # relative to the working directory
     command = [
         sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={tmp_path / 'run'}",
@@ -95,7 +94,7 @@ def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(tmp_path):
         "--config.algorithm.loss=examples/remedies.py:prime_rl(kl_tau=1e-3)",
         "--config.algorithm.ratio_denominator=rollout",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = {**run_environment, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
