@@ -2,7 +2,7 @@
 
     python -m tests.demo_multiplier RUN_DIR [RUN_DIR ...]
 
-Prints a line for each run. The exit code is 1 if one does not show it, or had an alarm at any step: nothing is wrong there.
+Prints a line for each run. The exit code is 1 if one does not show it, or had an alarm at any step.
 """
 
 import sys
