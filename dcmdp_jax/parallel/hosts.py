@@ -160,8 +160,8 @@ class SeveralHosts(Hosts):
         Args:
             error: why this process ends; None at the end of a run.
         """
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            # A collective operation fails first where the connection to a process that died was open.
+        if _is_of_a_collective(error):
+            # It fails first where the connection to a process that died was open.
             self._monitor.wait_for_verdict()
         self._monitor.leave()
         if error is not None:
@@ -181,6 +181,13 @@ class SeveralHosts(Hosts):
 
     def _get(self, topic: str, index: int) -> str:
         return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
+
+
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether an error may come from a collective operation. JAX raises some of XLA's as ValueError."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" not in str(error)
+    return isinstance(error, ValueError) and "Gloo" in str(error)
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:

@@ -47,18 +47,19 @@ cli.run_main(train.main)
 _PLAIN = ("-m", "bin.train")
 
 
-# bin.train; gets SIGTERM in the thread that samples the batch of a step.
-_STOPPED = """
-import os, signal, sys, threading
+# bin.train; gets a signal in the thread that samples the batch of a step.
+_SIGNALLED_BESIDE = """
+import os, sys, threading
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.training.step_rollout import StepRollouts
 
-step, generate = int(sys.argv.pop(1)), StepRollouts._generate
+signal_number, step = map(int, sys.argv.pop(1).split())
+generate = StepRollouts._generate
 
 def stopped_generate(self, chosen, share, number, *arguments):
     assert threading.current_thread() is not threading.main_thread()
     if number == step:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal_number)
     return generate(self, chosen, share, number, *arguments)
 
 StepRollouts._generate = stopped_generate
@@ -66,8 +67,8 @@ cli.run_main(train.main)
 """
 
 
-def _asked_to_stop(step):
-    return ("-c", _STOPPED, str(step))
+def _signalled_beside(number, step):
+    return ("-c", _SIGNALLED_BESIDE, f"{int(number)} {step}")
 
 
 def _signalled(number, step):
@@ -215,14 +216,18 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_
     _assert_alike(_records(tmp_path / "two"), _records(tmp_path / "alone"), without=("mismatch/noise_floor",))
     assert contradictions(tmp_path / "two") == []
     # Stopped while one of them samples beside the first steps, it ends with what all have finished, and goes on alike.
-    for number, signalled in enumerate(([0], [1])):
-        run_dir = tmp_path / f"stopped{number}"
-        programs = [_asked_to_stop(2) if each in signalled else _PLAIN for each in (0, 1)]
+    for number in (0, 1):
+        run_dir, programs = tmp_path / f"stopped{number}", [_PLAIN, _PLAIN]
+        programs[number] = _signalled_beside(signal.SIGTERM, 2)
         ended = _two(run_environment, run_dir, *settings, programs=programs)
         assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
         ended = _two(run_environment, run_dir, *settings)
         assert [code for code, _, _ in ended] == [0, 0], ended
         _assert_alike(_records(run_dir), _records(tmp_path / "alone"), without=("mismatch/noise_floor",))
+    # Killed there, the other one's collective operation fails, and the dead one is named.
+    programs = (_PLAIN, _signalled_beside(signal.SIGKILL, 2))
+    [(code, _, said), _] = _two(run_environment, tmp_path / "killed", *settings, programs=programs)
+    assert code == 1 and f"error: process 1 on {socket.gethostname()} has given no sign of life for 10 s" in said
 
 
 @pytest.mark.long
