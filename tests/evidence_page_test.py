@@ -1,5 +1,6 @@
 """docs/evidence.md: its tables are those of the metrics that are kept beside it."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from dcmdp_jax.lab.studies.dose import ascent_table, dose_claims, dose_table, measure_doses
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels
+from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels, policies_table, rank_correlation
 from dcmdp_jax.lab.studies.results import tables
 from dcmdp_jax.observe.study_figures import draw_oracle
 
@@ -133,6 +134,24 @@ def test_the_order_of_the_oracle_is_that_of_the_kept_numbers():
     page = (_ROOT / "docs" / "evidence.md").read_text()
     path = _ROOT / "docs" / "evidence" / "oracle.json"
     assert "\n".join(oracle_order(path, runs, "grpo")) in page
+
+
+def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
+    page = (_ROOT / "docs" / "probe.md").read_text()
+    path = _ROOT / "docs" / "evidence" / "remedies.json"
+    squared = {}
+    for oracle in json.loads(path.read_text()):
+        squared[oracle["engine"], oracle["model"]] = {
+            one["name"].split("(")[0]: one["quality"]["bias"] ** 2 + one["quality"]["variance"]
+            for one in oracle["remedies"]
+            if one["quality"]["bias"] is not None
+        }
+    for engine in ("local:int4", "vllm:bfloat16,cache=fp8"):
+        assert "\n".join(policies_table(path, engine)) in page
+    orders = [place for place in squared if not place[1].endswith(" 0")]
+    alike = [rank_correlation(squared[a], squared[b]) for i, a in enumerate(orders) for b in orders[:i]]
+    first = [rank_correlation(squared[a], squared[b]) for a in squared if a not in orders for b in orders]
+    assert (round(min(alike), 2), round(max(alike), 2)) == (0.58, 0.92) and -0.54 < min(first) < max(first) < 0.27
 
 
 def test_the_runs_that_were_tried_first_are_on_the_page():
