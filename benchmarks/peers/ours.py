@@ -43,6 +43,7 @@ def train(job: Job, rounds: Rounds) -> None:
     compute, plan = layout(from_config_dict(_run_config(job, 1 if job.part == "train1" else 4)), mesh)
     batch, _ = batch_of(rollout(model, job.prompt_lengths, np.asarray(job.lengths), job.group), plan, model)
     step = stepper(model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens)
+    release_freed_memory()  # as a run does before its first step
     rounds.hello(_PACKAGES)
     rounds.repeat(lambda: jax.block_until_ready(step()))
 
