@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from dcmdp_jax.errors import UserError, one_line
 
@@ -91,8 +94,10 @@ def run_main(
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = _DEBUG in arguments[1:end]
     arguments = [word for place, word in enumerate(arguments) if not (0 < place < end and word == _DEBUG)]
-    if argv is None and not debug:
-        _keep_failures_of_threads()
+    if argv is None:
+        sys.stdout, sys.stderr = _Console(sys.stdout), _Console(sys.stderr)
+        if not debug:
+            _keep_failures_of_threads()
     try:
         code = main(arguments) or 0
     except KeyboardInterrupt:
@@ -103,6 +108,36 @@ def run_main(
     except Exception as error:
         code = _fail(error, debug, expected)
     sys.exit(code)
+
+
+class _Console:
+    """A stream that goes silent when nobody reads it any more: `| head` or a lost terminal ends no run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._silent_without_a_reader():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._silent_without_a_reader():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _silent_without_a_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def keep_tracebacks_in(run_dir: str | Path) -> None:
@@ -138,7 +173,8 @@ def _append_to_log(what: str, text: str) -> Path | None:
         # A FIFO would wait for a reader.
         if not _run_dir.is_dir() or (path.exists() and not path.is_file()):
             return None
-        with path.open("a", encoding="utf-8") as file:
+        # An argument in another encoding than the locale's has surrogates.
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
     except OSError:
         return None

@@ -62,7 +62,7 @@ _OVERRIDE = "--config."
 _FINISHED = "finished.json"
 _EVALUATION = "evaluation.json"
 _METRICS = "metrics.jsonl.gz"
-_STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT}
+_STOPPED = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 _DPI = 130
 # File stem: heading, unit, metric.
 _CURVES = {

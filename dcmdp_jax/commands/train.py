@@ -60,7 +60,7 @@ def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callab
         UserError: in one line, for a wrong config, file or machine.
         EngineError: an engine gave up.
         TrainingStopped: the gradients stay broken.
-        Interrupted: after SIGTERM or SIGINT, once everything is saved.
+        Interrupted: after SIGTERM, SIGINT or SIGHUP, once everything is saved.
     """
     if isinstance(config, str):
         config = load_config(config)

@@ -263,7 +263,7 @@ def train(
         build: makes the parts that the loop works with.
 
     Raises:
-        Interrupted: after SIGTERM or SIGINT, once everything is saved.
+        Interrupted: after SIGTERM, SIGINT or SIGHUP, once everything is saved.
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """

@@ -87,6 +87,13 @@ def check_run_directory(config: Config) -> Config | None:
             FIFO, socket or device among its files.
     """
     run_dir = Path(config.run_dir)
+    try:
+        config.run_dir.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"config.run_dir: got {config.run_dir!r}, which is no UTF-8 in this locale; set LC_ALL=C.UTF-8, or choose "
+            "another"
+        ) from error
     _check_length(run_dir)
     existing = run_dir
     while not existing.exists():

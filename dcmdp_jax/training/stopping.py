@@ -1,4 +1,4 @@
-"""How a run ends early: by SIGTERM or SIGINT with everything saved, by too many skipped updates, or by an alarm."""
+"""How a run ends early: by a signal with everything saved, by too many skipped updates, or by an alarm."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leaving(Exception):
 
 
 class StopSignal:
-    """Records SIGTERM and SIGINT; the run looks for them where it can stop. A second SIGINT interrupts."""
+    """Records SIGTERM, SIGINT and SIGHUP; the run looks for them where it can stop. A second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -51,11 +51,17 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Install the handlers for the block; outside the main thread Python gives no signal, and this does nothing."""
+        """Install the handlers for the block; outside the main thread Python gives no signal, and this does nothing.
+
+        A SIGHUP that is ignored, as nohup has it, stays ignored: the run goes on without its terminal.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield self
         finally:

@@ -1,6 +1,7 @@
 """The guard every command runs under: one line, the right exit code, and no traceback lost."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -219,3 +220,37 @@ def test_without_a_run_failures_of_threads_are_printed(arguments):
     said = _thread_fails(*arguments)
     assert "OSError: the thread's" in said and "RuntimeError: at its end" in said
     assert said.splitlines()[-1] == "error: bad"
+
+
+_TALKS = """
+import logging, sys
+from rich.console import Console
+from dcmdp_jax.commands.cli import run_main
+
+def main(argv):
+    for line in range(3):
+        print("to stdout", line, flush=True)
+        print("to stderr", line, file=sys.stderr, flush=True)
+        Console(file=sys.stderr).print("by rich")
+        logging.warning("logged")
+    open(argv[1], "w").write("went on")
+    return 7
+
+run_main(main)
+"""
+
+
+def test_a_pipe_that_nobody_reads_any_more_ends_nothing(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", _TALKS, str(tmp_path / "end")], stdout=writer, stderr=writer, cwd=_ROOT, timeout=HANGS_S
+    )
+    os.close(writer)
+    assert done.returncode == 7 and (tmp_path / "end").read_text() == "went on"
+
+
+def test_an_argument_of_another_encoding_is_in_the_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--x=\udcc3"])
+    assert _run(_raiser(RuntimeError("x"), tmp_path), ["train"], capsys)[0] == 1
+    assert "--x=\\udcc3: failed" in (tmp_path / "error.log").read_text()

@@ -285,3 +285,8 @@ def test_what_this_version_does_not_know_is_named(run_dir, name, value, line):
 def test_a_run_whose_values_are_refused_today_is_read(run_dir):
     _save(run_dir, lambda saved: saved["algorithm"].update(kl_estimator="k1"))
     assert read_config(run_dir).algorithm.kl_estimator == "k1"
+
+
+def test_a_name_that_is_no_utf8_is_refused():
+    with pytest.raises(ValueError, match=r"^config.run_dir: got 'r\\udcc3n', which is no UTF-8 in this locale; "):
+        check_run_directory(_config("r\udcc3n"))

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.training.stopping import SkippedUpdates, TrainingStopped
+from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,3 +117,19 @@ def test_a_real_run_with_one_mini_batch_of_several_broken_stops(run_environment,
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "optimizer/skipped_share" in record]
     assert len(steps) == 20 and steps[-1]["optimizer/skipped_updates"] == 1
+
+
+def test_a_lost_terminal_stops_the_run_but_not_one_that_ignores_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with StopSignal().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received == signal.SIGHUP
+        assert str(Interrupted(signal.SIGHUP, "after step 3")) == "stopped by SIGHUP after step 3"
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopSignal().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
