@@ -14,7 +14,7 @@ from dcmdp_jax.lab.studies.results import tables
 from dcmdp_jax.observe.study_figures import draw_oracle
 
 _ROOT = Path(__file__).resolve().parents[1]
-_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3")
+_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3", "four_updates", "128steps")
 """Settings of configs/studies/mismatch_map.py that were run."""
 
 
