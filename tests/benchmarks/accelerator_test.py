@@ -207,6 +207,7 @@ _NOT_ON_THE_MACHINE = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_it_needs_jax_flax_optax_orbax_and_transformers_alone(tmp_path):
     """On a lent machine: the checkout on PYTHONPATH, and nothing installed for it."""
     (tmp_path / "sitecustomize.py").write_text(

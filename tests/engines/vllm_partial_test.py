@@ -70,7 +70,7 @@ def _check(episodes, published, config):
     return several, used
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_each_token_has_the_logprob_of_the_version_that_it_names(engine, start, replicas):
     several, used = 0, set()
     engine = engine if replicas == 1 else start(engine.config, partial=True, replicas=replicas)

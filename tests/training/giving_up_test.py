@@ -51,7 +51,7 @@ def _run(environment, run_dir, *start):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
 
 
-@pytest.mark.parametrize("place", ["generate", "push", "pack"])
+@pytest.mark.parametrize("place", ["generate", pytest.param("push", marks=pytest.mark.long), "pack"])
 def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp_path, place):
     run_dir = tmp_path / "run"
     failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3")

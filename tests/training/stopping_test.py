@@ -104,6 +104,7 @@ def test_a_resumed_run_remembers_the_steps_before_its_checkpoint(tmp_path, caplo
     assert found == {"optimizer/skipped_share": 19 / 80}
 
 
+@pytest.mark.long
 def test_a_real_run_with_one_mini_batch_of_several_broken_stops(run_environment, tmp_path):
     command = [
         sys.executable, "-c", _PROGRAM, "--config=configs/demo.py:debug", f"--config.run_dir={tmp_path / 'run'}",
