@@ -5,17 +5,27 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dcmdp_jax.lab.studies.dose import ascent_table, dose_claims, dose_table, measure_doses
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels, policies_table, rank_correlation
-from dcmdp_jax.lab.studies.results import tables
+from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels, rank_correlation
+from dcmdp_jax.lab.studies.results import markdown, tables
 from dcmdp_jax.observe.study_figures import draw_oracle
 
 _ROOT = Path(__file__).resolve().parents[1]
-_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3", "four_updates", "128steps")
+_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3", "four_updates", "128steps", "200tokens")
 """Settings of configs/studies/mismatch_map.py that were run."""
+_MORE = {
+    "200tokens": dict.fromkeys(("grpo", "grpo_perturbed", "exact"), 10),
+    "vllm": dict.fromkeys(("grpo", "grpo_perturbed", "reward_100"), 20),
+}
+"""Arms with more seeds than the others of their study."""
+
+
+def _seeds(study, arm, count=5):
+    return list(range(_MORE.get(study, {}).get(arm, count)))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,8 @@ def test_dose_and_response_is_that_of_the_kept_metrics():
     # What the text says with an interval is a difference of these runs.
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found = [arm[1] for arms in measure_doses(present, study.baseline).values() for arm in arms.values()]
-    for name in ("dose_response_one", "dose_response_vllm", *(f"map_{setting}" for setting in _MAP)):
+    others = ("dose_response_one", "dose_response_one_state", "dose_response_vllm")
+    for name in (*others, *(f"map_{setting}" for setting in _MAP)):
         kept = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", None)
         found += [arm[1] for arms in measure_doses(kept, "grpo").values() for arm in arms.values()]
     planted = runpy.run_path(str(_ROOT / "examples" / "planted" / "planted.py"))["get_study"]("")
@@ -78,12 +89,49 @@ def test_dose_and_response_is_that_of_the_kept_metrics():
             assert series["reward/mean"][0].tolist() == list(range(1, 33))
 
 
-@pytest.mark.parametrize(("argument", "arms", "seeds"), [("vllm", 5, 5), ("one", 14, 10)])
+@pytest.mark.parametrize(("argument", "arms", "seeds"), [("vllm", 22, 5), ("one", 14, 10)])
 def test_other_doses_are_those_of_the_kept_metrics(argument, arms, seeds):
     study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"](argument)
     runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"dose_response_{argument}.jsonl.gz", list(study.arms))
     runs = {arm: each for arm, each in runs.items() if each}
-    assert len(runs) == arms and all(sorted(each) == list(range(seeds)) for each in runs.values())
+    assert len(runs) == arms
+    assert all(sorted(each) == _seeds(argument, arm, seeds) for arm, each in runs.items())
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    assert dose_table(runs, study.baseline).strip() in page
+    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+
+
+def test_dual_ascent_against_vllm_and_its_runs_on_another_processor_are_those_of_the_kept_metrics():
+    page = (_ROOT / "docs" / "evidence.md").read_text()
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"]("vllm")
+    for name, table, arms in (("vllm", ascent_table, 22), ("vllm_xeon", dose_table, 5)):
+        runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"dose_response_{name}.jsonl.gz", list(study.arms))
+        runs = {arm: each for arm, each in runs.items() if each}
+        assert len(runs) == arms and table(runs, study.baseline).strip() in page
+    # What the text says of each run: 15 of 20 have less, the first five all.
+    kept = read_kept_metrics(_ROOT / "docs" / "evidence" / "dose_response_vllm.jsonl.gz", None)
+    late = [[kept[arm][s]["discrepancy/mean"][1][16:].mean() for s in range(20)] for arm in ("grpo", "reward_100")]
+    less = [charged < plain for plain, charged in zip(*late, strict=True)]
+    assert sum(less) == 15 and all(less[:5])
+
+
+def test_long_completions_end_as_the_page_says():
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "map_200tokens.jsonl.gz", None)
+    late = {arm: [each[seed]["reward/mean"][1][16:].mean() for seed in sorted(each)] for arm, each in runs.items()}
+    assert all(exact > plain for exact, plain in zip(late["exact"], late["grpo"], strict=True))
+    ended = {arm: sum(each[seed]["reward/mean"][1][-4:].mean() < 0.06 for seed in each) for arm, each in runs.items()}
+    fall = {"token_1": 5, "token_10": 5, "reward_1": 4, "reward_10": 2, "reward_100": 3}
+    assert ended == {arm: fall.get(arm, 0) for arm in runs}
+    begun = [int(np.argmax(each["reward/mean"][1] < 0.1)) + 1 for each in runs["token_1"].values()]
+    assert (min(begun), max(begun)) == (5, 9)
+
+
+def test_the_one_sided_state_is_that_of_the_kept_metrics():
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"]("one")
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "dose_response_one_state.jsonl.gz", list(study.arms))
+    runs = {arm: each for arm, each in runs.items() if each}
+    assert list(runs) == ["grpo", "grpo_perturbed", *(f"state_one_{strength}" for strength in (1, 10, 100, 1000))]
+    assert all(sorted(each) == list(range(10)) for each in runs.values())
     page = (_ROOT / "docs" / "evidence.md").read_text()
     assert dose_table(runs, study.baseline).strip() in page
     assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
@@ -93,7 +141,8 @@ def test_other_doses_are_those_of_the_kept_metrics(argument, arms, seeds):
 def test_the_map_is_that_of_the_kept_metrics(setting):
     study = runpy.run_path(str(_ROOT / "configs" / "studies" / "mismatch_map.py"))["get_study"](setting)
     runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"map_{setting}.jsonl.gz", list(study.arms))
-    assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values())
+    runs = {arm: each for arm, each in runs.items() if each}
+    assert all(sorted(seeds) == _seeds(setting, arm) for arm, seeds in runs.items())
     page = (_ROOT / "docs" / "evidence.md").read_text()
     assert dose_table(runs, study.baseline).strip() in page
     assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
@@ -136,18 +185,33 @@ def test_the_order_of_the_oracle_is_that_of_the_kept_numbers():
     assert "\n".join(oracle_order(path, runs, "grpo")) in page
 
 
+def _three_policies(oracles):
+    """A row for each remedy in the order of the last policy; bias, its standard error, and variance at each policy."""
+
+    def cell(one):
+        bias, error, variance = one["quality"]["bias"], one["error"]["bias"], one["quality"]["variance"]
+        bias, error, variance = ("-" if value is None else f"{value:.2f}" for value in (bias, error, variance))
+        return f"{bias} ± {error}, {variance}"
+
+    found = [
+        {one["name"].split("(")[0]: cell(one) for one in (*oracle["remedies"], oracle["control"])} for oracle in oracles
+    ]
+    rows = [[f"`{name}`", *(names[name] for names in found)] for name in found[-1]]
+    return "\n".join(markdown(["remedy", *(oracle["model"] for oracle in oracles)], rows))
+
+
 def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
     page = (_ROOT / "docs" / "probe.md").read_text()
-    path = _ROOT / "docs" / "evidence" / "remedies.json"
     squared = {}
-    for oracle in json.loads(path.read_text()):
+    oracles = json.loads((_ROOT / "docs" / "evidence" / "remedies.json").read_text())
+    for oracle in oracles:
         squared[oracle["engine"], oracle["model"]] = {
             one["name"].split("(")[0]: one["quality"]["bias"] ** 2 + one["quality"]["variance"]
             for one in oracle["remedies"]
             if one["quality"]["bias"] is not None
         }
     for engine in ("local:int4", "vllm:bfloat16,cache=fp8"):
-        assert "\n".join(policies_table(path, engine)) in page
+        assert _three_policies([oracle for oracle in oracles if oracle["engine"] == engine]) in page
     orders = [place for place in squared if not place[1].endswith(" 0")]
     alike = [rank_correlation(squared[a], squared[b]) for i, a in enumerate(orders) for b in orders[:i]]
     first = [rank_correlation(squared[a], squared[b]) for a in squared if a not in orders for b in orders]

@@ -4,13 +4,12 @@
         --config.model.path=runs/evidence/policy
 
 Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6 (chance alone), and
-GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where these differ most, have remedies too. The
+GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where these differ most, have charges too. The
 argument names the setting, 3bits without one; docs/evidence.md has the tables of those that were run.
 """
 
 from typing import Any
 
-from configs.remedies import REMEDIES
 from configs.studies.base import DEMO
 from configs.studies.dose_response import FIXED, SETTING
 from dcmdp_jax.lab.studies.study import Arm, Study
@@ -48,10 +47,8 @@ def get_study(arg: str = "") -> Study:
     }
     if arg == "200tokens":
         arms["matched"] = {**engine, "model.forward_precision": "int4"}
-        arms["tis"] = {**engine, **{f"algorithm.{key}": value for key, value in REMEDIES["tis"].items()}}
-        for level in ("token", "reward"):
-            for strength in (10, 100):
-                charge = {"algorithm.level": level, "algorithm.multiplier": float(strength)}
-                arms[f"{level}_{strength}"] = {**engine, **FIXED, **charge}
+        for level, strength in (("token", 1), ("token", 10), ("reward", 1), ("reward", 10), ("reward", 100)):
+            charge = {"algorithm.level": level, "algorithm.multiplier": float(strength)}
+            arms[f"{level}_{strength}"] = {**engine, **FIXED, **charge}
     found = {name: Arm(DEMO, settings) for name, settings in arms.items()}
     return Study(f"Map of regimes, {arg}", found, "grpo", tuple(range(5)), control="grpo_perturbed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,35 +88,6 @@ def oracle_panels(path: Path) -> dict[str, tuple[str, dict[str, tuple[float, flo
         }
         panels[oracle["engine"]] = min(found, key=lambda name, of=found: of[name][1] ** 2 + of[name][0]), found
     return panels
-
-
-def policies_table(path: Path, engine: str) -> list[str]:
-    """Lines of Markdown: bias, its standard error and variance of every remedy, for each policy of a file.
-
-    Rows are in the order of the last policy's squared errors. Sizes that depend on the policy are left out of names.
-
-    Args:
-        path: verdicts of `dcmdp probe --remedies` on several models, in one list.
-        engine: whose samples.
-    """
-    oracles = [oracle for oracle in json.loads(path.read_text(encoding="utf-8")) if oracle["engine"] == engine]
-    found = [{_without_size(one["name"]): _cell(one) for one in oracle["remedies"]} for oracle in oracles]
-    for names, oracle in zip(found, oracles, strict=True):
-        names["exact control"] = _cell(oracle["control"])
-    rows = [[f"`{name}`", *(names[name] for names in found)] for name in found[-1]]
-    return markdown(["remedy", *(oracle["model"] for oracle in oracles)], rows)
-
-
-def _without_size(name: str) -> str:
-    return re.sub(r"\(.*?\)", "", name)
-
-
-def _cell(one: Mapping[str, Any]) -> str:
-    bias, error, variance = (
-        "-" if value is None else f"{value:.2f}"
-        for value in (one["quality"]["bias"], one["error"]["bias"], one["quality"]["variance"])
-    )
-    return f"{bias} ± {error}, {variance}"
 
 
 def _table(oracles: Sequence[Mapping[str, Any]]) -> list[str]:
