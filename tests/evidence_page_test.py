@@ -15,17 +15,18 @@ from dcmdp_jax.lab.studies.results import markdown, tables
 from dcmdp_jax.observe.study_figures import draw_oracle
 
 _ROOT = Path(__file__).resolve().parents[1]
-_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3", "four_updates", "128steps", "200tokens")
+_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3", "four_updates", "128steps", "400steps", "200tokens")
 """Settings of configs/studies/mismatch_map.py that were run."""
-_MORE = {
+_OTHER_COUNTS = {
     "200tokens": dict.fromkeys(("grpo", "grpo_perturbed", "exact"), 10),
+    "400steps": {"grpo_perturbed": 3},
     "vllm": dict.fromkeys(("grpo", "grpo_perturbed", "reward_100"), 20),
 }
-"""Arms with more seeds than the others of their study."""
+"""Arms with another number of seeds than the others of their study."""
 
 
 def _seeds(study, arm, count=5):
-    return list(range(_MORE.get(study, {}).get(arm, count)))
+    return list(range(_OTHER_COUNTS.get(study, {}).get(arm, count)))
 
 
 @pytest.mark.parametrize(
