@@ -69,15 +69,16 @@ class Batches:
         self._padding_told = False
         self._lag, self._partial = plan.config.rollout.lag, plan.config.rollout.partial
         self._ahead, self._kept = None, None
+        beside = samples_beside(plan)
         # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
-        self._exchanges = plan.hosts.count > 1 and samples_beside(plan)
+        self._exchanges = beside and plan.hosts.count > 1
         if self._lag:
             self._kept = KeptParams(
                 parts.shardings.params, on_host=self._config.rollout.old_logprobs == "current",
                 kept=parts.checkpoints.behind,
             )  # fmt: skip
             self._ahead = SamplingAhead(
-                self._lag, self._config.training.steps, self._make_ahead, taken=taken, beside=samples_beside(plan)
+                self._lag, self._config.training.steps, self._make_ahead, taken=taken, beside=beside
             )
 
     def close(self) -> None:
@@ -204,10 +205,10 @@ class Batches:
             # With partial rollouts of the first batch alone: no weights come while it is made and measured.
             measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
             before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
-            floor = self._floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
+            floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
+            self._floor = floor = floor if self._exchanges else self._agreed(floor)
         if isinstance(found, Share):
             return Begun(found, floor, timer)
-        floor = self._agreed(floor)
         with timer.phase("pack"):
             return Sampled(found, floor, *self._pack(found, self._floor, step), timer)
 

@@ -261,12 +261,12 @@ class StepRollouts:
 
 def _joined(parts: Sequence[StepRollout], differing: np.ndarray, groups: np.ndarray) -> StepRollout:
     """The rounds of a step as one; the groups of a later one are numbered after those of the earlier ones."""
-    before = np.cumsum([0, *(len(part.problems) for part in parts)])
+    before = np.cumsum([0, *(len(part.problems) for part in parts[:-1])])
     return StepRollout(
         problems=np.concatenate([part.problems for part in parts]),
         episodes=[
             dataclasses.replace(episode, group=int(first) + episode.group)
-            for first, part in zip(before, parts, strict=False)
+            for first, part in zip(before, parts, strict=True)
             for episode in part.episodes
         ],
         texts=sum((part.texts for part in parts), []),
