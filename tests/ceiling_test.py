@@ -21,9 +21,8 @@ def code_lines(text):
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-                lines.difference_update(range(first.lineno, first.end_lineno + 1))
+            if ast.get_docstring(node, clean=False) is not None:
+                lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return len(lines)
 
 
