@@ -18,6 +18,7 @@ from dcmdp_jax.data.mixtures import BUILT_IN_TASKS, source_name
 from dcmdp_jax.data.rows import PANDAS_INDEX, Answers, problem_from_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
+from dcmdp_jax.rewards.math.answers import is_sentence
 from dcmdp_jax.rewards.protocol import Problem
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def load_problems(
         return [dataclasses.replace(problem, source=name or problem.source) for problem in problems]
     found: dict[tuple[Any, ...], Problem] = {}
     skipped = repeated = 0
+    first = ""
     source = name or source_name(location)
     for index, (place, row) in enumerate(_rows(location, split)):
         if limit is not None and len(found) >= limit:
@@ -81,9 +83,19 @@ def load_problems(
             if on_bad_row == "error":
                 raise UserError(f"{place}: {error}") from None
             skipped += 1
+            first = first or f"{place}: {error}"
             _LOG.debug("skipped %s: %s", place, error)
     if skipped:
-        _LOG.warning("%s: %d of %d rows are unusable and left out", location, skipped, index + 1)
+        _LOG.warning(
+            "%s: %d of %d rows are unusable and left out; the first is %s", location, skipped, index + 1, first
+        )
+    sentences = [problem for problem in found.values() if answers != "unused" and is_sentence(problem.answer or "")]
+    if sentences:
+        _LOG.warning(
+            "%s: %d of %d answers are sentences, which only the same words match; write the value alone. The first is "
+            "row %d: %s",
+            *(location, len(sentences), len(found), sentences[0].index, shorten(sentences[0].answer)),
+        )
     if repeated:
         _LOG.warning("%s: %d rows repeat an earlier row: %d problems", location, repeated, len(found))
     if not found:

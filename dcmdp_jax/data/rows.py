@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import html
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,8 +19,17 @@ from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
 _PROMPT_FIELDS = ("prompt", "problem", "question")
 # Arguments of reward functions, and as in TRL the fields that these come from.
 _NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
-_ANSWER_FIELDS = ("reward_model", "label", "final_answer", "expected_answer", "ground_truth", "answer", "solution")
+# A label may be the number of a class, so it comes last; a solution counts if it has a box.
+_ANSWER_FIELDS = ("reward_model", "final_answer", "expected_answer", "ground_truth", "answer", "solution", "label")
 _LAST_ROLES = ("user", "tool", "assistant")
+_CHAT_AS_TEXT = re.compile(r"""\s*+\[?\s*+\{\s*+["'](?:role|content)["']""")
+# What stands around an answer, and is dropped: entities of HTML, tags, a sentence that only states it.
+_ENTITY = re.compile(r"&(?:#[0-9]{1,6}|[a-zA-Z]{2,8});")
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL | re.IGNORECASE)
+_STATED = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s++)?+(?:(?:the|my|our|final|correct|right)\s++)*+answer\s*+(?:is\b|[:=])[\s:]*+(.*)",
+    re.DOTALL | re.IGNORECASE,
+)
 PANDAS_INDEX = "__index_level_0__"
 """The column in which pandas numbers rows."""
 
@@ -100,6 +112,11 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     if field is None:
         raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}; {_describe_fields(row)}")
     value = row[field]
+    if isinstance(value, str) and _CHAT_AS_TEXT.match(value):
+        value = _literal(value)
+        if value is None:
+            raise UserError(f"field {field!r} starts as a chat written as text, but is no valid JSON")
+        value = [value] if isinstance(value, dict) else value
     messages: tuple[Message, ...] = ()
     if isinstance(value, list):
         messages = tuple(_message(message, field) for message in value)
@@ -163,15 +180,17 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
-    field = next((name for name in _ANSWER_FIELDS if row.get(name) is not None), None)
-    if field is None:
+    fields = [name for name in _ANSWER_FIELDS if row.get(name) is not None]
+    if not fields:
         raise _NoAnswer(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
-    value, solution = row[field], _solution(row)
+    solution = _solution(row)
+    field = fields[1] if fields == ["solution", "label"] and last_boxed(solution) is None else fields[0]
+    value = row[field]
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
             raise _NoAnswer("field 'reward_model' has no ground_truth")
         value = value["ground_truth"]
-    elif field == "final_answer":
+    elif field == "final_answer" and isinstance(value, list):
         value = _olympiad_answer(row)
     elif field == "solution":
         value = last_boxed(solution)
@@ -195,8 +214,20 @@ def _solution(row: Mapping[str, Any]) -> str:
 
 
 def _answer_text(value: Any, field: str) -> str:
+    """An answer without what stands around it: `["42"]`, `<answer>42</answer>`, `42&nbsp;`, `The answer is 42.`"""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if isinstance(value, str):
-        return value.strip()
+        text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), value)
+        text = ([text] + _TAGGED.findall(text))[-1].strip()
+        inner = _literal(text) if text[:1] in ("[", "{", '"', "'") else None
+        texts = [isinstance(item, str) for item in inner] if isinstance(inner, list) else []
+        if isinstance(inner, dict) or (len(texts) > 1 and any(texts)):
+            raise _NoAnswer(f"field {field!r}: an answer must be one text or number, not {shorten(text)}")
+        if isinstance(inner, str) or len(texts) == 1:
+            return _answer_text(inner, field)
+        stated = _STATED.fullmatch(text)
+        return stated[1].removesuffix(".").strip() if stated else text
     if isinstance(value, float) and math.isfinite(value):
         return str(int(value)) if value.is_integer() else repr(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -204,9 +235,21 @@ def _answer_text(value: Any, field: str) -> str:
     raise _NoAnswer(f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}")
 
 
+def _literal(text: str) -> Any:
+    """What a text says as JSON, or as Python prints it; None for anything else."""
+    if re.search(r"(?<!\\)\\[a-zA-Z]{2}", text):  # the backslashes of LaTeX, not escaped
+        text = text.replace("\\", r"\\")
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+    return None
+
+
 def _olympiad_answer(row: Mapping[str, Any]) -> Any:
     answers = row["final_answer"]
-    if not isinstance(answers, list) or len(answers) != 1 or not isinstance(answers[0], str):
+    if len(answers) != 1 or not isinstance(answers[0], str):
         raise UserError(f"field 'final_answer' must be a list of one text, not {shorten(answers)}")
     answer = answers[0].strip()
     if row.get("is_multiple_answer"):

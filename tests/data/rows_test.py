@@ -143,3 +143,61 @@ def test_rows_that_differ_in_their_chat_alone_are_two_problems(tmp_path):
     assert [problem.messages[0]["content"] for problem in problems] == ["x", "y"]
     ids = encode_prompts(problems, build_tokenizer(), max_prompt_tokens=99).token_ids
     assert not np.array_equal(ids[0], ids[1])
+
+
+_ASKED = {"problem": "How many eggs are left?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"reward_model": {"ground_truth": '["17"]'}}, "17"),
+        ({"ground_truth": "['3/4']"}, "3/4"),  # as Python prints a list
+        ({"ground_truth": r'["\\frac{3}{4}"]'}, r"\frac{3}{4}"),
+        ({"ground_truth": r'["\frac{3}{4}"]'}, r"\frac{3}{4}"),  # in JSON, \f is a form feed
+        ({"answer": ["17"]}, "17"),
+        ({"answer": "[17]"}, "17"),
+        ({"answer": '"17"'}, "17"),
+        ({"answer": "[1, 7]"}, "[1, 7]"),  # an interval
+        ({"answer": "<think>5+12</think> <answer> 17 </answer>"}, "17"),
+        ({"answer": "17&nbsp;"}, "17"),
+        ({"answer": "x &lt; 3&#8203;"}, "x < 3\u200b"),
+        ({"answer": r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"}, r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+        ({"answer": "The final answer is 3.5."}, "3.5"),
+        ({"answer": "So, the correct answer: (C)"}, "(C)"),
+        ({"answer": "answerable"}, "answerable"),
+        ({"final_answer": "17"}, "17"),
+        ({"label": 1, "answer": "17"}, "17"),
+        ({"label": 1, "solution": r"5+12 is \boxed{17}"}, "17"),
+        ({"label": "17", "solution": "5+12"}, "17"),
+    ],
+)
+def test_an_answer_is_what_the_row_means(row, answer):
+    assert _problem(_ASKED | row).answer == answer
+
+
+@pytest.mark.parametrize("answer", ['["17", "18"]', '{"value": 17}', ["17", "18"]])
+def test_several_answers_and_objects_are_no_answer(answer):
+    with pytest.raises(ValueError, match="an answer must be"):
+        _problem(_ASKED | {"answer": answer})
+    assert _problem(_ASKED | {"answer": answer}, answers="optional").answer is None
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr, lambda chat: json.dumps(chat[0])])
+def test_a_chat_written_as_text_is_a_chat(write):
+    chat = [{"role": "user", "content": "It's 5+12?"}]
+    problem = _problem({"prompt": write(chat), "answer": "17"})
+    assert (problem.prompt, problem.messages) == ("It's 5+12?", tuple(chat))
+    with pytest.raises(ValueError, match="starts as a chat written as text, but is no valid JSON"):
+        _problem({"prompt": write(chat)[:-3], "answer": "17"})
+
+
+def test_answers_that_no_completion_matches_are_counted_in_one_line(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    answers = ["There are 17 eggs left in it.", r"\text{two lines}", "17", r"17\text{ eggs in a box}"]
+    path.write_text("".join(json.dumps({"problem": a, "answer": a}) + "\n" for a in answers))
+    assert len(load_problems(str(path))) == 4
+    assert "1 of 4 answers are sentences, which only the same words match" in caplog.text
+    assert "row 0: 'There are 17 eggs" in caplog.text
+    with pytest.raises(ValueError, match="is not matched by itself in a box"):
+        _problem(_ASKED | {"answer": r"\}17\boxed{}"})

@@ -25,7 +25,15 @@ from dcmdp_jax.rewards.math.notation import (
 from dcmdp_jax.rewards.math.numbers import parse_number, same_number
 from dcmdp_jax.rewards.math.units import factors, measures
 
-__all__ = ["answer_defect", "compare_literals", "extract_answer", "last_boxed", "split_elements", "split_tolerance"]
+__all__ = [
+    "answer_defect",
+    "is_sentence",
+    "compare_literals",
+    "extract_answer",
+    "last_boxed",
+    "split_elements",
+    "split_tolerance",
+]
 
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is not graded."""
@@ -42,6 +50,8 @@ _CHOICE_AND_VALUE = re.compile(
     r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
 )
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
+_PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
+_PREDICATE = re.compile(r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE)
 _CAPITALS = re.compile(r"[A-Z]{2,}+")
 
 
@@ -161,7 +171,16 @@ def answer_defect(answer: str) -> str | None:
     ending = answer.rstrip(" \t\n$")
     if re.search(r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)", ending):
         return "breaks off in the middle of an expression"
+    found = extract_answer(rf"\boxed{{{answer}}}")
+    if found is None or compare_literals(found, answer) is False:
+        return "is not matched by itself in a box"
     return None
+
+
+def is_sentence(answer: str) -> bool:
+    """Whether a reference answer says its value in a sentence, so that no answer but the same words matches it."""
+    plain = unwrap_text(answer)
+    return len(_PLAIN_WORD.findall(plain)) > 2 and _PREDICATE.search(plain) is not None
 
 
 def _canonical_integer(text: str) -> str:
