@@ -2,7 +2,6 @@
 
     python -m benchmarks.overlap --steps 12 --rounds 3               the demo's model
     python -m benchmarks.overlap --size 9M --steps 12 --rounds 3
-    python -m benchmarks.overlap --lags 2,2+partial                  with weights that interrupt completions
 
 The demo against stock vLLM in float32, without its warm-up: most completions are of full length. Real verifier. The
 trainer has one core and the sidecar, with one thread, another. Runs with each lag take turns. The wall time of
@@ -33,7 +32,6 @@ from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import make_plan_of_run
 
 _WARM = 3
-_PARTIAL = "+partial"
 
 
 def main() -> None:
@@ -41,7 +39,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("demo", "9M"), default="demo")
     parser.add_argument("--steps", type=at_least_one, default=12)
     parser.add_argument("--rounds", type=at_least_one, default=3)
-    parser.add_argument("--lags", type=_lags, default="0,1", metavar="N,N+partial", help="(default: %(default)s)")
+    parser.add_argument("--lags", type=_lags, default="0,1", metavar="N,N", help="(default: %(default)s)")
     arguments = parser.parse_args()
     enable_compile_cache()
     cores = sorted(os.sched_getaffinity(0))
@@ -60,8 +58,7 @@ def main() -> None:
                 config.warmup.steps = config.evaluation.every_steps = 0
                 config.run_dir = f"{scratch}/run_{number}_{lag}"
                 config.training.steps, config.checkpoint.every_steps = arguments.steps + _WARM, 10**6
-                config.rollout.lag, config.mesh.cpu_devices = int(lag.removesuffix(_PARTIAL)), 1
-                config.rollout.partial = lag.endswith(_PARTIAL)
+                config.rollout.lag, config.mesh.cpu_devices = int(lag), 1
                 with _sidecars_on(cores[-1]):
                     train(make_plan_of_run(from_config_dict(config)), show=lambda line: None)
                 lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -83,8 +80,8 @@ def main() -> None:
 
 def _lags(text: str) -> list[str]:
     lags = text.split(",")
-    if not all(lag.removesuffix(_PARTIAL).isdecimal() for lag in lags):
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be like 0,1 or 2,2{_PARTIAL}")
+    if not all(lag.isdecimal() for lag in lags):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be like 0,1")
     return lags
 
 

@@ -79,9 +79,6 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
             # At the steps that c is measured on, and as the policy moves.
             measured = config.get("algorithm.tolerance_steps", 0)
             expected = [step for step in expected if step <= max(1, measured) or step in (17, 65, 257, 1025)]
-            # Of a process's first batch alone, where new weights come in the middle of the others.
-            if config.get("rollout.partial") and set(at.tolist()) <= set(expected):
-                continue
         if name == "time/clock":  # of every line, an evaluation's too
             expected = sorted({*range(1, last + 1), *due})
         if _SOMETIMES.fullmatch(name) and set(at.tolist()) <= set(expected):
@@ -162,10 +159,7 @@ def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     yield from _not_above("completion/length_max", (steps, get["completion/length_max"]), "the limit", limit)
     if lag := config.get("rollout.lag", 0):
         expected = np.minimum(steps - 1, lag)
-        if config.get("rollout.partial"):  # a bound: new weights sample the rest
-            yield from _not_above("rollout/staleness_max", (steps, get["rollout/staleness_max"]), "the lag", expected)
-        else:
-            yield from _differing("rollout/staleness_max", steps, get["rollout/staleness_max"], expected)
+        yield from _differing("rollout/staleness_max", steps, get["rollout/staleness_max"], expected)
         apart = get["staleness/log_ratio_mean"] + get["mismatch/log_ratio_mean"]
         yield from _differing("gap/log_ratio_mean", steps, get["gap/log_ratio_mean"], apart, scale=1.0)
     cut = get["completion/truncated_fraction"] > 0

@@ -109,16 +109,9 @@ def _check_between(config: Any) -> None:
 def _check_lag(config: Any) -> None:
     """What sampling ahead of training allows."""
     lag = config.rollout.lag
-    if config.rollout.partial:
-        _check_partial(config)
     if not lag:
         return
     said = f"config.rollout.lag: got {lag}"
-    if config.hosts.coordinator and config.rollout.old_logprobs == "current":
-        raise UserError(
-            f"{said} with hosts.coordinator set and rollout.old_logprobs=current, whose copies one host's memory can't "
-            "hold; set old_logprobs=kept"
-        )
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         kind.check_lag(arguments)
@@ -127,29 +120,6 @@ def _check_lag(config: Any) -> None:
             f"{said} with algorithm.level=state, which needs the entropy of the policy that sampled and not only its "
             "log-probs; set level=token or lag=0"
         )
-
-
-def _check_partial(config: Any) -> None:
-    """Weights that come in the middle of completions."""
-    rollout, (kind, _) = config.rollout, engine_arguments(config)
-    said, off = "config.rollout.partial: got True", "set partial=False"
-    if not rollout.lag:
-        raise UserError(
-            f"{said} with rollout.lag=0, where nothing is sampled when weights are pushed; set lag or {off}"
-        )
-    if not kind.interrupts:
-        raise UserError(
-            f"{said}, {kind.name} can't go on with other weights in the middle of a completion and say which version "
-            f"sampled each token; take vllm or {off}"
-        )
-    for name, wrong, why in (
-        ("hosts.coordinator", config.hosts.coordinator, "whether a push meets a sampler differs between hosts"),
-        ("rollout.router_replay", rollout.router_replay, "later weights send the tokens before to other experts"),
-        ("rollout.precision=exact", rollout.precision == "exact", "a batch is scored by one version of the weights"),
-        ("rollout.old_logprobs=current", rollout.old_logprobs == "current", "a batch is not whole while one is"),
-    ):
-        if wrong:
-            raise UserError(f"{said} with {name}: {why}; set one of the two off")
 
 
 def _check_products(config: Any) -> None:

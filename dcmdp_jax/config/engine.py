@@ -123,7 +123,6 @@ def engine_arguments(config: Any, **found: Any) -> tuple[EngineKind, EngineArgum
         min_rows=rollout.min_rows,
         settings=settings_of(rollout, kind),
         routed_experts=rollout.router_replay,
-        partial=rollout.partial,
         directory=Path(config.run_dir) / (kind.name if kind in TRAINABLE.values() else "engine"),
         **found,
     )

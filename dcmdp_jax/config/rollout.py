@@ -84,17 +84,6 @@ class RolloutSettings:
         "engine samples the next ones while it trains (docs/overlap.md). 0: they take turns.", unit="steps",
         source="paper: not stated", minimum=0, limit=(64, "the policy of so long ago is another one"),
     )  # fmt: skip
-    old_logprobs: str = setting(
-        "kept", "With lag, how p_train of the weights that sampled is computed. kept: by a copy of their parameters on "
-        "the training devices, once the batch is there. current: while they are the policy, so a step waits for the "
-        "batch that is sampled beside it; the copies, for checkpoints, are in the host's memory.",
-        choices=("kept", "current"), free=True,
-    )  # fmt: skip
-    partial: bool = setting(
-        False, "With lag, new weights interrupt the engine in the middle of completions and sample the rest of each: "
-        "no push waits for the longest completion. When they come depends on the clock, so a run is not repeated bit "
-        "for bit (docs/overlap.md).", source="paper: not stated",
-    )  # fmt: skip
     router_replay: bool = setting(
         False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "
         "docs/moe.md).", source="paper: off",

@@ -13,7 +13,7 @@ from typing import Any
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-VERSION = 2
+VERSION = 3
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
@@ -23,24 +23,28 @@ class Removed:
 
     Attributes:
         version: the first without it.
-        meaningless: the value that does what is done without the setting.
+        meaningless: the values that do what is done without the setting.
         why: what to do, or why it went.
     """
 
     version: int
-    meaningless: Any
+    meaningless: tuple[Any, ...]
     why: str
 
 
 REMOVED = {
     "rollout.top_p": Removed(
-        1, 1.0, "training samples from the whole distribution: with a nucleus the engine's probabilities could not be "
-        "compared with the trainer's (dcmdp evaluate has --top_p)",
+        1, (1.0,), "training samples from the whole distribution: with a nucleus the engine's probabilities could not "
+        "be compared with the trainer's (dcmdp evaluate has --top_p)",
     ),
-    "algorithm.dual_window": Removed(2, 1, "the dual update takes each step's own mean, as Eq. 11 does"),
-    "algorithm.dual_proportional": Removed(2, 0.0, "PID control of lambda is gone; eta alone moves it"),
-    "algorithm.dual_derivative": Removed(2, 0.0, "PID control of lambda is gone; eta alone moves it"),
-    "rollout.vllm.expert_parallel": Removed(1, False, "vLLM's expert parallelism is not supported"),
+    "algorithm.dual_window": Removed(2, (1,), "the dual update takes each step's own mean, as Eq. 11 does"),
+    "algorithm.dual_proportional": Removed(2, (0.0,), "PID control of lambda is gone; eta alone moves it"),
+    "algorithm.dual_derivative": Removed(2, (0.0,), "PID control of lambda is gone; eta alone moves it"),
+    "rollout.vllm.expert_parallel": Removed(1, (False,), "vLLM's expert parallelism is not supported"),
+    "rollout.partial": Removed(
+        3, (False,), "weights that interrupt completions made steps slower and runs not repeatable",
+    ),
+    "rollout.old_logprobs": Removed(3, ("kept", "current"), ""),
 }  # fmt: skip
 
 
@@ -69,6 +73,6 @@ def _drop(values: Mapping[str, Any], name: str, removed: Removed, prefix: str = 
         return dict(values)
     if dot:
         return {**values, first: _drop(values[first], rest, removed, f"{prefix}{first}.")}
-    if values[first] != removed.meaningless:
+    if values[first] not in removed.meaningless:
         raise UserError(f"config.{prefix}{first}: got {shorten(values[first])}, no setting any more; {removed.why}")
     return {other: value for other, value in values.items() if other != first}

@@ -60,7 +60,6 @@ class EngineArguments:
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
-        partial: `publish_weights` will interrupt calls (`EngineKind.interrupts`).
         prepare: compile programs of later calls beside the trainer's first step: for a run of many calls.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
     """
@@ -73,7 +72,6 @@ class EngineArguments:
     min_rows: int
     settings: Any
     routed_experts: bool = False
-    partial: bool = False
     directory: Path = Path()
     model: ModelConfig | None = None
     mesh: Callable[..., Mesh] | None = None
@@ -144,7 +142,6 @@ class EngineKind:
         pushes: takes the trainer's weights. One that does not holds its own, and can't be trained with.
         scores: has `score`.
         routes: can return the experts of each token.
-        interrupts: has `publish_weights` of `protocol.Engine`, and says of each token which version sampled it.
         own_process: computes in another process. One that does not uses JAX's devices: its rows are cut to what fits.
         scheme: (arguments, forward_precision, forward_cache, platform) -> the roundings of this precision and cache,
             each may be "full"; platform of the trainer's devices, "" unknown. Refuses what the trainer can't repeat.
@@ -175,7 +172,6 @@ class EngineKind:
     pushes: bool = True
     scores: bool = True
     routes: bool = False
-    interrupts: bool = False
     own_process: bool = True
     scheme: Callable[[EngineArguments, str, str, str], Scheme] = lambda arguments, precision, cache, platform: (
         weights_alone(precision or "full", cache or "full")

@@ -25,7 +25,6 @@ from dcmdp_jax.user_code import describe_error, load_object
 # How each method of the protocol is called.
 _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "push_weights": ((None, 0), {}),
-    "publish_weights": ((None, 0), {}),
     "generate": (((), None), {"seed": 0, "step": 0, "first_prompt": 0}),
     "score": (((), ()), {"temperature": 1.0}),
     "release_weights": ((), {}),
@@ -123,7 +122,7 @@ class _Checked:
     def __init__(self, place: str, kind: EngineKind, engine: Engine, arguments: EngineArguments) -> None:
         self._place, self._kind, self._engine, self._arguments = place, kind, engine, arguments
         for name, (given, named) in _METHODS.items():
-            if (name == "score" and not kind.scores) or (name == "publish_weights" and not kind.interrupts):
+            if name == "score" and not kind.scores:
                 continue
             method = getattr(engine, name, None)
             if not callable(method):
@@ -140,16 +139,9 @@ class _Checked:
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """As the engine."""
-        return self._measured("push_weights", params, policy_version)
-
-    def publish_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """As the engine."""
-        return self._measured("publish_weights", params, policy_version)
-
-    def _measured(self, name: str, params: Params, policy_version: int) -> dict[str, float]:
-        found = self._call(name, params, policy_version) or {}
+        found = self._call("push_weights", params, policy_version) or {}
         if not isinstance(found, dict):
-            raise EngineError(f"engine {self._place}: {name} gave {shorten(found)}, must give a dict of metrics")
+            raise EngineError(f"engine {self._place}: push_weights gave {shorten(found)}, must give a dict of metrics")
         return found
 
     def generate(

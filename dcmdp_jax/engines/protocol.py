@@ -58,14 +58,6 @@ class Engine(Protocol):
             What was measured on the way, by the names of observe/metric_names.py.
         """
 
-    def publish_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """As `push_weights`, but a call in progress in another thread is interrupted, takes them, and goes on.
-
-        Only of an engine whose record says `interrupts`, for `rollout.partial`. Tokens that were sampled stay, with
-        their version; the rest of each completion is sampled by the new weights, which compute the key-value cache of
-        all tokens before it. May return before they are in use.
-        """
-
     def generate(
         self,
         prompts: Sequence[np.ndarray],

@@ -130,11 +130,8 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
         Part("checkpoint being written", host=saved, lower=state_lower),
     ]
     if lag := config.rollout.lag:
-        if config.rollout.old_logprobs == "kept":
-            kept, lower = on_mesh(lag * values * item), "rollout.lag, or rollout.old_logprobs=current"
-        else:
-            kept, lower = {"host": lag * num_params(model) * item}, "rollout.lag"
-        parts.append(exact(f"parameters of {lag} older version(s)", **kept, lower=lower))
+        kept = on_mesh(lag * values * item)
+        parts.append(exact(f"parameters of {lag} older version(s)", **kept, lower="rollout.lag"))
     if config.algorithm.kl_coefficient:
         parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
     return parts

@@ -89,7 +89,6 @@ _TABLE = (
     Metric(
         "rollout/unfilled_groups", "prompts", "groups of all-equal rewards that dynamic sampling found no other for"
     ),
-    Metric("rollout/versions", "count", "versions of the weights that sampled the batch, with rollout.partial"),
     Metric("rollout/staleness_mean", "steps", "mean age of the sampled tokens: the trained policy's step minus theirs"),
     Metric("rollout/staleness_max", "steps", "the same of the oldest sampled token"),
     Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),

@@ -2,8 +2,7 @@
 
 With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights never depends on how
 fast anything is, so a resumed run has the bits of an undisturbed one. The engine is asked in a thread of its own, one
-batch after the other; weights are pushed between batches. With `rollout.partial` they are pushed at any time: the
-tokens of the batch of step m have versions of max(0, m - k) to m then.
+batch after the other; weights are pushed between batches.
 """
 
 from __future__ import annotations
@@ -80,41 +79,20 @@ def versions_in_flight(step: int, lag: int) -> range:
     return range(version_of(step, lag), step)
 
 
-def check_versions(episodes: list[Episode], versions: range) -> None:
-    """Refuse tokens of other weights than those that were pushed for them, and older ones after newer ones.
-
-    Args:
-        episodes: of a batch.
-        versions: pushed for it, several with partial rollouts.
+def check_versions(episodes: list[Episode], version: int) -> None:
+    """Refuse tokens of other weights than those that were pushed for them.
 
     Raises:
         EngineError: naming both versions.
     """
     for row, episode in enumerate(episodes):
         found = episode.policy_versions[episode.sampled_mask]
-        wrong = (found < versions.start) | (found >= versions.stop)
-        if wrong.any():
-            pushed = (
-                f"version {versions.start} was"
-                if len(versions) == 1
-                else f"versions {versions.start} to {versions[-1]} were"
-            )
+        if (found != version).any():
+            other = int(found[found != version][0])
             raise EngineError(
-                f"completion {row} has tokens of version {found[wrong][0]}, {pushed} pushed for them; with rollout.lag "
-                "the weights of each step are those that were announced"
+                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
+                "rollout.lag the weights of each step are those that were announced"
             )
-        if (back := np.flatnonzero(np.diff(found) < 0)).size:
-            newer, older = found[back[0]], found[back[0] + 1]
-            raise EngineError(
-                f"completion {row} has a token of version {older} after one of version {newer}; new weights sample the "
-                "rest of a completion"
-            )
-
-
-def versions_of(rows: tuple[Rows, ...]) -> list[int]:
-    """Versions that sampled the tokens of a batch on the host, oldest first."""
-    found = [np.unique(np.asarray(bucket.columns["policy_versions"])[bucket.completion_mask]) for bucket in rows]
-    return np.unique(np.concatenate(found)).tolist()
 
 
 _T = TypeVar("_T", Sampled, Begun)
@@ -149,13 +127,12 @@ class SamplingAhead(Generic[_T]):
         else:
             self._pool.submit(self._run, step, future)
 
-    def start_all(self, version: int, step: int) -> list[int]:
-        """Start the batches of a version, those of `step` and later; return their steps."""
+    def start_all(self, version: int, step: int) -> None:
+        """Start the batches of a version, those of `step` and later."""
         last = min(version + self._lag, self._steps - 1)
-        found = [each for each in range(step, last + 1) if version_of(each, self._lag) == version]
-        for each in found:
-            self.start(each)
-        return found
+        for each in range(step, last + 1):
+            if version_of(each, self._lag) == version:
+                self.start(each)
 
     def _run(self, step: int, future: Future[_T]) -> None:
         try:
@@ -167,23 +144,14 @@ class SamplingAhead(Generic[_T]):
             self.closing.set()
             future.set_exception(error)
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is being sampled."""
-        return any(not future.done() for future in self._batches.values())
-
     def settle(self) -> None:
         """Return when nothing is being sampled; it raises what went wrong first."""
         for future in list(self._batches.values()):
             future.result()
 
-    def batch(self, step: int) -> _T:
-        """The batch of a step, once it is there; it raises what went wrong."""
-        return self._batches[step].result()
-
     def take(self, step: int) -> _T:
-        """As `batch`; it is no longer in flight then."""
-        made = self.batch(step)
+        """Wait for the batch of a step and remove it from those in flight; raises what went wrong."""
+        made = self._batches[step].result()
         del self._batches[step]
         return made
 
@@ -201,34 +169,27 @@ class KeptParams:
 
     Args:
         shardings: of the parameters.
-        on_host: keep them in the host's memory.
         kept: of a checkpoint.
     """
 
-    def __init__(self, shardings: Any, *, on_host: bool, kept: Mapping[int, Params]) -> None:
-        self._on_host, self._shardings = on_host, shardings
+    def __init__(self, shardings: Any, kept: Mapping[int, Params]) -> None:
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
-        self._kept: dict[int, Params] = {version: self._held(params) for version, params in kept.items()}
-
-    def _held(self, params: Params) -> Params:
-        # A copy in any case: on a CPU the host's view is the buffer that the step overwrites.
-        return jax.tree.map(np.array, jax.device_get(params)) if self._on_host else params
+        self._kept = dict(kept)
 
     def keep(self, version: int, params: Params) -> None:
         """Keep a copy, before the step takes the parameters' memory."""
-        self._kept[version] = self._held(params) if self._on_host else self._copy(params)
+        self._kept[version] = self._copy(params)
 
     def get(self, version: int) -> Params:
         """Parameters of a version on the training devices."""
-        params = self._kept[version]
-        return jax.device_put(params, self._shardings) if self._on_host else params
+        return self._kept[version]
 
     def drop_before(self, version: int) -> None:
         """Forget the older ones."""
         self._kept = {each: params for each, params in self._kept.items() if each >= version}
 
     def of(self, versions: range) -> dict[int, Params]:
-        """Those of some versions, as they are kept.
+        """Return the kept parameters of the given policy versions.
 
         Raises:
             KeyError: if one is not there.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.config.arguments import PACKING, in_settings
@@ -24,7 +23,6 @@ from dcmdp_jax.training.ahead import (
     check_versions,
     version_of,
     versions_in_flight,
-    versions_of,
 )
 from dcmdp_jax.training.batch_metrics import PhaseTimer, staleness_metrics
 from dcmdp_jax.training.build import Parts
@@ -63,20 +61,17 @@ class Batches:
         self._plan, self._parts, self._config = plan, parts, plan.config
         self._alone, self._check_stop = alone, check_stop
         self._rollouts = StepRollouts(plan, parts.engine, parts.scorer, parts.turns)
-        self._noise_floor, self._floor = NoiseFloor(plan, parts.engine), None
+        self._noise_floor = NoiseFloor(plan, parts.engine)
         self._pushed: tuple[int, dict[str, float]] | None = None
         self._sampled_until: float | None = None
         self._padding_told = False
-        self._lag, self._partial = plan.config.rollout.lag, plan.config.rollout.partial
+        self._lag = plan.config.rollout.lag
         self._ahead, self._kept = None, None
         beside = samples_beside(plan)
         # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
         self._exchanges = beside and plan.hosts.count > 1
         if self._lag:
-            self._kept = KeptParams(
-                parts.shardings.params, on_host=self._config.rollout.old_logprobs == "current",
-                kept=parts.checkpoints.behind,
-            )  # fmt: skip
+            self._kept = KeptParams(parts.shardings.params, parts.checkpoints.behind)
             self._ahead = SamplingAhead(
                 self._lag, self._config.training.steps, self._make_ahead, taken=taken, beside=beside
             )
@@ -92,16 +87,15 @@ class Batches:
             self._ahead.settle()
 
     def settle_for_push(self, timer: PhaseTimer) -> None:
-        """As `settle`, where new weights don't interrupt what is being sampled."""
-        if self._ahead is not None and not self._partial:
+        """Wait for in-flight sampling before a push; the wait is a phase of the step."""
+        if self._ahead is not None:
             with timer.phase("wait"):
                 self._ahead.settle()
 
     def push(self, params: Params, step: int) -> dict[str, float]:
         """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
         if self._pushed is None or self._pushed[0] != step:
-            beside, engine = self._partial and self._ahead.busy, self._parts.engine
-            measured = (engine.publish_weights if beside else engine.push_weights)(params, step)
+            measured = self._parts.engine.push_weights(params, step)
             self._pushed = step, dict(zip(measured, self._plan.hosts.largest(*measured.values()), strict=True))
         return self._pushed[1]
 
@@ -136,18 +130,13 @@ class Batches:
         """The batch of a step, sampled by earlier weights; those of this step begin to sample a later one."""
         kept, version = self._kept, version_of(step, self._lag)
         with timer.phase("wait"), self._beside():
-            self._start_ahead(state.params, step, step)
+            self._ahead.start_all(step, step)
             taken = self._ahead.take(step)
         sampled = self._exchanged(taken, step, timer) if isinstance(taken, Begun) else taken
         if not self._ahead.beside:
             self._parts.engine.release_weights()
-        if self._config.rollout.old_logprobs == "kept":
-            params = lambda each: state.params if each == step else kept.get(each)  # noqa: E731
-            with timer.phase("step"):
-                if self._partial:
-                    self._recompute_each(params, sampled)
-                else:
-                    self._recompute(params(version), sampled)
+        with timer.phase("step"):
+            self._recompute(state.params if version == step else kept.get(version), sampled)
         kept.drop_before(version_of(step + 1, self._lag))
         kept.keep(step, state.params)
         return sampled
@@ -160,16 +149,10 @@ class Batches:
             params = self._kept.get(version)
             self.push(params, version)
             with self._beside():
-                self._start_ahead(params, version, step)
+                self._ahead.start_all(version, step)
                 self._ahead.settle()
             if not self._ahead.beside:
                 self._parts.engine.release_weights()
-
-    def _start_ahead(self, params: Params, version: int, step: int) -> None:
-        """Start to sample with the weights in the engine; wait for it where p^Train is computed while they are here."""
-        for each in self._ahead.start_all(version, step):
-            if self._config.rollout.old_logprobs == "current":
-                self._recompute(params, self._ahead.batch(each))
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -198,19 +181,15 @@ class Batches:
         timer, algorithm = PhaseTimer(), self._config.algorithm
         sample = self._rollouts.sample_share if self._exchanges else self._rollouts.sample
         found = sample(step, first, timer, alone, check_stop)
-        oldest = version_of(step, self._lag)
-        check_versions(found.episodes, range(oldest, (step if self._partial else oldest) + 1))
-        floor: dict[str, float] = {}
-        if self._floor is None or not self._partial:
-            # With partial rollouts of the first batch alone: no weights come while it is made and measured.
-            measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
-            before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
-            floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
-            self._floor = floor = floor if self._exchanges else self._agreed(floor)
+        check_versions(found.episodes, version_of(step, self._lag))
+        measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
+        before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
+        floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
         if isinstance(found, Share):
             return Begun(found, floor, timer)
+        floor = self._agreed(floor)
         with timer.phase("pack"):
-            return Sampled(found, floor, *self._pack(found, self._floor, step), timer)
+            return Sampled(found, floor, *self._pack(found, floor, step), timer)
 
     def _exchanged(self, begun: Begun, step: int, timer: PhaseTimer) -> Sampled:
         """Collective: the batch of all hosts."""
@@ -229,16 +208,6 @@ class Batches:
             sampled.batch, sampled.metrics["mismatch/sampler"] = self._parts.rescore(params, sampled.batch)
         if self._lag:
             sampled.batch = self._parts.old_logprobs(params, sampled.batch)
-
-    def _recompute_each(self, params: Callable[[int], Params], sampled: Sampled) -> None:
-        """As `_recompute` for a batch of several versions, each token by its own."""
-        batch = sampled.batch
-        empty = [bucket.with_columns(old_logprobs=jnp.zeros_like(bucket.rollout_logprobs)) for bucket in batch.rows]
-        batch = batch._replace(rows=tuple(empty))
-        versions = versions_of(sampled.rows)
-        for version in versions:
-            batch = self._parts.old_logprobs(params(version), batch, np.int32(version))
-        sampled.batch, sampled.metrics["rollout/versions"] = batch, len(versions)
 
     def _pack(
         self, rollout: StepRollout, floor: Mapping[str, float], step: int

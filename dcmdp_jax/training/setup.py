@@ -301,17 +301,10 @@ def _lag(plan: Plan) -> list[str]:
         embedded = not find_trainable(rollout.engine).own_process
         reason = "the embedded engine has the trainer's devices" if embedded else "several hosts refill a step together"
         how = f"before a step trains: {reason}"
-    if rollout.old_logprobs == "kept":
-        cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"
-    else:
-        cost = f"before they change, so a step waits for it; copies for checkpoints take {size:,.1f} MiB of the host"
-    passes = "one forward pass a step"
-    if rollout.partial:
-        how += "; new weights interrupt it and sample the rest (not repeated bit for bit)"
-        passes = f"a forward pass for each version in a batch, at most {rollout.lag + 1} a step"
+    cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"
     return [
         f"lag          {rollout.lag} step(s): the engine samples {how}",
-        f"             p_train of the weights that sampled: {passes}, {cost}",
+        f"             p_train of the weights that sampled: one forward pass a step, {cost}",
         *_overlap_so_far(Path(plan.config.run_dir)),
     ]
 

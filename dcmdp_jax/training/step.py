@@ -159,22 +159,18 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
     return rescore
 
 
-def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[..., Batch]:
-    """Jitted (params, batch[, version]) -> batch with the column `old_logprobs`, p^Train of the weights that sampled.
+def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], Batch]:
+    """Jitted (params, batch) -> batch with the column `old_logprobs`, p^Train of the weights that sampled the batch.
 
     For batches that lag behind the policy. `params` are those weights: what they give is compared with the engine's
-    log-probs, and what the policy moved since is staleness. With a version, the tokens that it sampled alone are
-    filled in, and the batch has the column of the others (partial rollouts).
+    log-probs, and what the policy moved since is staleness.
     """
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
-    def old_logprobs(params: Params, batch: Batch, version: jax.Array | None = None) -> Batch:
-        rows = []
-        for bucket, old in zip(batch.rows, batch_logprobs(params, batch, row_logprobs, mesh), strict=True):
-            if version is not None:
-                old = jnp.where(bucket.columns["policy_versions"] == version, old, bucket.columns[OLD_LOGPROBS])
-            rows.append(bucket.with_columns(old_logprobs=old))
-        return batch._replace(rows=tuple(rows))
+    def old_logprobs(params: Params, batch: Batch) -> Batch:
+        logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
+        rows = zip(batch.rows, logprobs, strict=True)
+        return batch._replace(rows=tuple(bucket.with_columns(old_logprobs=old) for bucket, old in rows))
 
     return old_logprobs
 

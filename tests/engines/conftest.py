@@ -49,7 +49,6 @@ def start(
         script: Path | None = None,
         directory: Path | None = None,
         routed_experts: bool = False,
-        partial: bool = False,
         **changes: object,
     ) -> VllmEngine:
         whole = precision in ("float32", "float16", "bfloat16")
@@ -64,7 +63,6 @@ def start(
             max_rows=max_rows,
             probe=trainer_probe(config) if probe else None,
             routed_experts=routed_experts,
-            partial=partial,
             **({"script": script} if script else {}),
         )
         engines.append(engine)

@@ -1,9 +1,6 @@
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.sidecar.open_rows import OpenRows
-from dcmdp_jax.engines.sidecar.replies import Completion
 from dcmdp_jax.engines.sidecar.seeds import request_seeds
 
 
@@ -34,26 +31,6 @@ def test_seeds_are_distinct_and_in_range():
     # All 63 bits are used: each is set in half of them, 5000 +- 50.
     share = [(seeds >> bit & 1).mean() for bit in range(63)]
     assert min(share) > 0.47 and max(share) < 0.53
-
-
-def test_the_rest_of_a_cut_completion_has_draws_and_limits_of_its_own():
-    """Rows 0 and 1 of prompt 4, whose first number is 10: one has ended, one was cut after two tokens."""
-    open_rows = OpenRows({4: np.array([7, 8])}, SamplingParams(2, 6), seed=3, step=5, first_prompt=10)
-    assert open_rows.request(cut=True)["seeds"].tolist() == request_seeds(3, 5, [28, 29]).tolist()
-    found = [
-        Completion(0, np.array([1], np.int32), np.zeros(1, np.float32), "stop"),
-        Completion(1, np.array([5, 6], np.int32), np.zeros(2, np.float32), "cut"),
-    ]
-    assert open_rows.add([0, 1], found, [{}, {}], 3) == [] and open_rows.rows == [1]
-    again = open_rows.request(cut=True)
-    word = np.random.SeedSequence([3, 5, 29, 2]).generate_state(1, np.uint64)[0]
-    assert again["seeds"].tolist() == [int(word) >> 1] != request_seeds(3, 5, [29]).tolist()
-    assert (again["prompt_ids"].tolist(), again["limits"].tolist()) == ([7, 8, 5, 6], [4])
-    rest = Completion(0, np.array([9], np.int32), np.zeros(1, np.float32), "stop")
-    first, second = open_rows.add([1], [rest], [{}], 4)
-    assert first.policy_versions[first.sampled_mask].tolist() == [3]
-    assert second.completion_ids.tolist() == [5, 6, 9]
-    assert second.policy_versions[second.sampled_mask].tolist() == [3, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_e
     ahead = SamplingAhead(lag, 5, make, taken=100, beside=beside)
     for step in range(5):
         ahead.settle()
-        assert ahead.start_all(step, step) == expected[step]
+        before = len(made)
+        ahead.start_all(step, step)
+        ahead.settle()
+        assert [each for each, _ in made[before:]] == expected[step]
         ahead.take(step)
     ahead.close()
     assert made == [(0, 100), (1, 101), (2, 103), (3, 106), (4, 110)]
@@ -45,8 +48,18 @@ def test_what_a_resumed_run_samples_again_is_what_was_in_flight():
     """Lag 2, saved after 3 steps: batches 3 and 4 of versions 1 and 2; after 1 step batches 1 and 2, both of 0."""
     for step, versions, batches in ((0, [], {}), (1, [0], {0: [1, 2]}), (3, [1, 2], {1: [3], 2: [4]})):
         assert list(versions_in_flight(step, 2)) == versions
-        ahead = SamplingAhead(2, 9, lambda *_: 1 / 0, taken=0, beside=False)
-        assert {version: ahead.start_all(version, step) for version in versions} == batches
+        made = []
+        ahead = SamplingAhead(
+            2,
+            9,
+            lambda step, _, made=made: made.append(step) or types.SimpleNamespace(problems=[]),
+            taken=0,
+            beside=False,
+        )
+        for version, expected in batches.items():
+            ahead.start_all(version, step)
+            assert made == expected
+            made.clear()
 
 
 def test_a_failure_ends_the_later_batches_and_is_the_one_that_is_raised():
@@ -72,30 +85,23 @@ def test_a_token_of_another_version_than_the_one_announced_names_both():
         given = {"policy_version": version, "group": 0, "member": 0, "finish_reason": "stop"}
         return single_turn(np.array([1], np.int32), ids, logprobs, **given)
 
-    check_versions([episode(3), episode(3)], range(3, 4))
+    check_versions([episode(3), episode(3)], 3)
     with pytest.raises(EngineError, match=r"^completion 1 has tokens of version 2, version 3 was pushed for them"):
-        check_versions([episode(3), episode(2)], range(3, 4))
+        check_versions([episode(3), episode(2)], 3)
     mixed = episode(3).with_columns(policy_versions=np.array([-1, 3, 4], np.int32))
-    check_versions([mixed, episode(5)], range(3, 6))
     with pytest.raises(EngineError, match=r"^completion 0 has tokens of version 4, version 3 was pushed for them"):
-        check_versions([mixed], range(3, 4))
-    with pytest.raises(EngineError, match=r"^completion 1 has tokens of version 5, versions 3 to 4 were pushed"):
-        check_versions([mixed, episode(5)], range(3, 5))
-    back = mixed.with_columns(policy_versions=np.array([-1, 4, 3], np.int32))
-    with pytest.raises(EngineError, match=r"^completion 0 has a token of version 3 after one of version 4;"):
-        check_versions([back], range(3, 6))
+        check_versions([mixed], 3)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_kept_parameters_outlive_the_step_that_takes_their_memory(on_host):
+def test_kept_parameters_outlive_the_step_that_takes_their_memory():
     sharding = SingleDeviceSharding(jax.devices()[0])
-    kept = KeptParams({"a": sharding}, on_host=on_host, kept={4: {"a": jnp.full(3, 4.0)}})
+    kept = KeptParams({"a": sharding}, {4: {"a": jnp.full(3, 4.0)}})
     step = jax.jit(lambda params: {"a": params["a"] + 1}, donate_argnums=0)
     params = {"a": jnp.full(3, 5.0)}
     kept.keep(5, params)
     params = step(params)
     assert [kept.get(version)["a"].tolist() for version in (4, 5)] == [[4.0] * 3, [5.0] * 3]
-    assert isinstance(kept.of(range(5, 6))[5]["a"], np.ndarray if on_host else jax.Array)
+    assert kept.of(range(5, 6))[5]["a"].tolist() == [5.0] * 3
     kept.drop_before(5)
     with pytest.raises(KeyError):
         kept.of(range(4, 6))

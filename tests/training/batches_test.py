@@ -15,7 +15,7 @@ def _batches(largest, rollouts, measured, *, exchanges):
         return {"mismatch/noise_floor": 0.25}
 
     batches = object.__new__(Batches)
-    batches._lag, batches._partial, batches._exchanges, batches._floor = 1, False, exchanges, None
+    batches._lag, batches._exchanges = 1, exchanges
     batches._ahead = SimpleNamespace(beside=exchanges, closing=threading.Event())
     batches._alone, batches._check_stop = contextlib.nullcontext, lambda: None
     batches._config = SimpleNamespace(algorithm=SimpleNamespace(fixed_multiplier=None, tolerance_steps=4))

@@ -150,51 +150,6 @@ def test_both_parts_are_those_computed_by_hand(
     assert float(metrics["policy/ratio_max"]) > 1.5
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_each_token_of_a_partial_rollout_is_compared_under_its_own_version(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second half of each completion was sampled by the policy that trains: mismatch alone, no staleness."""
-    model = MODELS[kind]
-    monkeypatch.setattr(step_test, "MODEL", model)
-    rollout, _ = step_test._rollout()
-    then, now = (_by_hand(step_test._params(seed), model, rollout) for seed in (OLDER, NOW))
-    newer = np.concatenate([np.arange(len(ids)) >= len(ids) // 2 for ids in rollout.completion_ids])
-    own = np.where(newer, now, then)
-    engine = (own + np.random.default_rng(3).normal(0, 0.05, len(own))).astype(np.float32)
-    compute = Compute(one_segment=True, logprob_chunk=12 if model.num_experts else 11)
-    batch = step_test._batch(_sampled(engine), 2, None, tokens=64)
-    # Positions in the completion say which version; the prompts of the tests have several lengths.
-    halves = iter(_second_halves(batch))
-    rows = tuple(
-        bucket.with_columns(
-            policy_versions=jnp.where(next(halves), NOW, OLDER), old_logprobs=jnp.zeros_like(bucket.rollout_logprobs)
-        )
-        for bucket in batch.rows
-    )
-    batch = batch._replace(rows=rows)
-    for version in (OLDER, NOW):
-        batch = _old_program(model, compute, None)(step_test._params(version), batch, np.int32(version))
-    create, step, _ = step_test._programs(step_test.ALGORITHM, 2, None, compute, False)
-    state, metrics = step(create(jax.tree.map(jnp.copy, step_test._params(NOW))), batch, None)
-    for name, values in {"staleness": now - own, "mismatch": own - engine, "gap": now - engine}.items():
-        found = [float(metrics[f"{name}/log_ratio_{each}"]) for each in ("mean", "abs_mean", "max")]
-        expected = [values.mean(), np.abs(values).mean(), np.abs(values).max()]
-        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), name
-    delta = np.abs(np.exp(own) - np.exp(engine.astype(np.float64)))
-    moved = 0.4 + step_test.ALGORITHM.dual_learning_rate * (delta.mean() - step_test.ALGORITHM.tolerance)
-    assert float(state.dual.multiplier) == pytest.approx(moved, rel=1e-4)
-
-
-def _second_halves(batch: Any) -> list[np.ndarray]:
-    """For each bucket, which tokens lie in the second half of their completion; each has a row of its own."""
-    found = []
-    for bucket in batch.rows:
-        mask = np.asarray(bucket.completion_mask)
-        found.append(mask & (np.cumsum(mask, axis=-1) - 1 >= mask.sum(axis=-1, keepdims=True) // 2))
-    return found
-
-
 def test_lambda_stays_where_only_the_policy_moved() -> None:
     """The engine agrees with the older weights to the last bit: no discrepancy, and lambda falls by eta c alone."""
     rollout, rewards = step_test._rollout()

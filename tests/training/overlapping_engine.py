@@ -69,9 +69,6 @@ class OverlappingEngine:
             same = {"policy_version": version, "group": group, "finish_reason": "stop"}
             yield [single_turn(prompt, *pair, member=member, **same) for member, pair in enumerate(arrays)]
 
-    def publish_weights(self, params, policy_version):
-        return self.push_weights(params, policy_version)
-
     def score(self, prompts, completions, *, temperature):
         return [np.full(len(ids), -np.log(self._vocabulary), np.float32) for ids in completions]
 
@@ -85,33 +82,9 @@ class OverlappingEngine:
             self._process = None
 
 
-class InterruptedEngine(OverlappingEngine):
-    """Samples each completion in two pieces, each by the weights that are there when it begins."""
-
-    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
-        from dcmdp_jax.data.episode import single_turn
-
-        for group, prompt in enumerate(prompts):
-            pieces = []
-            for piece in range(2):
-                version, weights = self._version, self._weights
-                row = [seed, step, first_prompt + group, piece]
-                # Slower than a step, so that weights come in the middle.
-                found = self._ask(
-                    weights=weights, row=row, count=sampling.group_size, vocabulary=self._vocabulary, seconds=0.1
-                )  # fmt: skip
-                pieces.append((version, *found))
-            versions = np.repeat([version for version, *_ in pieces], 5).astype(np.int32)
-            ids, logprobs = (np.concatenate([piece[part] for piece in pieces], axis=1) for part in (1, 2))
-            same = {"policy_version": 0, "policy_versions": versions, "group": group, "finish_reason": "stop"}
-            arrays = zip(ids.astype(np.int32), logprobs.astype(np.float32), strict=True)
-            yield [single_turn(prompt, *pair, member=member, **same) for member, pair in enumerate(arrays)]
-
-
 if __name__ == "__main__":
     _serve()
 else:
     from dcmdp_jax.engines.kind import EngineKind
 
     ENGINE = EngineKind("overlapping", OverlappingEngine, precisions=("float32",))
-    INTERRUPTED = EngineKind("interrupted", InterruptedEngine, precisions=("float32",), interrupts=True)

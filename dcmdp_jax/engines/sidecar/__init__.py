@@ -5,9 +5,8 @@ the process runs answers these requests; `wire.PROTOCOL` counts every change of 
 
     start     engine arguments, manifest, segments        -> ready
     push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
-    generate  prompts, seeds, limits, sampling, sleep     -> progress ..., generated, each with what has ended since
+    generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated, each with what has ended since
     score     rows, level of sleep                        -> progress ..., scored
-    interrupt                                             -> the answer of `generate` in flight, its rows cut; else none
     cancel                                                -> cancelled, instead of the answer to a request in flight
     health                                                -> healthy
     close                                                 -> closed, and the process ends

@@ -239,17 +239,6 @@ class Sidecar:
             raise self._broken(f"{op}: answered {received!r}, not {answer!r}")
         return message
 
-    def interrupt(self) -> None:
-        """Have the request in flight answer with what it has; its answer comes as any other.
-
-        Raises:
-            SidecarBroken: if the sidecar does not take it.
-        """
-        try:
-            self._connection.send("interrupt", timeout_s=_CANCEL_S)
-        except (wire.WireError, TimeoutError) as error:
-            raise self._broken(f"interrupt: {error}") from error
-
     def _cancel(self) -> None:
         """End the request in flight, if there is one; its answer is dropped."""
         if self._in_flight is None:

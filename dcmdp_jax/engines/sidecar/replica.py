@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.manifest import differing
-from dcmdp_jax.engines.sidecar.open_rows import OpenRows
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.engines.sidecar.replies import checked_completions, split_columns
+from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.sidecar.supervisor import Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 
@@ -35,7 +34,6 @@ class Replica:
         probe_tolerance: float,
         sleep_level: int,
         routed_experts: bool = False,
-        partial: bool = False,
     ) -> None:
         """Store the arguments.
 
@@ -45,13 +43,10 @@ class Replica:
             probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
             sleep_level: of vLLM's sleep mode, after each call; 0 leaves the engine awake.
             routed_experts: the sidecar was asked for the experts of each token, so it must return them.
-            partial: weights that are published while it samples interrupt it, and sample the rest.
         """
         self.supervisor = supervisor
         self._weights, self._probe_tolerance, self._sleep_level = weights, probe_tolerance, sleep_level
-        self._routed_experts, self._partial = routed_experts, partial
-        self.probed: float | None = None
-        """The probe's difference of the weights that were loaded last, nats."""
+        self._routed_experts = routed_experts
 
     def load(self, publication: Publication) -> Generator[None, None, float | None]:
         """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
@@ -65,10 +60,9 @@ class Replica:
         version, manifest = publication.policy_version, self._weights.bridge.manifest
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
-        with self._weights.read(publication):
-            header, arrays = yield from sidecar.ask(
-                "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed"
-            )
+        header, arrays = yield from sidecar.ask(
+            "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed"
+        )
         checksums = arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
             raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")
@@ -79,11 +73,11 @@ class Replica:
                 )
         if header.get("policy_version") != version:
             raise SidecarBroken(f"weights of version {version}: the sidecar says {header.get('policy_version')}")
-        self.probed = None
+        difference = None
         if publication.probe is not None:
-            self.probed = yield from self._probed(sidecar, publication)
+            difference = yield from self._probed(sidecar, publication)
         sidecar.serial = publication.serial
-        return self.probed
+        return difference
 
     def _probed(self, sidecar: Sidecar, publication: Publication) -> Generator[None, None, float]:
         rows = list(self._weights.probe_ids)
@@ -125,11 +119,10 @@ class Replica:
         """Sample `group_size` completions for each prompt; yield the groups that are complete, or None.
 
         Log-probs depend on batch composition by rounding, so a sidecar that breaks on the way samples all of these
-        prompts again, which gives the same bits; what was yielded is not yielded again. With `partial` it goes on
-        after the last weights that came, and what ended is kept: when they come is chance in any case.
+        prompts again, which gives the same bits; what was yielded is not yielded again.
 
         Args:
-            publication: weights to sample with; with `partial` the newest are taken.
+            publication: weights to sample with.
             prompts: by group, checked token ids.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row `(first_prompt + group) * group_size + member` they determine a
@@ -140,6 +133,8 @@ class Replica:
             ValueError: for a seed or step out of range, at once.
             EngineError: if the sidecar fails again and again.
         """
+        groups, group_size = list(prompts), sampling.group_size
+        count = len(groups) * group_size
         header = {
             "sampling": {
                 "temperature": sampling.temperature,
@@ -149,50 +144,61 @@ class Replica:
             },
             "sleep_level": self._sleep_level,
         }
+        arrays = {
+            "prompt_ids": np.concatenate(list(prompts.values())),
+            "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
+            "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
+            "seeds": request_seeds(
+                seed, step, [(first_prompt + g) * group_size + member for g in groups for member in range(group_size)]
+            ),
+        }
+        version = publication.policy_version
         trust = _Trust()
-        open_rows = OpenRows(prompts, sampling, seed=seed, step=step, first_prompt=first_prompt)
+        delivered: set[int] = set()
 
         def sampled(sidecar: Sidecar) -> Generator[list[Episode] | None, None, None]:
-            if not self._partial:
-                open_rows.begin_again()
-            while open_rows.rows:
-                newest = self._weights.published if self._partial else publication
-                yield from self._ensure(sidecar, newest)
-                yield from self._pieces(sidecar, newest, header, sampling, open_rows, trust)
+            yield from self._ensure(sidecar, publication)
+            rows: set[int] = set()
+            waiting = OpenGroups(group_size)
+            for message in sidecar.stream("generate", header, arrays, answer="generated"):
+                if message is None:
+                    yield None
+                    continue
+                completions = checked_completions(message.arrays, count, sampling, self._weights.config.vocab_size)
+                if message.header.get("policy_version") != version:
+                    raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
+                trust.check([completion.logprobs for completion in completions])
+                if again := [completion.row for completion in completions if completion.row in rows]:
+                    raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
+                rows.update(completion.row for completion in completions)
+                asked = self._routed_experts and completions
+                columns = split_columns(
+                    message.arrays,
+                    [prompts[groups[completion.row // group_size]].size for completion in completions],
+                    [completion.token_ids.size for completion in completions],
+                    {"routed_experts": self._weights.config.routing[:2]} if asked else {},
+                )
+                episodes = waiting.add(
+                    single_turn(
+                        prompts[groups[row // group_size]],
+                        tokens,
+                        logprobs,
+                        policy_version=version,
+                        group=groups[row // group_size],
+                        member=row % group_size,
+                        finish_reason=reason,
+                        **further,
+                    )
+                    for (row, tokens, logprobs, reason), further in zip(completions, columns, strict=True)
+                )
+                fresh = [episode for episode in episodes if episode.group not in delivered]
+                delivered.update(episode.group for episode in fresh)
+                yield fresh
+            if len(rows) < count:
+                raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
             self._fell_asleep(sidecar)
 
         return self.supervisor.run(sampled)
-
-    def _pieces(
-        self, sidecar: Sidecar, publication: Publication, header: Mapping[str, Any], sampling: SamplingParams,
-        open_rows: OpenRows, trust: _Trust,
-    ) -> Generator[list[Episode] | None, None, None]:  # fmt: skip
-        """Sample what is open with one version: to its end, or until newer weights are published."""
-        rows, lengths = open_rows.rows, open_rows.lengths(open_rows.rows)
-        arrays, interrupted = open_rows.request(cut=self._partial), False
-        limits = arrays.get("limits", np.full(len(rows), sampling.max_completion_tokens))
-        for message in sidecar.stream("generate", header, arrays, answer="generated"):
-            if self._partial and not interrupted and self._weights.published is not publication:
-                interrupted = True
-                sidecar.interrupt()
-            if message is None:
-                yield None
-                continue
-            completions = checked_completions(message.arrays, limits, sampling, self._weights.config.vocab_size)
-            if message.header.get("policy_version") != publication.policy_version:
-                raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
-            trust.check([completion.logprobs for completion in completions])
-            asked = self._routed_experts and completions
-            columns = split_columns(
-                message.arrays,
-                [lengths[completion.row] for completion in completions],
-                [completion.token_ids.size for completion in completions],
-                {"routed_experts": self._weights.config.routing[:2]} if asked else {},
-            )
-            yield open_rows.add(rows, completions, columns, publication.policy_version)
-        if open_rows.rows and not interrupted:
-            left = len(rows) - len(open_rows.rows)
-            raise SidecarBroken(f"generate: {left} completions for {len(rows)} requests")
 
     def score(
         self, publication: Publication, rows: Sequence[np.ndarray], starts: Sequence[int], *, temperature: float

@@ -19,7 +19,7 @@ class Completion(NamedTuple):
         row: `prompt * group_size + member`.
         token_ids: [T] int32.
         logprobs: [T] float32 nats.
-        finish_reason: "stop", "length", or "cut": its request was interrupted.
+        finish_reason: "stop" or "length".
     """
 
     row: int
@@ -61,15 +61,9 @@ def split_columns(
 
 
 def checked_completions(
-    arrays: Mapping[str, np.ndarray], limits: np.ndarray, sampling: SamplingParams, vocab_size: int
+    arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
 ) -> list[Completion]:
     """The completions of one frame, after everything about them that can be known was checked; none without arrays.
-
-    Args:
-        arrays: of the frame.
-        limits: [requests] most tokens of each.
-        sampling: what was asked for.
-        vocab_size: ids are below it.
 
     Raises:
         SidecarBroken: saying what can't be right.
@@ -84,13 +78,12 @@ def checked_completions(
         raise SidecarBroken(f"generate: no {error} in the answer") from None
     if not rows.shape == lengths.shape == stopped.shape == (rows.size,) or not rows.size:
         raise SidecarBroken(f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} rows")
-    if rows.min() < 0 or rows.max() >= limits.size or np.unique(rows).size < rows.size:
+    if rows.min() < 0 or rows.max() >= count or np.unique(rows).size < rows.size:
+        raise SidecarBroken(f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {count} requests")
+    if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
         raise SidecarBroken(
-            f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {limits.size} requests"
-        )
-    if lengths.min() < 1 or (lengths > limits[rows]).any():
-        raise SidecarBroken(
-            f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is {limits[rows].max()}"
+            f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
+            f"{sampling.max_completion_tokens}"
         )
     if not tokens.shape == logprobs.shape == (lengths.sum(),):
         raise SidecarBroken(f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}")
@@ -100,9 +93,6 @@ def checked_completions(
     last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
     if not np.array_equal(last_is_stop, stopped.astype(bool)):
         raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
-    cut_short = arrays.get("cut", np.zeros(rows.size, np.uint8))
-    if cut_short.shape != rows.shape or (cut_short.astype(bool) & last_is_stop).any():
-        raise SidecarBroken("generate: what is said to be cut does not fit the completions")
-    reasons = ["stop" if end else "cut" if short else "length" for end, short in zip(stopped, cut_short, strict=True)]
+    reasons = ["stop" if end else "length" for end in stopped]
     cut = np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
     return [Completion(*parts) for parts in zip(rows.tolist(), *cut, reasons, strict=True)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -66,7 +63,7 @@ class SharedWeights:
         self.probe_ids = probe_ids(config.vocab_size, max_total_tokens)
         self.published: Publication | None = None
         """The newest, or None before the first."""
-        self._serial, self._reading, self._changed = 0, [], threading.Condition()
+        self._serial = 0
         first = Segment("dcmdp-weights-0", self.num_bytes)
         try:
             self.segments: tuple[Segment, ...] = (first, Segment("dcmdp-weights-1", self.num_bytes))
@@ -87,23 +84,6 @@ class SharedWeights:
         self._serial = serial
         self.published = Publication(serial, policy_version, checksums, probe)
         return self.published
-
-    @contextlib.contextmanager
-    def read(self, publication: Publication) -> Iterator[None]:
-        """While a sidecar loads it; `wait_until_free` returns after that."""
-        with self._changed:
-            self._reading.append(publication.serial)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reading.remove(publication.serial)
-                self._changed.notify_all()
-
-    def wait_until_free(self) -> None:
-        """Wait until no sidecar loads from the segment that `publish` writes next. Another thread has to ask them."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._serial - 1 not in self._reading)
 
     def close(self) -> None:
         """Free the shared memory. Safe to call twice."""

@@ -82,7 +82,6 @@ ENGINE = EngineKind(
     quantized_compute="bfloat16",
     temperatures=TEMPERATURES,
     routes=True,
-    interrupts=True,
     check_lag=_check_lag,
     check_settings=_check_settings,
     check_machine=later("dcmdp_jax.engines.vllm.launch:check_machine"),

@@ -60,7 +60,6 @@ class VllmEngine:
         max_rows: int,
         probe: Probe | None,
         routed_experts: bool = False,
-        partial: bool = False,
         script: Path = SCRIPT,
     ) -> None:
         """Check everything, then start vLLM and wait until it is ready (seconds on CPU, a minute on a GPU).
@@ -77,7 +76,6 @@ class VllmEngine:
             max_rows: completions in flight, of all replicas together; more wait in vLLM's queues.
             probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
             routed_experts: return the experts of each token with the episodes (column `routed_experts`).
-            partial: weights that are published while it samples interrupt it, and sample the rest of each completion.
             script: the sidecar.
 
         Raises:
@@ -90,7 +88,7 @@ class VllmEngine:
         cpu = platform == "cpu"
         self.config = config
         self.precision = precision
-        self.max_total_tokens, self._partial = max_total_tokens, partial
+        self.max_total_tokens = max_total_tokens
         if cpu and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
         if platform == "tpu":
@@ -131,7 +129,7 @@ class VllmEngine:
                 self._replicas.append(
                     Replica(
                         self._supervisor(one, settings.max_restarts), self._weights, probe_tolerance=tolerance,
-                        sleep_level=settings.sleep, routed_experts=routed_experts, partial=partial,
+                        sleep_level=settings.sleep, routed_experts=routed_experts,
                     )
                 )  # fmt: skip
             gathered([replica.supervisor.started() for replica in self._replicas])
@@ -153,26 +151,16 @@ class VllmEngine:
         """Version of the weights last published; None before."""
         return None if self._weights.published is None else self._weights.published.policy_version
 
-    def publish_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+    def publish_weights(self, params: Params, policy_version: int) -> None:
         """Write the parameters into the free half of the double buffer; the next call has the engine load them.
 
         Disturbs no call in progress: that one ends with the weights it began with, even if its sidecar has to be
         started again. That is one call's worth of room: publish again only when it has ended.
 
-        With `partial` a call in progress in another thread is interrupted: it loads them, proven as by `push_weights`,
-        and goes on with the tokens that it has, their key-value cache computed again. There is room at any time.
-
-        Returns:
-            With `partial`, "mismatch/probe" of the weights that were loaded last, which are older ones.
-
         Raises:
             ValueError: for parameters that are not those of the model.
         """
-        if self._partial:
-            self._weights.wait_until_free()
         self._weights.publish(params, policy_version)
-        probed = [replica.probed for replica in self._replicas if replica.probed is not None]
-        return {"mismatch/probe": max(probed)} if self._partial and probed else {}
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Publish the parameters and have each replica load them; return when they are proven to be in use.
@@ -299,6 +287,5 @@ def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode
 
 def build(arguments: EngineArguments) -> VllmEngine:
     """The engine of `kind.EngineKind`."""
-    same = {"directory": arguments.directory, "probe": arguments.probe(), "partial": arguments.partial}
-    same |= arguments.common
+    same = {"directory": arguments.directory, "probe": arguments.probe(), **arguments.common}
     return VllmEngine(arguments.model, arguments.settings, **same)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib.util
 import os
 import select
@@ -20,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,6 @@ class EngineHost:
         self.vllm_version = vllm.__version__
         self._requests = 0
         self._asleep: set[str] = set()
-        self.called: Callable[[], bool] = lambda: False
-        """Whether the trainer has something to say: a request in progress lets it speak then."""
-        self.interrupted = False
-        """Set while a request of `generate` is in progress: it ends with what was sampled so far."""
         self._try_out()
 
     def _try_out(self) -> None:
@@ -149,34 +144,29 @@ class EngineHost:
     def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
         """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
-        Yields what has ended since; returns the rest. With `limits`, each row's own, it can be interrupted: the rows
-        that have not ended come last, cut where they are.
+        Yields what has ended since; returns the rest.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-
-        limits = arrays.get("limits")
-        of_row = [{}] * arrays["seeds"].size if limits is None else [{"max_tokens": each} for each in limits.tolist()]
 
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
         if self._tpu:
             self.llm.collective_rpc("dcmdp_seed", args=(int(arrays["seeds"][0]) % 2**32,))
         params = [
             SamplingParams(
-                **fields["sampling"] | limit,
+                **fields["sampling"],
                 # vLLM on a TPU refuses a seed.
                 seed=None if self._tpu else seed,
                 logprobs=0,
                 flat_logprobs=True,
                 ignore_eos=True,
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY if limits is None else RequestOutputKind.DELTA,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            for seed, limit in zip(arrays["seeds"].tolist(), of_row, strict=True)
+            for seed in arrays["seeds"].tolist()
         ]
         with self._routing.recorded(self.llm):
-            rows = [prompts[index] for index in arrays["prompt_of_row"].tolist()]
-            for ended in self._run(rows, params, grown={} if limits is not None else None):
+            for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
                 yield _completions(ended) | self._routing.arrays(self.llm, list(ended.values()))
         self._sleep(fields["sleep_level"])
         return {}
@@ -209,13 +199,10 @@ class EngineHost:
         self._sleep(fields["sleep_level"])
         return {"logprobs": np.concatenate(scored)}
 
-    def _run(
-        self, prompts: list[list[int]], params: list[Any], *, grown: dict[int, _Grown] | None = None
-    ) -> Generator[dict[int, Any], None, None]:
+    def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
         """Run all requests; yield, twice a second and at the end, the outputs of those that have ended, by place.
 
-        Closed, it aborts the others. A refused one leaves none of the others behind. With `grown` the outputs come in
-        pieces, which it collects, and those cut short by `interrupted` are the last.
+        Closed, it aborts the others. A refused one leaves none of the others behind.
         """
         if self.version is None:
             raise Refused("no weights were pushed")
@@ -235,54 +222,29 @@ class EngineHost:
         try:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
-                    if grown is not None and output.outputs[0].token_ids:
-                        grown.setdefault(places[output.request_id], _Grown()).add(output.outputs[0])
                     if output.finished:
-                        place = places.pop(output.request_id)
-                        ended[place] = output if grown is None else grown.pop(place)
-                if (now := time.monotonic()) - reported > _PROGRESS_S or self.called():
+                        ended[places.pop(output.request_id)] = output
+                if (now := time.monotonic()) - reported > _PROGRESS_S:
                     reported = now
                     yield ended
                     ended = {}
-                if self.interrupted and grown is not None:
-                    ended |= grown
-                    break
             yield ended
         finally:
             if places:
                 self.engine.abort_request(list(places))
 
 
-class _Grown:
-    """What vLLM gave of a completion, piece by piece or whole."""
-
-    def __init__(self, *pieces: Any) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish_reason: str | None = None
-        for piece in pieces:
-            self.add(piece)
-
-    def add(self, piece: Any) -> None:
-        """Append a piece."""
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs.logprobs
-        self.finish_reason = piece.finish_reason
-
-
 def _completions(outputs: dict[int, Any]) -> dict[str, np.ndarray]:
-    """The arrays of completions that have ended, or were cut, by row; none where there are none."""
+    """The arrays of completions that have ended, by row; none where there are none."""
     if not outputs:
         return {}
-    completions = [each if isinstance(each, _Grown) else _Grown(each.outputs[0]) for each in outputs.values()]
-    cut = [c.finish_reason is None for c in completions]
+    completions = [output.outputs[0] for output in outputs.values()]
     return {
         "rows": np.array(list(outputs), np.int32),
         "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
-        "logprobs": np.concatenate([np.asarray(c.logprobs, np.float32) for c in completions]),
+        "logprobs": np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions]),
         "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
-        **({"cut": np.array(cut, np.uint8)} if any(cut) else {}),
     }
 
 
@@ -337,11 +299,8 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
                     "pushed", {"policy_version": host.version, "seconds": time.monotonic() - began}, {"checksums": sums}
                 )
             elif op in ("generate", "score"):
-                host.interrupted = False
                 parts = host.generate(header, arrays) if op == "generate" else host.score(header, arrays)
-                _send_parts(connection, parts, "generated" if op == "generate" else "scored", host)
-            elif op == "interrupt":
-                pass  # its request was answered in the meantime
+                _send_parts(connection, parts, "generated" if op == "generate" else "scored", host.version)
             elif op == "cancel":
                 # Its request was answered in the meantime.
                 connection.send("cancelled")
@@ -358,13 +317,12 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
             connection.send("refused", {"message": str(error)})
 
 
-def _send_parts(connection: wire.Connection, parts: _Parts, done: str, host: EngineHost) -> None:
-    """Send what a request yields as progress, then its answer; or end it early where the trainer says so."""
-    version = host.version  # an engine that sleeps before it answers may have none by then
+def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_version: int | None) -> None:
+    """Send what a request yields as progress, then its answer; or cancel it where the trainer says so."""
 
     def send(op: str, arrays: dict[str, np.ndarray]) -> None:
         share = sum(array.nbytes for array in arrays.values()) > _INLINE_BYTES
-        connection.send(op, {"policy_version": version}, arrays, share=share)
+        connection.send(op, {"policy_version": policy_version}, arrays, share=share)
 
     while True:
         try:
@@ -373,22 +331,13 @@ def _send_parts(connection: wire.Connection, parts: _Parts, done: str, host: Eng
             send(done, end.value)
             return
         send("progress", arrays)
-        if not _has_sent(connection):
-            continue
-        # Else it is the end of the file, or a trainer that lost count.
-        op = connection.receive(timeout_s=0.1).header["op"]
-        if op == "interrupt":
-            host.interrupted = True
-        elif op == "cancel":
+        if select.select([connection], [], [], 0)[0]:
+            # Else it is the end of the file, or a trainer that lost count.
+            if connection.receive(timeout_s=0.1).header["op"] != "cancel":
+                raise wire.WireError("a frame before the last one was answered")
             parts.close()
             connection.send("cancelled")
             return
-        else:
-            raise wire.WireError("a frame before the last one was answered")
-
-
-def _has_sent(connection: wire.Connection) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
 
 
 def main() -> None:
@@ -406,7 +355,6 @@ def main() -> None:
         if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
             raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
         host = EngineHost(header)
-        host.called = functools.partial(_has_sent, connection)
         _clear_names()
         connection.send("ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()})
         _serve(connection, host)
