@@ -119,8 +119,9 @@ class AlgorithmSettings:
         "train",
         "Denominator of the importance ratio. train: the training stack. rollout: the inference engine. bypass: the "
         "inference engine, and p_train is not recomputed for mini-batches after the first, whose discrepancy then is "
-        "that of the weights now. proximal: the training stack at the start of the step, and a token weighs by what "
-        "the policy moved since it was sampled (rollout.lag; decoupled objective, docs/overlap.md).",
+        "that of the weights now (with rollout.lag it is recomputed, for the staleness). proximal: the training stack "
+        "at the start of the step, and a token weighs by what the policy moved since it was sampled (rollout.lag; "
+        "decoupled objective, docs/overlap.md).",
         source="paper: not stated; docs/algorithm.md", choices=("train", "rollout", "bypass", "proximal"),
     )  # fmt: skip
     corrections: str = setting(

@@ -129,7 +129,7 @@ _TABLE = (
     Metric("environment/done_fraction", "fraction", "completions that the environment ended, not a limit"),
     Metric("optimizer/grad_norm", "norm", "global gradient norm before clipping"),
     Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
-    Metric("optimizer/skipped_updates", "updates", "updates skipped because the gradient was not finite"),
+    Metric("optimizer/skipped_updates", "updates", "updates skipped: gradient, loss or advantage not finite"),
     Metric("optimizer/skipped_in_row", "updates", "skipped updates since the last that was made"),
     Metric("optimizer/skipped_share", "fraction", "skipped updates among those of the last 20 steps"),
     Metric("optimizer/loss_scale", "1", "factor of the loss against underflow of float16 gradients"),

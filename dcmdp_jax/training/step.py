@@ -195,9 +195,10 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, Metrics]]:
     """Compile one training step; the state is donated.
 
-    An update whose gradient norm is not finite leaves parameters and optimizer as they were and is counted in
-    `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The dual update of that step still happens, unless the
-    mean discrepancy is itself not finite.
+    An update whose gradient norm, loss or advantages are not finite leaves parameters and optimizer as they were and is
+    counted in `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The norm alone would let a NaN advantage
+    pass whose ratio is held at its clamp: the gradient there is 0. The dual update of that step still happens, unless
+    the mean discrepancy is itself not finite.
 
     Args:
         row_logprobs: from `make_row_logprobs`, for this mesh.
@@ -282,7 +283,8 @@ def _train_step(
         values = {"policy/loss": Mean(sums.loss.value(), total_weight).value()}
         if constants.terms is not None:
             values |= term_metrics(settings, constants.terms, sums.surrogate.value(), sums.kl.value())
-        learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight, values)
+        finite = jnp.isfinite(sums.loss.value()) & jnp.all(jnp.isfinite(jnp.where(weights > 0, advantages, 0.0)))
+        learner, applied = _apply(parts, learner, sums.gradient.value(), total_weight, values, finite)
         return learner, (sums.statistics | applied, sums.router.value(), signals, advantages)
 
     first = jnp.arange(len(batch.rewards)) == 0
@@ -328,13 +330,15 @@ def _recompute(parts: _Parts, params: Params, batch: Batch) -> OldOutputs:
 
     None for each bucket if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
     Charges that look at the whole batch first need all, unless the rows have p^Train of the weights that sampled them.
+    "bypass" leaves them out where they would be the old log-probs; of rows that lag they are the policy's staleness.
     """
     nothing = (None,) * len(batch.rows)
     if parts.settings.level == "state":
         outputs = batch_logprobs(params, batch, parts.row_logprobs, parts.mesh, entropy=True)
         return OldOutputs(*zip(*outputs, strict=True))
     if not parts.always_recompute and (parts.settings.level not in NEEDS_OLD_LOGPROBS or lags(batch.rows)):
-        if len(batch.rewards) == 1 or parts.settings.ratio_denominator == "bypass":
+        bypass = parts.settings.ratio_denominator == "bypass" and not lags(batch.rows)
+        if len(batch.rewards) == 1 or bypass:
             return OldOutputs(nothing, nothing)
         batch = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0))
     return OldOutputs(batch_logprobs(params, batch, parts.row_logprobs, parts.mesh), nothing)
@@ -430,12 +434,15 @@ def _objective(
 
 
 def _apply(
-    parts: _Parts, learner: _Learner, gradient: Params, total_weight: jax.Array, values: Metrics
+    parts: _Parts, learner: _Learner, gradient: Params, total_weight: jax.Array, values: Metrics, finite: jax.Array
 ) -> tuple[_Learner, dict[str, Statistic]]:
-    """One optimizer update by gradient / total_weight; none if that is not finite. `values` are of updates made."""
+    """One optimizer update by gradient / total_weight; none if that is not finite, or `finite` is false.
+
+    `values` are of updates made.
+    """
     scale = jnp.where(total_weight > 0, total_weight, 1.0)
     grad_norm = _norm(gradient) / scale
-    finite = jnp.isfinite(grad_norm)
+    finite &= jnp.isfinite(grad_norm)
 
     def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
         grads = jax.tree.map(lambda g, p: (g / scale).astype(p.dtype), gradient, params)

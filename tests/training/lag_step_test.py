@@ -150,6 +150,22 @@ def test_both_parts_are_those_computed_by_hand(
     assert float(metrics["policy/ratio_max"]) > 1.5
 
 
+@pytest.mark.parametrize("denominator", ["bypass", "rollout"])
+def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denominator: str) -> None:
+    """Four updates move the policy far; "now" is the policy before the first of them for the tokens of all four."""
+    rollout, _ = step_test._rollout()
+    then, now = (_by_hand(step_test._params(seed), step_test.MODEL, rollout) for seed in (OLDER, NOW))
+    engine = (then + np.random.default_rng(3).normal(0, 0.05, len(then))).astype(np.float32)
+    settings = dataclasses.replace(step_test.ALGORITHM, ratio_denominator=denominator)
+    state, metrics = _lagged_step(step_test.MODEL, _sampled(engine), mini_batches=4, settings=settings)
+    after = _by_hand(jax.tree.map(np.asarray, state.params), step_test.MODEL, rollout)
+    assert np.abs(after - now).mean() > 0.05
+    for name, values in {"staleness": now - then, "gap": now - engine}.items():
+        found = [float(metrics[f"{name}/log_ratio_{each}"]) for each in ("mean", "abs_mean", "max")]
+        expected = [values.mean(), np.abs(values).mean(), np.abs(values).max()]
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), name
+
+
 def test_lambda_stays_where_only_the_policy_moved() -> None:
     """The engine agrees with the older weights to the last bit: no discrepancy, and lambda falls by eta c alone."""
     rollout, rewards = step_test._rollout()

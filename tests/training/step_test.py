@@ -654,6 +654,24 @@ def test_update_that_is_not_finite_is_skipped_and_counted():
     jax.tree.map(np.testing.assert_array_equal, state.params, _params())
 
 
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
+def test_nan_advantage_beyond_the_clamp_skips_the_update(aggregation):
+    # Its tokens are further than 20 nats from the engine: the ratio is held, their gradient 0, and the norm finite.
+    rollout, rewards = _rollout()
+    for logprobs in rollout.rollout_logprobs[GROUP : 2 * GROUP]:
+        logprobs[:] = -60.0
+    rewards[GROUP] = np.nan
+    settings = dataclasses.replace(ALGORITHM, ratio_denominator="rollout", aggregation=aggregation)
+    state, history, _ = _run(settings=settings, rollout=(rollout, rewards), mini_batches=1)
+    assert history[0]["optimizer/skipped_updates"] == 1 and state.skipped_in_row == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, _params())
+    # Of two mini-batches the sound one is made, and its loss alone is recorded.
+    state, history, _ = _run(settings=settings, rollout=(rollout, rewards), mini_batches=2)
+    assert history[0]["optimizer/skipped_updates"] == 1 and state.skipped_in_row == 0
+    assert np.isfinite(history[0]["policy/loss"]) and history[0]["policy/loss"] != 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
 def test_mini_batch_without_completions_still_moves_parameters_by_momentum():
     # The second of two mini-batches is all truncated and left out of the loss: gradient 0. Adam then has
     # mu = 0.9 m1, nu = 0.95 n1 and count 2, so the update is -lr (0.9 m1 / (1 - 0.9^2)) / (sqrt(...) + 1), not 0.
