@@ -12,9 +12,10 @@ from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.data.prompts import load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
-from dcmdp_jax.lab.mismatch.columns import Columns
+from dcmdp_jax.lab.mismatch.columns import Columns, LeftOut
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
 from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_run
+from dcmdp_jax.lab.mismatch.page import LEFT_OUT
 from dcmdp_jax.lab.mismatch.recording import read_recording
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.observe.metrics_io import read_metrics
@@ -71,7 +72,8 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     columns = {name: value for name in _column_options() if (value := getattr(arguments, f"{name}_column"))}
     if columns != {"token": _TOKEN_COLUMN}:
         return title, [_by_columns(arguments, paths)]
-    files = find_files(paths)
+    left_out = LeftOut()
+    files = find_files(paths, left_out)
     framework = files[0].framework
     if arguments.format not in ("auto", framework):
         raise UserError(
@@ -80,15 +82,15 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     run = _own_run(files)
     metrics = read_metrics(run) if run else None
     found = read_run(
-        files, max_tokens=arguments.max_tokens, allow_gaps=arguments.allow_gaps, tolerance=arguments.tolerance,
-        metrics=metrics,
+        files, left_out, max_tokens=arguments.max_tokens, allow_gaps=arguments.allow_gaps,
+        tolerance=arguments.tolerance, metrics=metrics,
     )  # fmt: skip
     names = format_of(framework).columns
     source = {
         "recording": paths[0] if len(paths) == 1 else f"{len(paths)} paths",
         "format": f"{framework} ({format_of(framework).writer})",
         "training stack": names.train, "engine": names.rollout,
-        "files": f"{found.files:,}", "rows": _rows(found.rows, found.kept_every),
+        "files": f"{found.files:,}", "rows": _rows(found.rows, found.kept_every), **_said(left_out),
     }  # fmt: skip
     name = framework if len(files) > 1 else f"{framework} {files[0].path.stem}"
     measured = Measured(name, source, found.pairs, _text(arguments.tokenizer), over_training=found.over_training)
@@ -128,9 +130,13 @@ def _by_columns(arguments: argparse.Namespace, paths: list[str]) -> Measured:
     recording = read_recording(path, columns, max_tokens=arguments.max_tokens)
     source = {
         "recording": paths[0], "training stack": columns.train, "engine": columns.rollout,
-        "rows": _rows(recording.rows, recording.kept_every),
+        "rows": _rows(recording.rows, recording.kept_every), **_said(recording.left_out),
     }  # fmt: skip
     return Measured(path.stem, source, recording.pairs, _text(arguments.tokenizer))
+
+
+def _said(left_out: LeftOut) -> dict[str, str]:
+    return {LEFT_OUT: str(left_out)} if str(left_out) else {}
 
 
 def _rows(rows: int, kept_every: int) -> str:

@@ -20,7 +20,7 @@ from dcmdp_jax.commands.arguments import output_file, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.prompts import load_tokenizer
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.columns import checked_row
+from dcmdp_jax.lab.mismatch.columns import LeftOut, checked_row
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
 from dcmdp_jax.observe import jsonl
@@ -88,9 +88,10 @@ def _samples(path: Path, label: str | None) -> Iterator[Completion]:
 
 
 def _recorded(paths: list[str], label: str | None, word: Callable[[int], str]) -> Iterator[Completion]:
-    for file in find_files(paths):
-        for number, (place, source, columns, cells) in enumerate(rows_of(file)):
-            row = checked_row(f"{file.path}, row {number}", cells, columns)
+    left_out = LeftOut()
+    for file in find_files(paths, left_out):
+        for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
+            row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
             if not len(row["token"]):
                 continue
             prompt = cells.get("prompt_id")
@@ -102,6 +103,8 @@ def _recorded(paths: list[str], label: str | None, word: Callable[[int], str]) -
                 reward=_number(cells.get(columns.reward or "reward")),
                 advantage=_number(row["advantage"]) if "advantage" in row else None,
             )  # fmt: skip
+    if said := left_out.after("left out: "):
+        print(said)
 
 
 def _kept(completions: Iterator[Completion], most: int) -> Iterator[Completion]:

@@ -212,10 +212,11 @@ def test_an_engine_without_logprobs_is_refused(tmp_path):
 
 
 def test_the_probe_reads_what_the_trainer_recorded(run):
+    from dcmdp_jax.lab.mismatch.columns import LeftOut
     from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
 
     path, _, batches = run
-    found = read_run(find_files([str(path / "recordings")]), max_tokens=10**6)
+    found = read_run(find_files([str(path / "recordings")], LeftOut()), LeftOut(), max_tokens=10**6)
     assert found.framework == "trl" and [step.step for step in found.over_training.steps] == list(range(STEPS))
     for step, batch in zip(found.over_training.steps, batches, strict=True):
         mask = batch["completion_mask"].astype(bool)

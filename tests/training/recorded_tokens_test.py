@@ -11,6 +11,7 @@ import pytest
 
 from dcmdp_jax.commands import probe
 from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.lab.mismatch.columns import LeftOut
 from dcmdp_jax.lab.mismatch.over_training import AGREEMENT, find_files, read_run
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.training.step_rollout import _by_completion
@@ -57,7 +58,7 @@ def _recorded(run, step):
 
 def test_the_recorded_tokens_give_the_runs_own_metrics(run):
     metrics = read_metrics(run)
-    found = read_run(find_files([str(run)]), max_tokens=10**7, metrics=metrics)
+    found = read_run(find_files([str(run)], LeftOut()), LeftOut(), max_tokens=10**7, metrics=metrics)
     names = {
         "discrepancy/mean": "mean", "discrepancy/max": "max", "discrepancy/p50": "p50", "discrepancy/p99": "p99",
         "mismatch/k1": "k1", "mismatch/k3": "k3", "mismatch/pearson": "pearson",
@@ -148,7 +149,7 @@ def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_
     plain = _train(run_environment, tmp_path / "b", exact, "--config.observe.rollouts_every_steps=0")
     assert not (plain / "rollouts").exists()
     assert sorted(path.name for path in (recorded / "rollouts").iterdir()) == ["step_1.parquet", "step_3.parquet"]
-    found = read_run(find_files([str(recorded / "rollouts")]), max_tokens=10**7)
+    found = read_run(find_files([str(recorded / "rollouts")], LeftOut()), LeftOut(), max_tokens=10**7)
     assert found.pairs.discrepancy.max() == 0 and np.exp(found.pairs.train_logprobs).std() > 0.01
     a, b = read_metrics(recorded), read_metrics(plain)
     for name in a:

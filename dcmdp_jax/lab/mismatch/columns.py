@@ -73,13 +73,41 @@ def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> N
             )
 
 
-def checked_row(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
+@dataclasses.dataclass
+class LeftOut:
+    """What a recording holds and nobody reads: counted, and said in one line.
+
+    Attributes:
+        tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
+        unfinished: files that end in the middle of a line or of a step, with the place.
+    """
+
+    tokens: int = 0
+    unfinished: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        said = [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"] if self.tokens else []
+        if self.unfinished:
+            more = f" and {len(self.unfinished) - 1} more" * (len(self.unfinished) > 1)
+            said.append(f"what is cut or incomplete, as by a job that is still writing: {self.unfinished[0]}{more}")
+        return "; ".join(said)
+
+    def after(self, words: str) -> str:
+        """These words and what was left out, or nothing if nothing was."""
+        return f"{words}{self}" if str(self) else ""
+
+
+def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: LeftOut) -> dict[str, np.ndarray]:
     """The sampled tokens of a row as arrays, each cell checked.
+
+    A token without a finite log-prob on either side is left out: an engine reports none for some tokens, and writers
+    of JSON make null of NaN. So is one without an entropy, unless the row has none at all.
 
     Args:
         where: file and row, for errors.
         cells: by column name.
         columns: names of the columns.
+        left_out: counts the tokens that are left out.
 
     Returns:
         Kind of column -> values: [n] int32 or float32 of the n sampled tokens, [] of the completion.
@@ -93,6 +121,11 @@ def checked_row(where: str, cells: dict[str, Any], columns: Columns) -> dict[str
         mask = row.pop("mask")
         _refuse(f"{where}: {columns.mask}", mask, (mask != 0) & (mask != 1), "a mask is 1 on sampled tokens, else 0")
         sampled = mask == 1
+    if "entropy" in row and np.isnan(row["entropy"][sampled]).all():
+        del row["entropy"]
+    finite = np.all([np.isfinite(row[kind]) for kind in ("train", "rollout", "entropy") if kind in row], axis=0)
+    left_out.tokens += int((sampled & ~finite).sum())
+    sampled &= finite
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     return row | _of_completion(where, cells, columns)

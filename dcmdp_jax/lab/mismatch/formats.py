@@ -17,11 +17,11 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
-from dcmdp_jax.lab.mismatch.columns import Columns
-from dcmdp_jax.lab.mismatch.recording import column_names, read_rows
+from dcmdp_jax.lab.mismatch.columns import Columns, LeftOut
+from dcmdp_jax.lab.mismatch.recording import UnreadableError, column_names, read_rows, suffix_of
 from dcmdp_jax.process_memory import show_torch
 
-_SUFFIXES = (".jsonl", ".parquet", ".pt")
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Format:
     """A framework's recording.
 
     Attributes:
-        patterns: globs of its files, at any depth below a directory.
+        patterns: globs of its files, at any depth below a directory; those of JSON lines may also be compressed.
         keys: columns that tell it from the others; each row has them.
         columns: names of the columns that it always has.
         optional: kind of column -> name, used where a row has it.
@@ -66,25 +66,31 @@ class RecordedFile:
     place: Place
 
 
-def identify(path: Path) -> RecordedFile | None:
+def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     """The framework that wrote a file, by the names of its columns; None if there is no row in it.
 
     Raises:
         UserError: with the keys found and the formats tried, if none knows them, or the file is not readable.
     """
-    found = _keys(path)
+    found = _keys(path, left_out)
     if not found:
         return None
     for name, each in FORMATS.items():
         if each.keys <= set(found):
-            row = next(_file_rows(path, each, first=1), None)
+            row = next(_file_rows(path, each, left_out, first=1), None)
             if row is None:
                 return None
             framework = str(row["framework"]) if name == "recorder" else name
             return RecordedFile(path, framework, each.place(path, row))
+    keys = shorten_name(", ".join(map(str, found)))
+    if path.suffix != ".pt" and not any(word in str(name).lower() for name in found for word in ("token", "log")):
+        raise UserError(
+            f"{path}: text without log-probs. Keys found: {keys}. verl, TRL and SkyRL write none by themselves: record "
+            "both with dcmdp_jax.record in the trainer's process (docs/probe.md), then probe that recording"
+        )
     tried = "; ".join(f"{name} ({', '.join(sorted(each.keys))})" for name, each in FORMATS.items())
     raise UserError(
-        f"{path}: no format knows it. Keys found: {shorten_name(', '.join(map(str, found)))}. Formats tried: {tried}. "
+        f"{path}: no format knows it. Keys found: {keys}. Formats tried: {tried}. "
         "Columns of other names are given by --train-column, --rollout-column and so on"
     )
 
@@ -94,10 +100,10 @@ def format_of(framework: str) -> Format:
     return FORMATS.get(framework, FORMATS["recorder"])
 
 
-def rows_of(file: RecordedFile) -> Iterator[tuple[Place, str | None, Columns, dict[str, Any]]]:
+def rows_of(file: RecordedFile, left_out: LeftOut) -> Iterator[tuple[Place, str | None, Columns, dict[str, Any]]]:
     """Place, source, columns and cells of each row of a file; the columns name what this row has."""
     each = format_of(file.framework)
-    for row in _file_rows(file.path, each):
+    for row in _file_rows(file.path, each, left_out):
         place, source = each.place(file.path, row), row.get(each.source) if each.source else None
         each.prepare(row)
         given = {kind: name for kind, name in each.optional.items() if row.get(name) is not None}
@@ -106,7 +112,9 @@ def rows_of(file: RecordedFile) -> Iterator[tuple[Place, str | None, Columns, di
 
 def files_below(directory: Path) -> list[Path]:
     """The recorded files at any depth below a directory: those that a format's pattern names, else all that may be."""
-    for patterns in (sum((each.patterns for each in FORMATS.values()), ()), [f"*{suffix}" for suffix in _SUFFIXES]):
+    known = [pattern for each in FORMATS.values() for pattern in each.patterns]
+    known += [f"{pattern}.gz" for pattern in known if pattern.endswith(".jsonl")]
+    for patterns in (known, [f"*{suffix}" for suffix in _SUFFIXES]):
         found = {path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()}
         if found:
             return sorted(found)
@@ -122,25 +130,25 @@ def _source_name(source: Any) -> str | None:
     return None if source is None else str(source)
 
 
-def _keys(path: Path) -> list[str]:
+def _keys(path: Path, left_out: LeftOut) -> list[str]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
         samples = payload.get("samples") if isinstance(payload, dict) else None
         inner = list(samples[0]) if isinstance(samples, list) and samples and isinstance(samples[0], dict) else []
         return [*payload, *inner] if isinstance(payload, dict) else [type(payload).__name__]
-    if path.suffix not in _SUFFIXES:
-        raise UserError(f"{path}: a recording is a .jsonl, .parquet or .pt file, a directory, or a glob of these")
-    return column_names(path)
+    if suffix_of(path) not in _SUFFIXES:
+        raise UserError(f"{path}: a recording is a {', '.join(_SUFFIXES)} file, a directory, or a glob of these")
+    return column_names(path, left_out)
 
 
-def _file_rows(path: Path, each: Format, *, first: int | None = None) -> Iterator[dict[str, Any]]:
+def _file_rows(path: Path, each: Format, left_out: LeftOut, *, first: int | None = None) -> Iterator[dict[str, Any]]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
         for sample in payload["samples"][:first]:
             yield {**sample, "rollout_id": payload.get("rollout_id")}
         return
     optional = [*each.optional.values(), *filter(None, (each.source,)), *_ALSO]
-    yield from read_rows(path, each.columns.options(), optional, first=first)
+    yield from read_rows(path, each.columns.options(), optional, left_out=left_out, first=first)
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,7 +163,7 @@ def _load_torch(path: Path) -> Any:
         # Tensors and plain values alone: nothing in the file is executed.
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler does
-        raise UserError(f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})") from None
+        raise UnreadableError(f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})") from None
 
 
 _ALSO = ("reward", "prompt_id", "step", "rank", "framework", "export_step")
@@ -175,7 +183,7 @@ def _named(pattern: str) -> Callable[[Path, Mapping[str, Any]], Place]:
 
 def _in_row(path: Path, row: Mapping[str, Any]) -> Place:
     """The step and rank from the row, where its directory does not say them."""
-    named = re.search(r"step_(\d+)/rank_(\d+)\.jsonl$", path.as_posix())
+    named = re.search(r"step_(\d+)/rank_(\d+)\.jsonl", path.as_posix())
     if named:
         return Place(int(named[1]), int(named[2]))
     values = [row.get(name) for name in ("step", "rank")]
@@ -237,7 +245,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType({
         columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
         optional={"advantage": "advantages"},
         source="agent_ref",
-        place=_named(r"step(\d+)\.jsonl$"),
+        place=_named(r"step(\d+)\.jsonl"),
         prepare=_nemo_row,
         writer="NeMo-RL, train_data_step*.jsonl of its log directory",
     ),

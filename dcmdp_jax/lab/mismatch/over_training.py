@@ -11,10 +11,10 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
-from dcmdp_jax.lab.mismatch.columns import check_whole, checked_row
+from dcmdp_jax.lab.mismatch.columns import LeftOut, check_whole, checked_row
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
-from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, pairs_of
+from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, UnreadableError, pairs_of
 from dcmdp_jax.lab.mismatch.statistics import Statistics, measure
 from dcmdp_jax.lab.mismatch.tolerance import recommend
 from dcmdp_jax.observe.alarms import Alarm, Series, alarms
@@ -97,11 +97,12 @@ class RecordedRun:
     over_training: OverTraining | None
 
 
-def find_files(paths: Sequence[str]) -> list[RecordedFile]:
+def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
     """The recorded files of paths, in the order of steps and ranks.
 
     Args:
         paths: files, directories, which are searched at any depth, and globs.
+        left_out: is told of the newest file of several if it is not readable: it may still be written.
 
     Raises:
         UserError: in one line, if there is none, no format knows one of them (with its keys and the formats tried), or
@@ -124,17 +125,26 @@ def find_files(paths: Sequence[str]) -> list[RecordedFile]:
             files = sum((files_below(each) if each.is_dir() else [each] for each in files), [])
             if not files:
                 raise FileNotFoundError(2, "No such file or directory", text)
+        newest = max(files, key=lambda each: each.stat().st_mtime) if len(files) > 1 else None
         for each in files:
-            if (one := identify(each)) is not None:
+            try:
+                one = identify(each, left_out)
+            except UnreadableError:
+                if each != newest:
+                    raise
+                left_out.unfinished.append(str(each))
+                continue
+            if one is not None:
                 found.setdefault(each.resolve(), one)
     if not found:
-        raise UserError(f"{shorten_name(', '.join(paths))}: no row in any file")
+        raise UserError(f"{shorten_name(', '.join(paths))}: no row in any file{left_out.after('; left out: ')}")
     _refuse_mixed(list(found.values()))
     return sorted(found.values(), key=lambda each: (_number(each.place.step), _number(each.place.rank), each.path))
 
 
 def read_run(
     files: Sequence[RecordedFile],
+    left_out: LeftOut,
     *,
     max_tokens: int,
     allow_gaps: bool = False,
@@ -145,6 +155,7 @@ def read_run(
 
     Args:
         files: from `find_files`.
+        left_out: is told what is not read. Ranks that the last step still lacks are.
         max_tokens: tokens to keep at most.
         allow_gaps: go on where steps or ranks are missing in the middle.
         tolerance: c for the alarms; None: the run's own, else the one recommended for the first steps.
@@ -154,13 +165,13 @@ def read_run(
         UserError: in one line, if a step or rank is missing in the middle or comes twice, or a row is wrong.
     """
     if not allow_gaps:
-        _refuse_gaps([file.place for file in files])
+        left_out.unfinished += _refuse_gaps([file.place for file in files])
     _refuse_doubles(files)
     kept, steps = KeptRows(max_tokens), _Steps()
     ranks, sources, places = _Parts(), _Parts(), set()
     for file in files:
-        for number, (place, source, columns, cells) in enumerate(rows_of(file)):
-            row = checked_row(f"{file.path}, row {number}", cells, columns)
+        for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
+            row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
             kept.add(row)
             if not len(row["token"]):
                 continue
@@ -171,7 +182,7 @@ def read_run(
     if not allow_gaps:
         _refuse_gaps(places)
     where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
-    pairs = kept.pairs(where)
+    pairs = kept.pairs(where, left_out)
     columns = format_of(files[0].framework).columns
     check_whole(where, pairs, columns)
     over = None
@@ -322,8 +333,8 @@ def _refuse_doubles(files: Sequence[RecordedFile]) -> None:
             raise UserError(f"step {file.place.step}{rank} is in {other} and in {file.path}; probe one run at a time")
 
 
-def _refuse_gaps(places: Iterable[Place]) -> None:
-    """One line for a step that is missing between others, and for a rank that is."""
+def _refuse_gaps(places: Iterable[Place]) -> list[str]:
+    """One line for a step that is missing between others, and for a rank that is; what the last step lacks."""
     ranks: dict[int, set[int]] = {}
     for place in places:
         if place.step is not None:
@@ -350,10 +361,13 @@ def _refuse_gaps(places: Iterable[Place]) -> None:
         )
     for step in steps:
         if lacking := sorted(everywhere - ranks[step]):
+            if step == steps[-1]:
+                return [f"{_listed('rank', lacking)} in step {step}, the last one"]
             raise UserError(
                 f"{_listed('rank', lacking)} in step {step}, while other steps have ranks "
                 f"{', '.join(map(str, sorted(everywhere)))}; add the files, or read on without them by --allow-gaps"
             )
+    return []
 
 
 def _listed(kind: str, numbers: list[int]) -> str:

@@ -16,6 +16,8 @@ from dcmdp_jax.number_format import number, percent
 from dcmdp_jax.observe.html_page import render_page
 
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
+LEFT_OUT = "left out"
+"""Label, in a pair's source, of what a recording holds and was not read."""
 _DPI = 110
 # |p - q| that gets the full color.
 _FULL_COLOR = 0.2
@@ -80,6 +82,8 @@ def table(analyses: Sequence[Analysis]) -> str:
     ]
     for analysis in analyses:
         lines.append("")
+        if LEFT_OUT in analysis.source:
+            lines.append(f"{LEFT_OUT}: {analysis.source[LEFT_OUT]}")
         for place, finding in enumerate(analysis.findings):
             lines.append(f"{analysis.name}: {'also ' if place else ''}{finding.title}")
             lines += [f"  {line}" for line in (*finding.evidence, f"-> {finding.remedy}")]

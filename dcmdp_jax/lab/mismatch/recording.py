@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,16 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.lab.mismatch.columns import Columns as Columns
-from dcmdp_jax.lab.mismatch.columns import check_distinct, check_whole, checked_row, require
+from dcmdp_jax.lab.mismatch.columns import LeftOut, check_distinct, check_whole, checked_row, require
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 
 _BATCH_ROWS = 64
+_CUT_CHARACTER = "unexpected end of data"
+
+
+class UnreadableError(UserError):
+    """A file of a known kind that its reader does not take: damaged, or not yet written to its end."""
+
 
 Row = dict[str, np.ndarray]
 """Kind of column -> the sampled tokens' values, or one value of the completion; from `columns.checked_row`."""
@@ -30,11 +38,13 @@ class Recording:
         pairs: the tokens.
         rows: in the file.
         kept_every: 1 if all rows are in `pairs`; k if only every k-th is, because of `max_tokens`.
+        left_out: tokens and lines that are not in `pairs` nor in `rows`.
     """
 
     pairs: TokenPairs
     rows: int
     kept_every: int
+    left_out: LeftOut
 
 
 class KeptRows:
@@ -65,14 +75,14 @@ class KeptRows:
             self._kept = [each for each in self._kept if each[0] % self.every == 0] or self._kept[:1]
             self._held = sum(len(row["token"]) for _, row in self._kept)
 
-    def pairs(self, source: str | Path) -> TokenPairs:
+    def pairs(self, source: str | Path, left_out: LeftOut) -> TokenPairs:
         """The tokens kept.
 
         Raises:
-            UserError: naming `source`, if there is none.
+            UserError: naming `source` and what was left out, if there is none.
         """
         if not self._kept:
-            raise UserError(f"{source}: no sampled token in {self.rows} rows")
+            raise UserError(f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}")
         return pairs_of([row for _, row in self._kept], self._rewards)
 
 
@@ -90,7 +100,7 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     """Read a recording in bounded memory (`KeptRows`); every row is checked, also those that are not kept.
 
     Args:
-        path: .parquet, or .jsonl with one JSON object a line.
+        path: .parquet, or .jsonl or .jsonl.gz with one JSON object a line.
         columns: names of the columns.
         max_tokens: tokens to keep at most, except that one row is always kept.
 
@@ -102,31 +112,42 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     """
     path = Path(path)
     check_distinct(columns)
-    kept = KeptRows(max_tokens)
-    for number, cells in enumerate(read_rows(path, columns.options())):
-        kept.add(checked_row(f"{path}, row {number}", cells, columns))
-    pairs = kept.pairs(path)
+    kept, left_out = KeptRows(max_tokens), LeftOut()
+    for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
+        kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
+    pairs = kept.pairs(path, left_out)
     check_whole(path, pairs, columns)
-    return Recording(pairs, kept.rows, kept.every)
+    return Recording(pairs, kept.rows, kept.every, left_out)
+
+
+def suffix_of(path: Path) -> str:
+    """ ".jsonl", ".jsonl.gz", ".parquet", ...: with the kind of what is compressed."""
+    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
 def read_rows(
-    path: Path, wanted: Mapping[str, str], optional: Collection[str] = (), *, first: int | None = None
+    path: Path,
+    wanted: Mapping[str, str],
+    optional: Collection[str] = (),
+    *,
+    left_out: LeftOut,
+    first: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a .parquet or .jsonl file, at least with the named cells.
+    """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
 
     Args:
         path: of the file.
         wanted: option that names a column -> column, which must be there.
         optional: columns to read where they are there.
+        left_out: is told of a last line that is cut.
         first: read this many rows at most.
     """
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise UserError(f"{path}: a recording is .parquet or .jsonl")
+    if suffix_of(path) not in (".parquet", ".jsonl", ".jsonl.gz"):
+        raise UserError(f"{path}: a recording is .parquet, .jsonl or .jsonl.gz")
     if not path.is_file():
         raise FileNotFoundError(2, "No such file or directory", str(path))
-    if path.suffix == ".jsonl":
-        yield from _json_rows(path, wanted, first)
+    if path.suffix != ".parquet":
+        yield from _json_rows(path, wanted, left_out, first)
         return
     # pyarrow takes a while to import; only this needs it.
     import pyarrow
@@ -143,24 +164,24 @@ def read_rows(
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
+        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
 
 
-def column_names(path: Path) -> list[str]:
+def column_names(path: Path, left_out: LeftOut) -> list[str]:
     """Names of a file's columns; of JSON lines, those of its first row; empty if it has none.
 
     Raises:
         UserError: if it is not readable.
     """
-    if path.suffix == ".jsonl":
-        return next((row.names for row in _json_rows(path, {}, 1)), [])
+    if path.suffix != ".parquet":
+        return next((row.names for row in _json_rows(path, {}, left_out, 1)), [])
     import pyarrow
     import pyarrow.parquet
 
     try:
         return list(pyarrow.parquet.read_schema(path).names)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
+        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
 
 
 def _cells(column: Any) -> list[Any]:
@@ -175,24 +196,43 @@ def _cells(column: Any) -> list[Any]:
     return column.to_pylist()
 
 
-def _json_rows(path: Path, wanted: Mapping[str, str], first: int | None = None) -> Iterator[_Object]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            if first is not None and (first := first - 1) < 0:
+def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut, first: int | None = None) -> Iterator[_Object]:
+    for number, line in _lines(path, left_out):
+        if not line.strip():
+            continue
+        if first is not None and (first := first - 1) < 0:
+            return
+        where = f"{path}, line {number}"
+        unfinished = line.startswith((b"{", b"\xef\xbb\xbf{")) and not line.endswith(b"\n")
+        try:
+            row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
+        except UnicodeDecodeError as error:
+            if unfinished and error.reason == _CUT_CHARACTER:
+                left_out.unfinished.append(where)
                 return
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where}: not UTF-8 ({error}); save the file in UTF-8") from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: not valid JSON ({shorten_name(str(error))})") from None
-            if not isinstance(row, _Object):
-                raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
-            require(where, wanted, row.names)
-            yield row
+            raise UserError(f"{where}: not UTF-8 ({error}); save the file in UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            if unfinished:
+                left_out.unfinished.append(where)
+                return
+            raise UserError(f"{where}: not valid JSON ({shorten_name(str(error))})") from None
+        if not isinstance(row, _Object):
+            raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
+        require(where, wanted, row.names)
+        yield row
+
+
+def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line, also of a compressed file, as far as it goes."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007 - the number is for the error
+                yield number, line
+    except EOFError:
+        left_out.unfinished.append(f"{path}, after line {number}")
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: not readable as gzip ({shorten_name(str(error))})") from None
 
 
 class _Object(dict):

@@ -1,15 +1,18 @@
 """Recordings of other frameworks and of our own runs: found, told apart, read, and the planted cause named."""
 
+import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dcmdp_jax.commands import probe
+from dcmdp_jax.commands import probe, view
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.mismatch.columns import LeftOut
 from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
 from dcmdp_jax.observe.rollouts import RolloutWriter
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
@@ -35,7 +38,8 @@ def _probe(capsys, *arguments):
 
 
 def _read(*paths, **options):
-    return read_run(find_files([str(path) for path in paths]), max_tokens=10**7, **options)
+    left_out = LeftOut()
+    return read_run(find_files([str(path) for path in paths], left_out), left_out, max_tokens=10**7, **options)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -103,9 +107,49 @@ def test_the_alarms_run_over_the_steps(tmp_path):
 
 def test_bounded_memory_keeps_every_step_exact(tmp_path):
     _recorded(tmp_path, steps=range(8))
-    found = read_run(find_files([str(tmp_path)]), max_tokens=30)
+    found = read_run(find_files([str(tmp_path)], LeftOut()), LeftOut(), max_tokens=30)
     assert found.kept_every == 4 and len(found.pairs.token_ids) == 24 and found.rows == 32
     assert [step.statistics.tokens for step in found.over_training.steps] == [12] * 8
+
+
+def test_a_run_that_is_still_writing_is_read_and_what_it_lacks_is_said(tmp_path, capsys):
+    for rank in range(2):
+        _recorded(tmp_path / "r", rank)
+    (tmp_path / "r" / "step_3" / "rank_1.jsonl").unlink()
+    with (tmp_path / "r" / "step_3" / "rank_0.jsonl").open("a") as file:
+        file.write('{"recorder": 1, "framework": "trl", "token_ids": [3, 4')
+    code, said, error = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
+    assert (code, error) == (0, "") and "over 3 steps" in said
+    line = next(line for line in said.splitlines() if line.startswith("left out: "))
+    assert "what is cut or incomplete" in line and "rank 1 is missing in step 3, the last one" in line
+    assert "and 1 more" in line and "left out: what is cut" in (tmp_path / "out" / "probe.html").read_text()
+    # The viewer reads the same files.
+    view.main(["view", str(tmp_path / "r"), "--out", str(tmp_path / "v.html")])
+    assert "left out: what is cut or incomplete" in capsys.readouterr().out
+
+
+def test_the_newest_file_may_be_half_written_and_an_older_one_may_not(tmp_path):
+    for step in (1, 2):
+        writer = RolloutWriter(tmp_path, every_steps=1, max_bytes=10**9, resume_step=step)
+        writer.write(step, _completions(2, length=5))
+    one, two = (tmp_path / "rollouts" / f"step_{step}.parquet" for step in (1, 2))
+    whole = two.read_bytes()
+    two.write_bytes(whole[:-40])
+    os.utime(two, (one.stat().st_mtime + 5,) * 2)
+    left_out = LeftOut()
+    files = find_files([str(tmp_path / "rollouts")], left_out)
+    assert [file.path for file in files] == [one] and left_out.unfinished == [str(two)]
+    os.utime(one, (two.stat().st_mtime + 5,) * 2)
+    with pytest.raises(UserError, match="step_2.parquet: not readable as parquet"):
+        find_files([str(tmp_path / "rollouts")], LeftOut())
+
+
+def test_compressed_json_lines_of_a_framework_are_the_same_recording(tmp_path):
+    for path in (FIXTURES / "nemo_rl").rglob("*.jsonl"):
+        (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    packed, plain = _read(tmp_path), _read(FIXTURES / "nemo_rl")
+    assert [step.step for step in packed.over_training.steps] == [1, 2]
+    assert packed.over_training.steps == plain.over_training.steps
 
 
 def _drop(path):
@@ -157,8 +201,23 @@ def test_mixed_frameworks_and_two_runs_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.jsonl", '{"input": "a", "output": "b"}', "no format knows it. Keys found: input, output. Formats tried: "),
-        ("x.jsonl", '{"framework": "trl", "recorder": 1}', "Keys found: framework, recorder. Formats tried: nemo-rl ("),
+        (
+            "x.jsonl",
+            '{"logprobs": "a", "output": "b"}',
+            "no format knows it. Keys found: logprobs, output. Formats tried: ",
+        ),
+        # verl's rollout_data_dir, SkyRL's dumped evaluations, TRL's logged completions.
+        (
+            "x.jsonl",
+            '{"input": "a", "output": "b", "gts": "c", "score": 1.0, "step": 1}',
+            "record both with dcmdp_jax.record",
+        ),
+        ("x.jsonl", '{"input_prompt": "a", "output_response": "b"}', "verl, TRL and SkyRL write none by themselves"),
+        (
+            "x.jsonl",
+            '{"step": 1, "prompt": "a", "completion": "b", "advantage": 0}',
+            "record both with dcmdp_jax.record",
+        ),
         ("x.jsonl", "", "no row in any file"),
         ("x.jsonl", "[1]", "must be a JSON object"),
         ("x.csv", "a", "no .jsonl, .parquet or .pt file in this directory or below"),
@@ -176,10 +235,10 @@ def test_a_torch_file_that_is_no_dump_is_refused_and_nothing_in_it_is_run(tmp_pa
     torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
     (tmp_path / "train_0.pt").write_bytes(b"\x80\x04cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
     with pytest.raises(UserError, match="not readable by torch"):
-        find_files([str(tmp_path)])
+        find_files([str(tmp_path)], LeftOut())
     torch.save({"rollout_data": {"log_probs": []}}, tmp_path / "train_0.pt")
     with pytest.raises(UserError, match="Keys found: rollout_data. Formats tried: .*slime .format_version"):
-        find_files([str(tmp_path)])
+        find_files([str(tmp_path)], LeftOut())
 
 
 def test_a_wrong_value_is_named_with_file_row_and_the_frameworks_own_column(tmp_path):

@@ -1,7 +1,9 @@
 """Recordings: both formats, bounded memory, and one line for everything that can be wrong with them."""
 
+import gzip
 import json
 import math
+import zlib
 
 import numpy as np
 import pyarrow
@@ -44,6 +46,45 @@ def test_mask_entropy_and_lag_columns(tmp_path):
     # What the mask leaves out may hold anything; a row without a sampled token is none.
     assert found.pairs.token_ids.tolist() == [2, 3] and found.pairs.entropies.tolist() == [0.5, 0.25]
     assert found.pairs.lags.tolist() == [3, 3] and found.rows == 2
+
+
+def test_a_token_without_a_finite_log_prob_is_left_out_and_counted(tmp_path):
+    rows = [
+        _ROW | {"train": [-0.5, None, -2.0], "entropy": [1.0, 1.0, 1.0]},
+        _ROW | {"rollout": [-math.inf, -1.0, math.nan], "entropy": [1.0, 2.0, 1.0]},
+        _ROW | {"entropy": [1.0, 3.0, None]},
+        _ROW | {"rollout": [None] * 3, "entropy": [1.0] * 3},
+    ]
+    found = _read(tmp_path, rows, Columns("ids", "train", "rollout", entropy="entropy"))
+    # 1 + 2 + 1 + 3 of 12 tokens; the last completion has none left.
+    assert found.pairs.token_ids.tolist() == [5, 7, 6, 5, 6] and found.pairs.lengths.tolist() == [2, 1, 2]
+    assert found.left_out.tokens == 7 and str(found.left_out).startswith("7 tokens whose log-prob or entropy is null")
+    assert found.pairs.entropies.tolist() == [1, 1, 2, 1, 3]
+    # A row whose entropies were never known has none; its tokens count.
+    found = _read(tmp_path, [_ROW | {"entropy": [None] * 3}], Columns("ids", "train", "rollout", entropy="entropy"))
+    assert (len(found.pairs.token_ids), found.pairs.entropies, found.left_out.tokens) == (3, None, 0)
+
+
+def test_a_job_that_is_still_writing_is_read_as_far_as_it_goes(tmp_path):
+    whole = "".join(json.dumps(_ROW | {"text": "\u00e9"}, ensure_ascii=False) + "\n" for _ in range(3)).encode()
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
+    # Within a number, within a character of two bytes, within a key, after a bracket.
+    for cut in (whole[:-30], whole[: whole.rindex(b"\xc3") + 1], whole[: len(whole) // 3 * 2 + 4], whole[:-2]):
+        plain.write_bytes(cut)
+        found = read_recording(plain, _COLUMNS, max_tokens=99)
+        assert found.rows == 2 and found.left_out.unfinished == [f"{plain}, line 3"]
+    plain.write_bytes(whole[:-1])  # without its newline alone a line is whole
+    assert read_recording(plain, _COLUMNS, max_tokens=99).rows == 3
+    packed.write_bytes(gzip.compress(whole))
+    found = read_recording(packed, _COLUMNS, max_tokens=99)
+    assert (found.rows, found.left_out.unfinished) == (3, [])
+    compressor = zlib.compressobj(wbits=31)
+    packed.write_bytes(compressor.compress(whole) + compressor.flush(zlib.Z_SYNC_FLUSH))
+    found = read_recording(packed, _COLUMNS, max_tokens=99)
+    assert found.rows == 3 and found.left_out.unfinished == [f"{packed}, after line 3"]
+    packed.write_bytes(b"no gzip")
+    with pytest.raises(UserError, match="a.jsonl.gz: not readable as gzip"):
+        read_recording(packed, _COLUMNS, max_tokens=99)
 
 
 def test_advantages_are_read_or_made_from_rewards_and_groups(tmp_path):
@@ -94,9 +135,7 @@ _BAD = {
         [{"ids": [1], "train": [-1.0], "logp": [-1.0]}], "no column 'rollout' .*found are ids, train, logp",
     ),
     "another length": ([_ROW | {"rollout": [-1.0, -2.0]}], "row 0: rollout has 2 entries, ids has 3"),
-    "NaN": ([_ROW, _ROW | {"train": [-1.0, math.nan, -1.0]}], "row 1: train is NaN or null at token 1; every value"),
-    "null": ([_ROW | {"train": [-1.0, None, -1.0]}], "train is NaN or null at token 1"),
-    "minus infinity": ([_ROW | {"train": [-1.0, -math.inf, -1.0]}], "train is -inf at token 1"),
+    "nothing but null": ([_ROW | {"train": [None] * 3}], "no sampled token in 1 rows; left out: 3 tokens whose"),
     "above 0": ([_ROW | {"rollout": [-1.0, 0.5, -1.0]}], "rollout is 0.5 at token 1; a log-prob is at most 0"),
     "probabilities": ([_ROW | {"rollout": [0.9, 0.5, 0.1]}], "they look like probabilities: take the logarithm"),
     "negated": ([_ROW | {"rollout": [0.9, 5.0, 0.1]}], "they look negated"),
@@ -143,7 +182,6 @@ _FULL = _ROW | {"mask": [0, 1, 1], "entropy": [0.0, 1.0, 1.0], "lag": [0, 1, 1]}
         ({"lag": [0, 0, 2**31]}, "lag is 2147483648 at token 2; must be"),
         ({"lag": True}, "lag is .*must be a list of numbers"),
         ({"entropy": [0.0, 1.0, -0.5]}, "entropy is -0.5 at token 2; an entropy is at least 0"),
-        ({"entropy": [0.0, None, 1.0]}, "entropy is NaN or null at token 1; every value must be finite"),
         # The place is that in the row, not among the sampled tokens.
         ({"ids": [5, 6, -7]}, "ids is -7 at token 2"),
     ],
@@ -224,9 +262,9 @@ def test_another_temperature_is_not_taken_for_another_base(tmp_path):
 def test_files_that_are_no_recording(tmp_path):
     for name in ("a.csv", "b.parquet"):
         (tmp_path / name).write_text("no")
-        with pytest.raises(UserError, match="is .parquet or .jsonl|not readable as parquet"):
+        with pytest.raises(UserError, match="is .parquet, .jsonl or .jsonl.gz|not readable as parquet"):
             read_recording(tmp_path / name, _COLUMNS, max_tokens=9)
-    (tmp_path / "c.jsonl").write_text("{")
+    (tmp_path / "c.jsonl").write_text("{\n")
     with pytest.raises(UserError, match="line 1: not valid JSON"):
         read_recording(tmp_path / "c.jsonl", _COLUMNS, max_tokens=9)
     with pytest.raises(FileNotFoundError):
