@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
         found = list(_kept(_recorded(arguments.paths, None, _words(arguments.tokenizer)), arguments.completions))
     title = " / ".join(Path(path).resolve().name for path in arguments.paths)
     page = render_page(
-        "view.html", scripts=["charts.js", "completions.js"] if found else ["charts.js"], title=title[:200],
+        "view.html", scripts=["completions.js"] if found else [], title=title[:200],
         completions=completions_data(found), **content,
     )  # fmt: skip
     atomic_write(arguments.out, page)

@@ -1,4 +1,4 @@
-"""The report of one or several runs: plots as PNG, and one self-contained HTML page with the same curves."""
+"""The report of one or several runs: plots as PNG, and one self-contained HTML page with the same figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.html_page import render_page
-from dcmdp_jax.observe.interactive import figure_data
+from dcmdp_jax.observe.html_page import inline_svg, render_page
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.report_content import report_content
@@ -71,7 +70,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
         out_dir: created if absent; an existing report in it is replaced.
 
     Returns:
-        Path of report.html. The page embeds its data and its one script, and makes no request.
+        Path of report.html. The page embeds its figures, runs no script and makes no request.
 
     Raises:
         ValueError: if no directory is given, one is given twice, or one is not a readable run (see `read_run`).
@@ -89,15 +88,15 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     figures = []
     for stem, caption, figure in _drawn(runs):
         figure.savefig(plots / f"{stem}.png", dpi=_DPI)
-        figures.append((stem, caption, figure_data(figure)))
+        figures.append((caption, inline_svg(figure)))
     report = Path(out_dir) / REPORT_FILE
-    atomic_write(report, render_page("report.html", scripts=["charts.js"], figures=figures, **report_content(runs)))
+    atomic_write(report, render_page("report.html", figures=figures, **report_content(runs)))
     return report
 
 
-def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, caption and data of each figure that the runs have metrics for, as `parts.html` charts them."""
-    return [(stem, caption, figure_data(figure)) for stem, caption, figure in _drawn(runs)]
+def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
+    """Caption and inline SVG of each figure that the runs have metrics for."""
+    return [(caption, inline_svg(figure)) for _, caption, figure in _drawn(runs)]
 
 
 def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:

@@ -38,7 +38,7 @@ def test_a_run_without_recorded_tokens_shows_its_samples_and_curves(tmp_path, ca
     assert [(row["text"], row["reward"], row["discrepancy"], row["step"]) for row in rows] == [
         ("so 2", 1.0, 0.125, 1), ("so 3", 0.0, 0.125, 1),
     ]  # fmt: skip
-    assert 'data-figure="figure-reward"' in (tmp_path / "page.html").read_text()
+    assert "<svg" in (tmp_path / "page.html").read_text()
 
 
 def test_a_recording_of_another_framework_shows_each_token_with_both_probabilities(tmp_path, capsys):

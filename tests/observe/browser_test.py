@@ -28,8 +28,7 @@ def look_at(page, tmp_path, width):
         f'<iframe id="f" src="file://{page}" style="width:{width}px;height:800px;border:0"></iframe><pre id="r"></pre>'
         "<script>addEventListener('load', () => setTimeout(() => { const d = document.getElementById('f')"
         ".contentDocument, e = d.documentElement; document.getElementById('r').textContent = JSON.stringify({"
-        "wide: e.scrollWidth, svgs: d.querySelectorAll('svg').length,"
-        "paths: d.querySelectorAll('svg path[d^=M]').length,"
+        "wide: e.scrollWidth, svgs: [...d.querySelectorAll('svg')].filter(s => s.clientWidth > 100).length,"
         "shown: d.querySelectorAll('.completion').length}); }, 1000));</script>"
     )
     done = subprocess.run(
@@ -61,13 +60,9 @@ def report(tmp_path_factory):
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("which", ["one", "two"])
-def test_a_report_draws_every_panel_without_errors_or_overflow(report, tmp_path, which, width):
+def test_a_report_draws_every_figure_without_errors_or_overflow(report, tmp_path, which, width):
     page = report / which / "report.html"
     facts, console = look_at(page, tmp_path, width)
     assert console == []
     assert facts["wide"] <= width
-    specs = re.findall(r'<script type="application/json" id="figure-[^"]*">(.*?)</script>', page.read_text(), re.S)
-    panels = [panel for spec in specs for panel in json.loads(spec)["panels"]]
-    assert len(panels) == 5 and facts["svgs"] == len(panels)
-    curves = [line for panel in panels for line in panel["lines"] if line["level"] is None]
-    assert facts["paths"] == len(curves) >= 5
+    assert facts["svgs"] == len(list(page.parent.glob("plots/*.png"))) >= 3

@@ -1,17 +1,28 @@
 """Templates: everything in them is escaped, and a value that is missing is an error."""
 
+import re
 import tomllib
 from pathlib import Path
 
 import jinja2
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from dcmdp_jax.observe.html_page import render_page
+from dcmdp_jax.observe.html_page import inline_svg, render_page
 
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+def _figure(title):
+    figure = Figure(figsize=(4, 3))
+    figure.subplots().set_title(title)
+    return figure
+
+
 _CONTENT = {
     "title": "<b>", "labels": ["<b>"], "steps": 0, "cards": [("<i>", "1 & 2", '"')], "problems": ["</li>"],
-    "verdicts": ["</p>"], "provenance": [], "figures": [("a", '<b>"', {"title": "</script>"})], "samples": [],
+    "verdicts": ["</p>"], "provenance": [], "figures": [('<b>"', inline_svg(_figure('</svg><b>')))], "samples": [],
     "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
     "metrics": {"header": ["<m>", "last", "unit", "meaning"], "rows": []},
 }  # fmt: skip
@@ -22,13 +33,25 @@ def test_every_value_is_escaped():
     assert "<title>&lt;b&gt;</title>" in page and "<h1>&lt;b&gt;</h1>" in page
     assert '<div class="name">&lt;i&gt;</div><div class="value">1 &amp; 2</div><div class="more">&#34;</div>' in page
     assert "<li>&lt;/li&gt;</li>" in page
-    assert "<figcaption>&lt;b&gt;&#34;</figcaption>" in page and '{"title":"\\u003c/script\\u003e"}' in page
+    assert "<figcaption>&lt;b&gt;&#34;</figcaption>" in page and "&lt;/svg&gt;&lt;b&gt;</text>" in page
     assert '<td class="key">&lt;k&gt;</td>' in page and "<td>&lt;v&gt;</td>" in page and "<th>&lt;m&gt;</th>" in page
 
 
 def test_a_missing_value_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="'metrics' is undefined"):
         render_page("report.html", **{name: value for name, value in _CONTENT.items() if name != "metrics"})
+
+
+def test_a_curve_is_drawn_within_the_page_and_a_long_one_is_a_picture_in_it():
+    """A short line's path has a point for each value; of 100,000 values the page has fewer bytes than values."""
+    short, long = _figure("a"), _figure("a")
+    short.axes[0].plot([0, 1, 2], [0, 5, 1], color="#0072B2")
+    long.axes[0].plot(np.random.default_rng(0).normal(size=100_000))
+    svg = inline_svg(short)
+    [path] = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #0072b2', svg)
+    assert len(re.findall(r"[ML]", path)) == 3
+    assert svg == inline_svg(short) and svg.startswith("<svg") and "<metadata" not in svg
+    assert "data:image/png" in inline_svg(long) and len(inline_svg(long)) < 100_000
 
 
 def test_an_installation_has_the_templates():

@@ -24,7 +24,7 @@ def draw_scatter(pairs: TokenPairs, analysis: Analysis) -> Figure:
     p, q = (np.exp(x[::every].astype(np.float64)) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
     figure, axes = _figure(5.2)
     axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.8)
-    axes.scatter(q, p, s=5, alpha=0.35, color=_BLUE, linewidths=0)
+    axes.scatter(q, p, s=5, alpha=0.35, color=_BLUE, linewidths=0, rasterized=True)
     _finish(axes, "probability under the engine, q", "under the training stack, p")
     return figure
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -13,7 +12,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.number_format import number, percent
-from dcmdp_jax.observe.html_page import render_page
+from dcmdp_jax.observe.html_page import inline_svg, render_page
 
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
@@ -32,7 +31,7 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
         out_dir: made if it is not there.
 
     Returns:
-        The path of the page, which embeds its images, runs no script and makes no request.
+        The path of the page, which embeds its figures, runs no script and makes no request.
     """
     # The plotting library takes most of a second to import.
     from dcmdp_jax.lab.mismatch.figures import figures_of
@@ -43,10 +42,9 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     for one, analysis in zip(measured, analyses, strict=True):
         drawn = []
         for stem, (caption, draw) in figures_of(analysis).items():
-            buffer = io.BytesIO()
-            draw(one.pairs, analysis).savefig(buffer, format="png", dpi=_DPI)
-            (plots / f"{_slug(analysis.name)}-{stem}.png").write_bytes(buffer.getvalue())
-            drawn.append((caption, buffer.getvalue()))
+            figure = draw(one.pairs, analysis)
+            figure.savefig(plots / f"{_slug(analysis.name)}-{stem}.png", dpi=_DPI)
+            drawn.append((caption, inline_svg(figure)))
         images.append(drawn)
     record = {"title": title, "pairs": [analysis.to_json() for analysis in analyses]}
     atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
