@@ -80,8 +80,7 @@ def with_options(config: ConfigDict, arg: str) -> ConfigDict:
         config.rollout.max_rows = 32
         config.training.steps = 2
         # Too few steps to measure c on.
-        for name in ("tolerance_steps", "tolerance_quantile", "tolerance_factor"):
-            config.algorithm[name] = getattr(Config().algorithm, name)
+        config.algorithm.tolerance_steps = 0
         config.training.prompts_per_step = 4
         config.training.prompts_per_mini_batch = 2
         if config.warmup.steps:

@@ -30,8 +30,6 @@ def get_config(arg: str = "") -> ConfigDict:
     config = demo.get_config()
     config.run_dir = "runs/demo_vllm"
     config.rollout.engine = "vllm"
-    # vLLM's discrepancy falls less while the policy learns.
-    config.algorithm.tolerance_factor = 0.93
     _choose(config, "bfloat16", "bfloat16", "auto", 0.0003, 100.0)
     options = [option for option in arg.split(",") if option]
     for regime in [option for option in options if option in _REGIMES]:

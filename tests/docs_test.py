@@ -3,15 +3,13 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from configs import base
 from dcmdp_jax.observe.metric_names import METRICS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NAMES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "benchmarks/README.md")
 _PAGES = [*(_ROOT / name for name in _NAMES), *(_ROOT / "docs").glob("*.md")]
-_IDS = [str(page.relative_to(_ROOT)) for page in _PAGES]
+_TEXTS = {page: page.read_text(encoding="utf-8") for page in _PAGES}
 
 
 def _settings(values, prefix=""):
@@ -25,26 +23,24 @@ _SETTINGS = set(_settings(base.get_config().to_dict()))
 _SECTIONS = "|".join(sorted(name for name in _SETTINGS if "." not in name))
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=_IDS)
-def test_named_settings_exist(page):
-    text = page.read_text()
-    named = re.findall(r"--config\.([\w.]+\w)", text) + re.findall(rf"`((?:{_SECTIONS})\.[\w.]*\w)(?:=[^`]*)?`", text)
-    assert set(named) - _SETTINGS - {"section.name"} == set()
+def test_named_settings_exist():
+    for page, text in _TEXTS.items():
+        named = re.findall(r"--config\.([\w.]+\w)", text)
+        named += re.findall(rf"`((?:{_SECTIONS})\.[\w.]*\w)(?:=[^`]*)?`", text)
+        assert set(named) - _SETTINGS - {"section.name"} == set(), page
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=_IDS)
-def test_named_files_modules_and_links_exist(page):
-    text = page.read_text()
-    for path in re.findall(r"\bconfigs/\w+\.py\b", text):
-        assert (_ROOT / path).is_file(), path
-    for module in re.findall(r"python -m ((?:bin|benchmarks)\.[a-z]\w*)", text):
-        assert (_ROOT / (module.replace(".", "/") + ".py")).is_file(), module
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / link).exists(), link
+def test_named_files_modules_and_links_exist():
+    for page, text in _TEXTS.items():
+        for path in re.findall(r"\bconfigs/\w+\.py\b", text):
+            assert (_ROOT / path).is_file(), (page, path)
+        for module in re.findall(r"python -m ((?:bin|benchmarks)\.[a-z]\w*)", text):
+            assert (_ROOT / (module.replace(".", "/") + ".py")).is_file(), (page, module)
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (page.parent / link).exists(), (page, link)
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=_IDS)
-def test_named_metrics_exist(page):
+def test_named_metrics_exist():
     prefixes = "|".join(sorted({name.partition("/")[0] for name in METRICS} - {"eval"}))
-    named = re.findall(rf"`((?:{prefixes})/\w+)`", page.read_text())
-    assert set(named) - set(METRICS) == set()
+    for page, text in _TEXTS.items():
+        assert set(re.findall(rf"`((?:{prefixes})/\w+)`", text)) - set(METRICS) == set(), page

@@ -15,6 +15,9 @@ from dcmdp_jax.algorithm.masked import masked_quantile
 from dcmdp_jax.algorithm.require import require_integer, require_number
 from dcmdp_jax.types import Array, DualState
 
+BUDGET_ROOM = 1.25
+"""Ours: c is this times a measured discrepancy. Lambda rests while that stays, and rises when it grows by a quarter."""
+
 
 def dual_init(multiplier: float, *, minimum: float, maximum: float, measured_steps: int = 0) -> DualState:
     """The state before the first step.

@@ -13,6 +13,7 @@ import jax
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Charge, Level, Measure, Sided
+from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation, surrogate
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
@@ -84,9 +85,10 @@ class AlgorithmSettings:
         "with dc_grpo and excess_grpo.",
         unit="steps", source="paper: c is given", minimum=0, limit=(10_000, "they are all kept in the state"),
     )  # fmt: skip
-    tolerance_quantile: float = setting(0.9, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
+    tolerance_quantile: float = setting(0.5, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
     tolerance_factor: float = setting(
-        1.0, "Times that quantile. Below 1: less than the policy began with.", source="ours", minimum=1e-6
+        BUDGET_ROOM, "Times that quantile. Below 1: less than the policy began with.",
+        source="ours: the rule of dcmdp probe", minimum=1e-6,
     )
     dual_learning_rate: float = setting(1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0)
     multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)

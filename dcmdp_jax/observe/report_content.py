@@ -12,7 +12,7 @@ import numpy as np
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.number_format import score as shown
 from dcmdp_jax.observe.metric_names import METRICS, metric_of
-from dcmdp_jax.observe.run_summary import Summary, overlap, summarize, warnings
+from dcmdp_jax.observe.run_summary import Summary, overlap, summarize, warnings, what_the_multiplier_did
 
 if TYPE_CHECKING:
     from dcmdp_jax.observe.report import RecordedRun
@@ -152,17 +152,6 @@ def _verdict(run: RecordedRun, summary: Summary) -> str:
         said.append(f"held-out {score.name} went from {percent(score.first)} to {percent(score.last)}")
     elif not math.isnan(summary.first_reward):
         said.append(f"the training reward went from {number(summary.first_reward)} to {number(summary.last_reward)}")
-    steps = run.series.get("discrepancy/mean", ((), ()))[0]
-    if not math.isnan(summary.share_over_tolerance):
-        over = round(summary.share_over_tolerance * len(steps))
-        said.append(f"the constraint was violated in {over} of {len(steps)} steps")
-    if not math.isnan(summary.multiplier_low):
-        first = run.series["dual/multiplier"][1]
-        moved = summary.multiplier_low != summary.multiplier_high
-        said.append(
-            f"lambda began at {number(float(first[0]))}, was at most {number(summary.multiplier_high)} and ended at "
-            f"{number(float(first[-1]))}"
-            if moved
-            else f"lambda stayed at {number(summary.multiplier_high)}"
-        )
+    if story := what_the_multiplier_did(run.series):
+        said.append(story)
     return f"{said[0]}: {'; '.join(said[1:])}." if said[1:] else f"{said[0]}."

@@ -98,6 +98,26 @@ def summarize(series: Series) -> Summary:
     )
 
 
+def what_the_multiplier_did(series: Series) -> str:
+    """What lambda, the budget and the discrepancy did, in words; empty for a run that recorded none of them."""
+    multiplier, over, discrepancy = _finite(series, "dual/multiplier"), _over(series), _finite(series, "discrepancy/mean")
+    said = []
+    if len(multiplier):
+        first, last, peak = (number(float(value)) for value in (multiplier[0], multiplier[-1], multiplier.max()))
+        at = int(series["dual/multiplier"][0][np.nanargmax(series["dual/multiplier"][1])])
+        moved = f"lambda went from {first} to {last}, with its peak of {peak} at step {at}"
+        said.append(f"lambda stayed at {first}" if multiplier.min() == multiplier.max() else moved)
+    if len(over):
+        said.append(f"the budget c was exceeded in {over.sum():.0f} of {len(over)} steps")
+    if len(discrepancy) > 1:
+        window = max(1, len(discrepancy) // 10)
+        before, after = _mean(discrepancy[:window]), _mean(discrepancy[-window:])
+        how = "fell" if after < before else "rose" if after > before else "stayed"
+        steps = f"{window} steps" if window > 1 else "step"
+        said.append(f"the discrepancy {how} from {number(before)} to {number(after)} (first and last {steps})")
+    return "; ".join(said)
+
+
 def overlap(series: Series) -> tuple[str, str] | None:
     """What sampling ahead of training won in a median step, and how; None for a run that does not."""
     if "time/overlap" not in series:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-_ROOM = 1.25
+from dcmdp_jax.algorithm.dual import BUDGET_ROOM
+
 _FLOORS = 2.0
 
 
@@ -25,7 +26,7 @@ class Recommendation:
 def recommend(mean: float, floor: float | None, defect: str | None) -> Recommendation:
     """Recommend c from what two engines show today.
 
-        c = max(1.25 mean, 2 floor), rounded up to two digits
+        c = max(BUDGET_ROOM mean, 2 floor), rounded up to two digits
 
     Ours. The paper tunes c and gives no rule. Just above today's mean the multiplier rests while the mismatch stays as
     it is, and rises when it grows by a quarter. A mean within the noise floor can't be lowered by any policy.
@@ -39,11 +40,11 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
         return Recommendation(math.nan, f"None: the mismatch is a defect ({defect}). Repair it, then measure again.")
     if mean == 0 and not floor:
         return Recommendation(math.nan, "None: the two agree to the last bit, there is nothing to bound.")
-    wanted, least = _ROOM * mean, _FLOORS * (floor or 0.0)
+    wanted, least = BUDGET_ROOM * mean, _FLOORS * (floor or 0.0)
     value = _round_up(max(wanted, least))
     said = "not measured" if floor is None else f"{floor:.3g}"
     why = (
-        f"{_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the mismatch stays as it is, and rises "
+        f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the mismatch stays as it is, and rises "
         "when it grows by a quarter"
         if wanted >= least
         else f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
