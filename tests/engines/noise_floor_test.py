@@ -24,6 +24,7 @@ from tests.waiting import HANGS_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("vllm_is_installed")
 def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
     """A wide random model: benchmarks/mismatch.py has 0.003 to 0.005 for it with each request alone."""

@@ -64,7 +64,8 @@ _EACH = tuple(range(PUSHES))
 @pytest.mark.parametrize(
     ("family", "tied", "precision", "compared"),
     [
-        ("qwen3", True, "bfloat16", (19,)),
+        ("qwen3", True, "float32", (19,)),
+        pytest.param("qwen3", True, "bfloat16", (19,), marks=pytest.mark.long),
         pytest.param("qwen3", False, "bfloat16", (0, 19), marks=pytest.mark.long),
         pytest.param("qwen2", True, "float32", (19,), marks=pytest.mark.long),
         pytest.param("qwen3", True, "bfloat16", _EACH, marks=pytest.mark.long),
@@ -73,7 +74,7 @@ _EACH = tuple(range(PUSHES))
     ids=lambda value: f"{len(value)}_fresh_engines" if isinstance(value, tuple) else None,
 )
 def test_a_live_engine_is_a_fresh_one_after_each_push(
-    start, tmp_path, record_property, family, tied, precision, compared
+    start, engine, tmp_path, record_property, family, tied, precision, compared
 ):
     """Tokens and log-probs, greedy and seeded, bit for bit: stale, swapped or half-loaded weights would show.
 
@@ -81,7 +82,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
     each, compared with stock vLLM that loaded an exported checkpoint itself (each of those takes seconds).
     """
     config = small_model(family, tied=tied)
-    live = start(config, precision=precision)
+    live = engine if (config, precision) == (engine.config, "float32") else start(config, precision=precision)
     asked = prompts(6, config)
     policies = [random_params(config, version) for version in range(PUSHES)]
 
@@ -104,6 +105,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
         save_params(policies[version], wide, directories[-1], dtype=precision)
     fresh = fresh_answers(tmp_path, directories, asked, (GREEDY, SEEDED), seed=5, llm={"dtype": precision})
     assert_same_bits([ours[version] for version in compared], fresh)
+    engine.push_weights(random_params(engine.config, 7), 7)
     record_property("pushes", PUSHES)
     record_property("fresh_engines", len(fresh))
 

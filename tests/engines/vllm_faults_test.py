@@ -109,9 +109,10 @@ def test_killed_while_taking_weights(engine):
         _same(old, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
-def test_weights_that_arrive_changed_are_not_used(engine):
+def test_weights_that_arrive_changed_are_not_used(start):
     """One byte altered in shared memory behind the trainer's back: every sidecar is refused, then the run ends."""
-    config = engine.config
+    config = small_model()
+    engine = start(config, script=FAULTY, probe=False, **_fault("none"))
     bridge = engine._weights.bridge
     publish = bridge.publish
 
@@ -131,6 +132,7 @@ def test_weights_that_arrive_changed_are_not_used(engine):
         bridge.publish, _supervisor(engine)._max_restarts = publish, limit
     engine.push_weights(random_params(config, 7), 7)
     assert sample(engine, prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
+    engine.close()
 
 
 def test_an_engine_with_another_policy_is_found_out(engine):
@@ -176,6 +178,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
     """kill -9 of the trainer in the middle of a call."""
     root = str(Path(__file__).parents[2])
@@ -196,7 +199,7 @@ def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
 def test_a_full_disk_costs_the_log_only(start, tmp_path, caplog):
     """/dev/full takes no byte: the sidecar's output is dropped with a warning, and everything else works."""
     (tmp_path / "sidecar.log").symlink_to("/dev/full")
-    engine = start(small_model(), precision="bfloat16", directory=tmp_path)
+    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("none"))
     engine.push_weights(random_params(engine.config, 7), 7)
     assert len(sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
     assert "No space left on device; the sidecar's output is no longer kept" in caplog.text

@@ -37,7 +37,6 @@ MATCHED = {
 Measured: 0.12, 0.41, 0.27, 0.91.
 """
 SAMPLINGS = (SamplingParams(1, 24, temperature=0.0, stop_token_ids=(STOP,)), SamplingParams(1, 24))
-_LONG = {"auto": (), "fp8": (), "fp8_e5m2": pytest.mark.long}
 _LINEAR = re.compile(r"layers\.\d+\..*_proj\.weight$")
 
 
@@ -75,7 +74,7 @@ def _assert_as_documented(family: str, regime: Regime, found: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "regime", [pytest.param(each, marks=_LONG[each.kv_cache_dtype]) for each in (BF16, *REGIMES)], ids=_name
+    "regime", [BF16, *(pytest.param(each, marks=pytest.mark.long) for each in REGIMES)], ids=_name
 )
 def test_an_engine_differs_as_documented(regime):
     """In 8 bits by clearly more than in BF16; and from a trainer that repeats its roundings, by less."""

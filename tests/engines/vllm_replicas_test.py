@@ -12,6 +12,7 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from tests.engines.sampling import sample
 from tests.engines.vllm_tools import STOP, memory_files, pid_of, prompts, random_params, small_model
 
+pytestmark = pytest.mark.long
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
 
 
@@ -63,7 +64,7 @@ def test_each_replica_takes_the_weights_from_one_copy(two):
     two.push_weights(random_params(two.config, 7), 7)
 
 
-@pytest.mark.parametrize("when", ["sampling", pytest.param("loading", marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", ["sampling", "loading"])
 def test_a_killed_replica_is_restarted_alone_and_repeats_itself(two, when):
     """The other one goes on meanwhile; both end with the bits of an undisturbed call."""
     asked = prompts(400, two.config)

@@ -26,7 +26,8 @@ def _order(directory, count):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_after_each_call_and_wakes_for_the_next(start, tmp_path, caplog, level):
     """Weights first, and the cache when they are loaded; at level 2 a call without a push loads the weights again."""
     config = small_model()
