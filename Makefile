@@ -39,15 +39,18 @@ demo-probe: $(VENV)/.installed-vllm
 environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev
 
 test: environment
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # The pure functions, the config, the imports, the step, and the loop at toy size: under two minutes on two idle cores.
 test-quick: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK)
 
-# The tests marked `long` at full count: about an hour on two cores. Writes its result to docs/test_long.md.
+# Before a release: the tests marked `long`, whose result it writes to docs/test_long.md, and those of hypothesis with all
+# their examples. One to two hours on two cores.
 test-long: environment
 	$(BIN)/python -m pytest -m long -p tests.long_result
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 \
+	  $$(grep -rl --include='*_test.py' hypothesis tests)
 
 # The site, in build/site: a warning is an error, links and anchors within it are checked, and the notebooks run, without
 # network. DCMDP_NOTEBOOKS=off leaves them out.

@@ -7,10 +7,10 @@
 A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows the steps but errs;
 RL corrects it. Seen on AMD EPYC and Intel Xeon processors: held-out avg@8 from 37 to 42% before to 62 to 74% after.
 
-The budget c is 1.25 times the median discrepancy of the first 4 steps. What the run promises is the rule, which
-tests/demo_multiplier.py checks from the record: lambda_{k+1} = clip(lambda_k + eta (mean delta_k - c), 0, 1). Where lambda
-goes depends on the discrepancy, and so on the processor: it falls while the discrepancy stays below c and rises while it
-is above. The report's first sentence says what happened.
+The budget c is 1.25 times the median discrepancy of the first 4 steps. The run promises the rule, which
+tests/demo_multiplier.py checks from its record: lambda_{k+1} = clip(lambda_k + eta (mean delta_k - c), 0, 1). Where
+lambda goes depends on the discrepancy, and so on the processor: it falls while the discrepancy is below c and rises
+while it is above. The report's first sentence says what happened.
 """
 
 from ml_collections import ConfigDict

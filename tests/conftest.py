@@ -8,6 +8,8 @@ so small.
 
 import importlib.metadata
 import os
+from collections import Counter
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # jaxlib 0.11 dropped the older generator with its flag, and ends the process at a flag that it does not know.
@@ -22,11 +24,33 @@ import hypothesis  # noqa: E402 - after the flags
 import jax  # noqa: E402 - after the flags
 import pytest  # noqa: E402 - after jax
 
-# Its own limit for an example is 200 ms, which a loaded machine exceeds.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+# Its own limit for an example is 200 ms, which a loaded machine exceeds. `make test-long` runs all its examples.
+hypothesis.settings.register_profile("short", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("full", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
-_MANY_MAPPINGS = 20_000
+_MANY_MAPPINGS, _LOOK_EVERY = 20_000, 8
+_SLOW_FILES = Path(__file__).with_name("slow_files.txt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slowest files first, by tests/slow_files.txt: with several workers none is left alone with a long one."""
+    lines = [line.split() for line in _SLOW_FILES.read_text(encoding="utf-8").splitlines() if line[:1].isdigit()]
+    seconds = {name: float(number) for number, name in lines}
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The slowest files of a whole run, as tests/slow_files.txt has them."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 100:
+        terminalreporter.section("slowest files, seconds")
+        for name, spent in seconds.most_common(40):
+            terminalreporter.write_line(f"{spent:.0f} {name}")
 
 
 @pytest.fixture(scope="session")
@@ -53,13 +77,19 @@ def run_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+_tests_ended = 0
+
+
 @pytest.fixture(autouse=True)
 def _few_programs():
     """Drop compiled programs before they are too many: each takes several mappings, of which Linux gives a process
-    65,530, and XLA ends with a segmentation fault when there are no more."""
+    65,530, and XLA ends with a segmentation fault when there are no more. They are
+    counted now and then: it takes as long as a short test."""
+    global _tests_ended
     yield
+    _tests_ended += 1
     maps = "/proc/self/maps"
-    if os.path.exists(maps):
+    if _tests_ended % _LOOK_EVERY == 0 and os.path.exists(maps):
         with open(maps) as lines:
             if sum(1 for _ in lines) > _MANY_MAPPINGS:
                 jax.clear_caches()

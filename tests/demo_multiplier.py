@@ -7,12 +7,10 @@ Where lambda goes is not promised: it follows the discrepancy, which depends on 
 """
 
 import sys
-from pathlib import Path
 
 import numpy as np
 
 from dcmdp_jax.observe.alarms import ALARMS
-from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.report import read_run
 from dcmdp_jax.observe.run_summary import what_the_multiplier_did
 

@@ -250,4 +250,6 @@ def test_library_code_prints_nothing_and_unpickles_nothing():
         names = {node.func.id for node in ast.walk(_SOURCES[module])
                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
         assert _room(module) == "commands" or "print" not in names, module
-        assert not {"pickle", "dill", "cloudpickle"} & {name.split(".")[0] for name in _imports(_SOURCES[module])}, module
+        assert not {"pickle", "dill", "cloudpickle"} & {name.split(".")[0] for name in _imports(_SOURCES[module])}, (
+            module
+        )

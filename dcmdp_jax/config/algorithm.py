@@ -87,8 +87,10 @@ class AlgorithmSettings:
     )  # fmt: skip
     tolerance_quantile: float = setting(0.5, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
     tolerance_factor: float = setting(
-        BUDGET_ROOM, "Times that quantile. Below 1: less than the policy began with.",
-        source="ours: the rule of dcmdp probe", minimum=1e-6,
+        BUDGET_ROOM,
+        "Times that quantile. Below 1: less than the policy began with.",
+        source="ours: the rule of dcmdp probe",
+        minimum=1e-6,
     )
     dual_learning_rate: float = setting(1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0)
     multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)

@@ -100,8 +100,8 @@ def summarize(series: Series) -> Summary:
 
 def what_the_multiplier_did(series: Series) -> str:
     """What lambda, the budget and the discrepancy did, in words; empty for a run that recorded none of them."""
-    multiplier, over, discrepancy = _finite(series, "dual/multiplier"), _over(series), _finite(series, "discrepancy/mean")
-    said = []
+    multiplier, discrepancy = (_finite(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
+    over, said = _over(series), []
     if len(multiplier):
         first, last, peak = (number(float(value)) for value in (multiplier[0], multiplier[-1], multiplier.max()))
         at = int(series["dual/multiplier"][0][np.nanargmax(series["dual/multiplier"][1])])

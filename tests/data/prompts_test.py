@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.prompts import encode_prompts, end_token_ids, load_tokenizer, save_tokenizer
 from dcmdp_jax.rewards.protocol import Problem
+from tests.our_log import our_log
 
 
 def _problem(prompt: str, index: int = 0, context: tuple[tuple[str, str], ...] = ()) -> Problem:
@@ -246,7 +247,7 @@ def test_control_tokens_in_a_problem_are_counted_and_said(caplog: pytest.LogCapt
     assert "<|im_end|> in 2, <|im_start|> in 1; the first is problem 1 of test" in caplog.text
     caplog.clear()
     assert encode_prompts(problems[:1], build_tokenizer(), max_prompt_tokens=999).with_control_tokens == 0
-    assert not caplog.text
+    assert our_log(caplog) == []
 
 
 def test_tags_that_a_tokenizer_does_not_call_special_count_and_runs_of_spaces_do_not() -> None:

@@ -13,6 +13,7 @@ import pytest
 from dcmdp_jax.models.quantize import quantize_kernel
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.models.scheme_products import round_cache, scheme_matmul, with_scheme
+from tests.waiting import HANGS_S
 
 # Reads x and W as float32 that bfloat16 holds exactly; W [out, in], as Hugging Face has it.
 _PROGRAM = """
@@ -67,7 +68,7 @@ def kernels(vllm_is_installed, tmp_path_factory):
     }
     np.savez(directory / "given.npz", **given)
     subprocess.run(
-        [sys.executable, "-c", _PROGRAM, directory / "given.npz", directory / "found.npz"], check=True, timeout=600
+        [sys.executable, "-c", _PROGRAM, directory / "given.npz", directory / "found.npz"], check=True, timeout=HANGS_S
     )
     return given, dict(np.load(directory / "found.npz"))
 

@@ -16,6 +16,7 @@ from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
 from dcmdp_jax.integrations import dc_grpo_torch as module  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
 from tests.algorithm.surrogate import policy_surrogate  # noqa: E402
+from tests.waiting import HANGS_S  # noqa: E402
 
 _CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -163,7 +164,9 @@ def test_it_imports_neither_jax_nor_the_rest_of_the_package():
         "print([name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib', 'flax')]);"
         "print(sorted(name for name in sys.modules if name.startswith('dcmdp_jax')))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANGS_S
+    ).stdout
     assert said.splitlines() == [
         "[]",
         "['dcmdp_jax', 'dcmdp_jax.integrations', 'dcmdp_jax.integrations.dc_grpo_torch', 'dcmdp_jax.record']",

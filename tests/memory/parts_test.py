@@ -25,6 +25,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.training import build, setup
+from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIB = 2**30
@@ -314,7 +315,7 @@ def test_a_small_run_grows_by_about_what_is_announced(tmp_path):
     # 2.2 announced. VmHWM, because Linux's ru_maxrss starts at the peak of the process that started this one.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(tmp_path / "run")], cwd=_ROOT, capture_output=True, text=True, timeout=900,
+        [sys.executable, "-c", _RUN, str(tmp_path / "run")], cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S,
         env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

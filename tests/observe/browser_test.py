@@ -10,6 +10,7 @@ import pytest
 
 from dcmdp_jax.observe.metrics_io import MetricsWriter
 from dcmdp_jax.observe.report import write_report
+from tests.waiting import HANGS_S
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
@@ -33,7 +34,7 @@ def look_at(page, tmp_path, width):
     )
     done = subprocess.run(
         [_CHROMIUM, *_FLAGS, f"--user-data-dir={tmp_path}/profile{width}", "--window-size=1400,900", f"file://{frame}"],
-        capture_output=True, text=True, timeout=180,
+        capture_output=True, text=True, timeout=HANGS_S,
     )  # fmt: skip
     found = re.search(r'<pre id="r">(.*?)</pre>', done.stdout, re.S)
     assert found and found[1], done.stderr[-2000:]

@@ -30,6 +30,7 @@ from dcmdp_jax.training.checkpoint import (
 )
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.types import LossScale, TrainState
+from tests.our_log import our_log
 
 _MODEL = ModelConfig(
     "qwen3", 24, 16, 32, 2, 2, 1, 8, rope_scaling=RopeScaling("linear", factor=2.0), max_position_embeddings=64
@@ -337,7 +338,7 @@ def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
     path = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
     path.write_bytes(b"")
     checkpoints = opened(keep_last=1, keep_best=1)
-    assert caplog.messages == [f"{path} is damaged: that checkpoint is no longer a candidate for the best"]
+    assert our_log(caplog) == [f"{path} is damaged: that checkpoint is no longer a candidate for the best"]
     _same_bits(_state(2), checkpoints.restore(_abstract(_state()), _MODEL))
     _scored(checkpoints, 3, 0.5)
     checkpoints.close()

@@ -12,6 +12,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.training.batches import Batches
+from tests.our_log import our_log
 
 
 def _batches(plan, **training):
@@ -43,7 +44,7 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
     for step in (6, 7):
         _, _, metrics = batches._pack(_rollout(16, 30), {}, step)
         assert metrics["rollout/padding_fraction"] == pytest.approx(34 / 64)
-    assert caplog.messages == [
+    assert our_log(caplog) == [
         "step 7: 53% of what is computed is padding; training.row_lengths=() chooses the lengths of rows"
     ]
 
@@ -51,4 +52,4 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
 def test_little_padding_is_not_told(caplog):
     batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1))
     _, _, metrics = batches._pack(_rollout(16, 45), {}, 0)
-    assert metrics["rollout/padding_fraction"] == pytest.approx(19 / 64) and caplog.messages == []
+    assert metrics["rollout/padding_fraction"] == pytest.approx(19 / 64) and our_log(caplog) == []

@@ -14,6 +14,7 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
+from tests.our_log import our_log
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,12 +66,12 @@ def test_one_of_several_updates_in_each_step_ends_the_run_after_the_window(tmp_p
         metrics |= counted.record(step, metrics)
         assert metrics["optimizer/skipped_share"] == 1 / 4
         counted.check(metrics)  # the window is not full
-    assert caplog.messages[-1] == (
+    assert our_log(caplog)[-1] == (
         "step 19: 1 of 4 updates skipped, their gradient is not finite; 25% of the last 19 steps'"
     )
     metrics = _metrics(0)
     metrics |= counted.record(20, metrics)
-    assert metrics["optimizer/skipped_share"] == 19 / 80 and len(caplog.messages) == 19
+    assert metrics["optimizer/skipped_share"] == 19 / 80 and len(our_log(caplog)) == 19
     with pytest.raises(TrainingStopped, match=r"24% of the updates of the last 20 steps .*max_skipped_share=0.125\)"):
         counted.check(metrics)
 

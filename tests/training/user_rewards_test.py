@@ -195,10 +195,15 @@ def test_a_run_can_go_on_without_the_values_of_functions_that_fail(environment, 
 
 def test_a_signal_while_a_function_hangs_saves_and_leaves_at_once(environment, files, tmp_path):
     (files / "called").unlink(missing_ok=True)
-    process = _start(environment, tmp_path / "run", f"--config.rewards.functions={files}/bad.py:hangs")
+    process = _start(
+        environment,
+        tmp_path / "run",
+        f"--config.rewards.functions={files}/bad.py:hangs",
+        "--config.rewards.timeout=9999",
+    )
     wait_until(lambda: (files / "called").exists() or process.poll() is not None, "the call of the function")
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=200)  # rewards.timeout is 300
+    output, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert "stopped by SIGTERM after step 0, saved; the same command resumes" in output
     assert _left_behind(environment) == []

@@ -44,8 +44,8 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     value = _round_up(max(wanted, least))
     said = "not measured" if floor is None else f"{floor:.3g}"
     why = (
-        f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the mismatch stays as it is, and rises "
-        "when it grows by a quarter"
+        f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the mismatch stays as it is, and "
+        "rises when it grows by a quarter"
         if wanted >= least
         else f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
     )
