@@ -122,6 +122,7 @@ def _save_tokenizer(vocabulary: dict[str, int], directory: Path) -> None:
         tokenizer_object=backend,
         eos_token=_END,
         pad_token=_PAD,
+        unk_token=_PAD,
         # The prompt as it is: no contender's template adds tokens.
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
         clean_up_tokenization_spaces=False,

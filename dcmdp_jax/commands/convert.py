@@ -73,6 +73,8 @@ def _check(directory: Path) -> None:
     print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s)")
     print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
     print(f"tokenizer    {len(tokenizer):,} tokens; a completion ends with {', '.join(map(str, ends))}")
+    if beyond := config.vocab_size - len(tokenizer):
+        print(f"             {beyond:,} of the model's ids, from {len(tokenizer):,} on, are no tokens and have no text")
     print(f"{directory}: fits its config.json, all values are finite")
 
 

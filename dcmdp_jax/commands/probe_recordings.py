@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
 from dcmdp_jax.commands.arguments import whole
-from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.data.prompts import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.columns import Columns, LeftOut
@@ -144,7 +143,4 @@ def _rows(rows: int, kept_every: int) -> str:
 
 
 def _text(tokenizer: str | None) -> Callable[[int], str] | None:
-    if tokenizer is None:
-        return None
-    loaded = load_tokenizer(tokenizer)
-    return functools.cache(lambda token: loaded.decode([token]))
+    return None if tokenizer is None else token_text(load_tokenizer(tokenizer))

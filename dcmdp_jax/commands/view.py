@@ -8,7 +8,6 @@ A run shows every recorded token (rollouts/) or, without a recording, its sample
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.arguments import output_file, whole
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.data.prompts import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.columns import LeftOut, checked_row
 from dcmdp_jax.lab.mismatch.formats import rows_of
@@ -122,8 +121,7 @@ def _kept(completions: Iterator[Completion], most: int) -> Iterator[Completion]:
 def _words(tokenizer: str | None) -> Callable[[int], str]:
     if tokenizer is None:
         return lambda token: f" {token}"
-    loaded = load_tokenizer(tokenizer)
-    return functools.cache(lambda token: loaded.decode([token]))
+    return token_text(load_tokenizer(tokenizer))
 
 
 def _text(value: Any) -> str:

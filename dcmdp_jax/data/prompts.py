@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import re
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,14 +17,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import has_tokenizer, read_json_object, shorten, shorten_name
+from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object, shorten, shorten_name
 from dcmdp_jax.rewards.protocol import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
-_MESSAGE = "What is 1+1?"  # any that no template contains
+# A chat that no template contains: characters that every tokenizer should have, a line break and a run of spaces.
+_MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
+_CHAT = (
+    {"role": "user", "content": "What is 2+3?"}, {"role": "assistant", "content": "5"},
+    {"role": "user", "content": _MESSAGE},
+)  # fmt: skip
+# What pre-tokenizers and normalizers treat differently.
+_SAMPLE = (
+    "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, \u6570\u5b66 \U0001f600\r\n "
+)
 # DAPO-Math-17K (`Answer: $Answer`, `after "Answer:"`), its variants (`Answer: \boxed{<final_answer>}`), and an empty or
 # named box (`\boxed{}`, `\boxed{answer}`, `within \boxed`). A box with anything else in it is part of a problem.
 _ANSWER_FORM = re.compile(
@@ -63,7 +74,10 @@ def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
 
 
 def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer for chat prompts; never run code that comes with it.
+    """Load a tokenizer for chat prompts; never run code that comes with it. All commands load theirs here.
+
+    tokenizer.json is read as it is where the class that tokenizer_config.json names would give other ids: transformers
+    5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer, and spaces and line breaks are lost.
 
     Args:
         path: a directory in Hugging Face format, or a Hub name.
@@ -71,9 +85,10 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
 
     Raises:
         UserError: if there is no tokenizer there, it has more tokens than the model, no chat template, one that leaves
-            the message out, or no end-of-sequence token.
+            out a message of a chat, or no end-of-sequence token, or its ids do not decode to the text.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     directory = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -89,19 +104,67 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
     except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
         reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
         raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
+    check_tokenizer(tokenizer)
+    if not directory.is_dir():
+        # In the Hub's cache, where transformers just put it.
+        known = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES)
+        directory = Path(next(filter(None, known))).parent
+    tokenizer = _as_written(tokenizer, directory)
+    tokenizer.name_or_path = str(directory)
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise UserError(
             f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own tokenizer"
         )
-    check_tokenizer(tokenizer)
-    if directory.is_dir() and not _is_in_vocabulary(tokenizer.eos_token, directory):
+    if not _is_in_vocabulary(tokenizer.eos_token, directory):
         # transformers adds it as a new token, which no model writes.
         raise UserError(
             f"tokenizer {path}: its end token {shorten(tokenizer.eos_token)} is not in its vocabulary; set eos_token "
             "in tokenizer_config.json to the model's own"
         )
-    _render(tokenizer, [{"role": "user", "content": _MESSAGE}], f"tokenizer {path}: its chat template", "a message")
+    _check_round_trip(tokenizer, path)
     return tokenizer
+
+
+def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory's tokenizer.json as it is, where that gives other ids than the class given."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (directory / "tokenizer.json").is_file() or type(tokenizer) is PreTrainedTokenizerFast:
+        return tokenizer
+    plain = PreTrainedTokenizerFast.from_pretrained(
+        str(directory), eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
+    )
+    if _sample_ids(plain) == _sample_ids(tokenizer):
+        return tokenizer
+    _LOG.warning(
+        "tokenizer %s: read as tokenizer.json has it, because transformers' %s changes its ids", directory,
+        type(tokenizer).__name__,
+    )  # fmt: skip
+    return plain
+
+
+def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of a chat's text with what tokenizers treat differently."""
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}])
+    except Exception:  # What templates raise; `_render` words it.
+        text = _SAMPLE
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a template that leaves out a message, and a tokenizer that loses characters without a word."""
+    text = _render(tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if _MESSAGE in back:
+        return
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
+        raise UserError(
+            f"tokenizer {path}: {shorten(text)} becomes {shorten(back)} by its ids; its files do not fit each other: "
+            "compare tokenizer.json with the model's own"
+        )
+    _LOG.warning("tokenizer %s: %s has unknown tokens: %s", path, shorten(text), shorten(back))
 
 
 def _is_in_vocabulary(token: str, directory: Path) -> bool:
@@ -357,12 +420,38 @@ def end_token_ids(
     return tuple(sorted(ids))
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """The text of a token alone; `<id>` of an id that is not the tokenizer's."""
+
+    @functools.cache
+    def text(token: int) -> str:
+        return tokenizer.decode([token]) if 0 <= token < len(tokenizer) else f"<{token}>"
+
+    return text
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
     """Write a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
 
+    The files that the tokenizer was read from are copied, because `save_pretrained` may write others: those of the
+    class, not of the source. One that was made in memory is saved.
+
     An exported model needs the list: without it, an engine samples past the end of a chat turn. The file has nothing
     else, because engines take its temperature and top-k as their defaults.
+
+    Raises:
+        UserError: if what was written gives other ids.
     """
-    tokenizer.save_pretrained(str(directory))
-    path = Path(directory) / "generation_config.json"
+    directory, source = Path(directory), Path(tokenizer.name_or_path)
+    if not tokenizer.name_or_path or not source.is_dir():
+        tokenizer.save_pretrained(str(directory))
+    elif source.resolve() != directory.resolve():
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            (directory / name).unlink(missing_ok=True)
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
+    if _sample_ids(load_tokenizer(str(directory.resolve()))) != _sample_ids(tokenizer):
+        raise UserError(f"{directory}: the tokenizer that was written gives other ids than that of {source}")
+    path = directory / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": list(end_ids)}) + "\n", encoding="utf-8")

@@ -5,9 +5,13 @@
     import_path = "dcmdp_jax.integrations.prime_rl_loss.dc_grpo_loss"
     kwargs = { tolerance = 0.0037, state_path = "outputs/dc_grpo.json" }
 
+    [orchestrator]
+    max_off_policy_steps = 0
+
 prime-rl calls it for each sample and makes one optimizer update in a step, at whose end lambda moves. p is of the
-weights being trained: with one update a step these made the batch, unless rollouts lag behind the trainer. What the
-policy moved since is then in the discrepancy too; set max_async_level=0 to keep it out.
+weights being trained: with one update a step these made the batch, unless rollouts lag behind the trainer, by up to
+`orchestrator.max_off_policy_steps` (8 by default). What the policy moved since is then in the discrepancy too; 0 keeps
+it out: older rollouts are dropped.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     --custom-advantage-function-path dcmdp_jax.integrations.slime_hooks.dc_grpo_advantages
     --custom-config-path dc_grpo.yaml        # dc_grpo_tolerance: 0.0037; dc_grpo_state: checkpoints/dc_grpo.json; ...
     --get-mismatch-metrics                   # so that slime computes the training stack's log-probs before the update
+    --custom-tis-function-path dcmdp_jax.integrations.slime_hooks.no_weights      # which that flag asks for
 
 slime calls it once in a step in each data-parallel rank, with the rank's whole batch.
 """
@@ -37,7 +38,11 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         ValueError: in one line, if a setting or the log-probs are not there, or context parallelism splits samples.
     """
     dc_grpo = _settings(args)
-    for name, flag in (("log_probs", "--get-mismatch-metrics"), ("rollout_log_probs", "an engine with log-probs")):
+    flags = {
+        "log_probs": f"--get-mismatch-metrics and --custom-tis-function-path {__name__}.no_weights",
+        "rollout_log_probs": "an engine with log-probs",
+    }
+    for name, flag in flags.items():
         if not rollout_data.get(name):
             raise ValueError(f"dc_grpo: the batch has no {name}: set {flag}")
     train, rollout, masks = (rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks"))
@@ -59,6 +64,17 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     if path and _rank() == 0:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         dc_grpo.save(path)
+
+
+def no_weights(
+    args: Any, *, pg_loss: torch.Tensor, loss_masks: list[torch.Tensor], **_: Any
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss and masks as they are, no metrics: the charge already answers for the mismatch.
+
+    slime refuses `--get-mismatch-metrics` without `--custom-tis-function-path`, and multiplies the loss by what that
+    function makes of it.
+    """
+    return pg_loss, loss_masks, {}
 
 
 def _settings(args: Any) -> DcGrpo:

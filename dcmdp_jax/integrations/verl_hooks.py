@@ -10,7 +10,9 @@ and set `algorithm.adv_estimator=dc_grpo`, `actor_rollout_ref.actor.policy_loss.
 `actor_rollout_ref.rollout.calculate_log_probs=True`, and no `algorithm.rollout_correction`.
 
 verl gives an estimator rewards and masks but no log-probs. So the estimator makes verl's own group-relative advantages,
-and `compute_advantage`, which calls it with the whole batch on the driver, charges them.
+and `compute_advantage`, which calls it with the whole batch on the driver, charges them. Where an agent loop gives a
+session several outputs, the session counts once in its group, by its last output, as under verl's own grpo; every
+output's tokens are charged.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, clipped_surrogate
 
 NAME = "dc_grpo"
 _LOG = logging.getLogger(__name__)
-# Modules that have imported the function by name.
+# Modules that import the functions by name.
 _CALLERS = (
-    "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.utils", "verl.experimental.separation.ray_trainer",
-    "verl.experimental.fully_async_policy.fully_async_trainer",
+    "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.utils", "verl.trainer.ppo.v1.trainer_base",
+    "verl.experimental.separation.ray_trainer",
 )  # fmt: skip
 
 
@@ -56,24 +58,50 @@ def register(
         dc_grpo.load(state_path, steps=resume_steps)
     core_algos.register_adv_est(NAME)(group_advantages)
     core_algos.register_policy_loss(NAME)(policy_loss)
+
+    def charged(data: Any) -> Any:
+        charge(dc_grpo, data.batch)
+        if state_path is not None:
+            Path(state_path).parent.mkdir(parents=True, exist_ok=True)
+            dc_grpo.save(state_path)
+        if on_batch is not None:
+            on_batch(data)
+        return data
+
     original = ray_trainer.compute_advantage
 
     @functools.wraps(original)
     def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **options: Any) -> Any:
         data = original(data, adv_estimator, *args, **options)
-        if adv_estimator == NAME:
-            charge(dc_grpo, data.batch)
-            if state_path is not None:
-                Path(state_path).parent.mkdir(parents=True, exist_ok=True)
-                dc_grpo.save(state_path)
-            if on_batch is not None:
-                on_batch(data)
-        return data
+        return charged(data) if adv_estimator == NAME else data
 
+    _replace(original, compute_advantage)
+    try:
+        from verl.trainer.ppo.v1 import utils
+    except ImportError:  # before 0.9, or without what that trainer needs
+        return
+    _replace(original, compute_advantage)
+    of_sessions = utils.compute_advantage_for_multi_trajectories
+
+    @functools.wraps(of_sessions)
+    def compute_advantage_of_sessions(
+        data: Any, batch_keys: Any, adv_estimator: Any, *args: Any, **options: Any
+    ) -> Any:
+        if adv_estimator != NAME:
+            return of_sessions(data, batch_keys, adv_estimator, *args, **options)
+        # verl counts a session of several outputs once under its own estimator alone.
+        grpo = core_algos.AdvantageEstimator.GRPO
+        return charged(of_sessions(data, batch_keys, grpo, *args, **options))
+
+    _replace(of_sessions, compute_advantage_of_sessions)
+
+
+def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
+    """Put a function in another's place in the modules of verl that have imported it by name."""
     for name in _CALLERS:
         module = sys.modules.get(name)
-        if module is not None and getattr(module, "compute_advantage", None) is original:
-            module.compute_advantage = compute_advantage
+        if module is not None and getattr(module, by.__name__, None) is function:
+            setattr(module, by.__name__, by)
 
 
 def charge(dc_grpo: DcGrpo, batch: Any) -> None:

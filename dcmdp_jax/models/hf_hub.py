@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 
 from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.inputs import TOKENIZER_FILES
 
 _FILES = (
-    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja",
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES,
 )  # fmt: skip
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _FOLDERS = ("models", "runs")

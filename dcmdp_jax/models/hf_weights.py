@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import has_tokenizer, read_json_object
+from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
 from dcmdp_jax.models.config import ModelConfig, to_hf
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
 from dcmdp_jax.models.hf_manifest import (
@@ -38,16 +38,6 @@ from dcmdp_jax.models.params import hf_tensors, param_shapes
 from dcmdp_jax.parallel.global_arrays import to_host
 from dcmdp_jax.types import Array, Params
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _GENERATION = "generation_config.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -284,7 +274,7 @@ def _write_tensors(params: Params, config: ModelConfig, directory: Path, dtype: 
 def _tokenizer_files(directory: Path) -> list[Path]:
     if not has_tokenizer(directory):
         raise FileNotFoundError(f"{directory}: has no tokenizer (tokenizer.json or vocab.json)")
-    return [path for name in (*_TOKENIZER_FILES, _GENERATION) if (path := directory / name).is_file()]
+    return [path for name in (*TOKENIZER_FILES, _GENERATION) if (path := directory / name).is_file()]
 
 
 def _token_ids(directory: str | Path | None) -> dict[str, Any]:

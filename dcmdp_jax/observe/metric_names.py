@@ -42,6 +42,11 @@ _TABLE = (
     Metric("completion/length_max", "tokens", "longest completion"),
     Metric("completion/truncated_fraction", "fraction", "completions cut by the length limit"),
     Metric(
+        "completion/beyond_vocabulary_fraction",
+        "fraction",
+        "sampled tokens whose id is beyond the tokenizer's: the model has more rows than it, and they have no text",
+    ),
+    Metric(
         "discrepancy/mean", "discrepancy", "token-weighted batch mean: what the dual step compares with the tolerance"
     ),
     Metric("discrepancy/p50", "discrepancy", "median over sampled tokens"),

@@ -26,6 +26,8 @@ class Grading:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._texts: dict[int, str] = {}
         self._answers = answers
+        self.tokens = self.beyond = 0
+        """Tokens decoded, and those of them that are ids beyond the tokenizer's, which have no text."""
 
     @property
     def judged(self) -> list[int]:
@@ -45,6 +47,8 @@ class Grading:
         # transformers decodes an empty batch to one empty text.
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if rows else []
         self._texts |= zip(rows, texts, strict=True)
+        self.tokens += sum(map(len, completion_ids))
+        self.beyond += sum(int(np.sum(np.asarray(ids) >= len(self._tokenizer))) for ids in completion_ids)
         return texts
 
     def texts(self) -> list[str]:

@@ -199,11 +199,11 @@ class RewardScorer:
             sources=() if self.by_source else None,
         )
 
-    def warn_once(self, function: str, problem: str) -> None:
-        """Log the first failure of a function."""
-        if function not in self._warned:
-            self._warned.add(function)
-            _LOG.warning("%s; its completions get no value of this reward. Later failures are only counted", problem)
+    def warn_once(self, what: str, problem: str) -> None:
+        """Log the first failure of a function, or of another kind."""
+        if what not in self._warned:
+            self._warned.add(what)
+            _LOG.warning("%s. Later failures are only counted", problem)
 
 
 class BatchScoring:
@@ -270,11 +270,18 @@ class BatchScoring:
             for row, value in zip(self._grading.judged, grades.rewards.tolist(), strict=True):
                 given[row] = value
             results[MATH] = Returned(given)
-        turns: dict[str, tuple[float, int]] = {}
+        own: dict[str, tuple[float, int]] = {}
+        if beyond := self._grading.beyond:
+            own[_BEYOND] = (float(beyond), self._grading.tokens)
+            scorer.warn_once(
+                _BEYOND,
+                f"{beyond:,} of {self._grading.tokens:,} sampled tokens are ids beyond the "
+                "tokenizer's: they have no text",
+            )
         if played := [self._played[row] for row in range(len(texts)) if row in self._played]:
             results[ENVIRONMENT] = Returned([one.reward for one in played])
-            turns["environment/turns_mean"] = (float(sum(one.turns for one in played)), len(played))
-            turns["environment/done_fraction"] = (float(sum(one.done for one in played)), len(played))
+            own["environment/turns_mean"] = (float(sum(one.turns for one in played)), len(played))
+            own["environment/done_fraction"] = (float(sum(one.done for one in played)), len(played))
         values: list[list[float | None]] = []
         failed: dict[str, int] = {}
         extra: dict[str, list[Any]] = {}
@@ -297,7 +304,7 @@ class BatchScoring:
             failed=failed,
             grades=grades,
             sources=tuple(problem.source for problem in self._problems) if scorer.by_source else None,
-            logged=turns | add_logged([
+            logged=own | add_logged([
                 {key: (math.fsum(numbers), len(numbers)) for key, numbers in result.metrics.items()}
                 for result in results.values() if isinstance(result, Returned)
             ]),
@@ -311,10 +318,11 @@ class BatchScoring:
             problem += f" (completion {failure.row} of the batch, of row {row.index} of {row.source})"
         if self._scorer.stop_on_error:
             raise RewardError(problem)
-        self._scorer.warn_once(function, problem)
+        self._scorer.warn_once(function, f"{problem}; its completions get no value of this reward")
 
 
-_OF_TURNS = ("environment/turns_mean", "environment/done_fraction")
+_BEYOND = "completion/beyond_vocabulary_fraction"
+_OWN = ("environment/turns_mean", "environment/done_fraction", _BEYOND)
 
 
 def reward_metrics(scores: BatchScores) -> dict[str, float]:
@@ -322,8 +330,9 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
 
     `reward/NAME/mean` and `/std` of each reward, over the completions that have a value of it; absent if none has.
     `reward/NAME/failed` of each function. `reward/source/SOURCE/mean` and `/std` of the totals, if the scores name
-    sources. `environment/turns_mean` and `/done_fraction` with an environment. `logged/NAME`: mean of the
-    numbers that functions logged under NAME.
+    sources. `environment/turns_mean` and `/done_fraction` with an environment.
+    `completion/beyond_vocabulary_fraction` if there are such tokens. `logged/NAME`: mean of the numbers that functions
+    logged under NAME.
     """
     metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
     for name, values in scores.values.items():
@@ -334,7 +343,7 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
     metrics["reward/without_value"] = int(missing.sum())
     for name, (value, count) in scores.logged.items():
-        metrics[name if name in _OF_TURNS else f"logged/{name}"] = value / count
+        metrics[name if name in _OWN else f"logged/{name}"] = value / count
     return metrics
 
 

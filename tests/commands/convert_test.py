@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -54,6 +55,15 @@ def test_hf_check(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in 1 file(s)" in out
     assert "tokenizer    104 tokens; a completion ends with 2, 3\n" in out
     assert out.endswith(f"{source}: fits its config.json, all values are finite\n")
+
+
+def test_hf_check_counts_the_ids_beyond_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(CONFIG, vocab_size=107)
+    save_tokenizer(build_tokenizer(), tmp_path / "tokenizer", (2,))
+    params = init_params(config, jax.random.key(0))
+    save_params(params, config, tmp_path / "model", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
+    main(["convert", "hf-check", str(tmp_path / "model")])
+    assert "3 of the model's ids, from 104 on, are no tokens and have no text\n" in capsys.readouterr().out
 
 
 def test_copy(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
@@ -180,10 +180,9 @@ def test_a_template_that_leaves_messages_out_is_refused(template, messages, word
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"the chat template leaves out {words}.*compare chat_template.jinja with"):
         encode_prompts([_problem("1+2=?", 4, tuple(messages))], tokenizer, max_prompt_tokens=99)
-    if not messages:
-        tokenizer.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=f"its chat template leaves out {words} a message"):
-            load_tokenizer(str(tmp_path))
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its chat template leaves out the text of the user in a chat of two quest"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_template_may_strip_a_message_and_cut_earlier_thoughts() -> None:
@@ -200,6 +199,62 @@ def test_a_saved_tokenizer_keeps_every_end_token(tmp_path: Path) -> None:
     save_tokenizer(build_tokenizer(), tmp_path, (2, 7))
     assert end_token_ids(load_tokenizer(str(tmp_path)), tmp_path, vocab_size=104) == (2, 7)
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 7]}
+
+
+def _byte_level(directory: Path, tokenizer_class: str) -> Path:
+    """A tokenizer of bytes with a few merges, under a class; its end token is the 257th."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: place for place, piece in enumerate([*alphabet, "<end>", "in", "\u0120a"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("i", "n"), ("\u0120", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>",
+        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}",
+    ).save_pretrained(directory)  # fmt: skip
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class, "unk_token": None}))
+    return directory
+
+
+@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_spaces_and_line_breaks_survive_whatever_class_a_byte_level_tokenizer_names(
+    tokenizer_class: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The class of transformers 5 gives a pre-tokenizer that drops both; what a run saves has the ids that it used."""
+    source = _byte_level(tmp_path / "source", tokenizer_class)
+    tokenizer = load_tokenizer(str(source), vocab_size=259)
+    [ids] = encode_prompts([_problem("1 +\n  2 in a")], tokenizer, max_prompt_tokens=99).token_ids
+    assert tokenizer.decode(ids) == "user: 1 +\n  2 in a<end>"
+    # "u", "s", "e", "r", ":"; " ", "1", " ", "+", line break, " ", " ", "2"; " ", "in", " a", "<end>": 17 tokens.
+    assert len(ids) == 17 and ids[-3:].tolist() == [257, 258, 256]
+    assert ("read as tokenizer.json has it" in caplog.text) == tokenizer_class.startswith("Llama")
+    save_tokenizer(tokenizer, tmp_path / "saved", (256,))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()
+    [again] = encode_prompts(
+        [_problem("1 +\n  2 in a")], load_tokenizer(str(tmp_path / "saved")), max_prompt_tokens=99
+    ).token_ids
+    assert again.tolist() == ids.tolist()
+
+
+def test_a_tokenizer_that_loses_characters_is_refused_and_one_that_says_so_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = _byte_level(tmp_path / "bytes", "PreTrainedTokenizerFast")
+    fields = json.loads((source / "tokenizer.json").read_text())
+    fields["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never", "split": False}
+    (source / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="becomes .*What.*by its ids; its files do not fit each other"):
+        load_tokenizer(str(source))
+    digits = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"12": 0, "?": 1, "<end>": 2}, unk_token="?")),
+        eos_token="<end>", unk_token="?", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    )  # fmt: skip
+    digits.save_pretrained(tmp_path / "digits")
+    load_tokenizer(str(tmp_path / "digits"))
+    assert "digits: 'What is" in caplog.text and "has unknown tokens: '?" in caplog.text
 
 
 def test_end_tokens_are_the_union(tmp_path: Path) -> None:

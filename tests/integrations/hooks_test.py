@@ -4,7 +4,10 @@ peers_test.py runs them with the real packages where these are installed.
 """
 
 import dataclasses
+import importlib
 import json
+import re
+import sys
 import types
 
 import numpy as np
@@ -90,12 +93,27 @@ def test_slimes_bad_input_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="set dc_grpo_tolerance in the file of --custom-config-path"):
         slime_hooks.dc_grpo_advantages(types.SimpleNamespace(), _slime_batch())
     args = types.SimpleNamespace(dc_grpo_tolerance=0.02)
-    with pytest.raises(ValueError, match="no log_probs: set --get-mismatch-metrics"):
+    flags = "--get-mismatch-metrics and --custom-tis-function-path dcmdp_jax.integrations.slime_hooks.no_weights"
+    with pytest.raises(ValueError, match=f"no log_probs: set {flags}"):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"log_probs": None})
     batch = _slime_batch()
     batch["loss_masks"] = [torch.ones(6, dtype=torch.int)] * 2
     with pytest.raises(ValueError, match="context parallelism above 1"):
         slime_hooks.dc_grpo_advantages(args, batch)
+
+
+def test_slimes_recipe_sets_the_function_that_its_arguments_ask_for_and_it_changes_nothing():
+    """slime's arguments.py asserts custom_tis_function_path with get_mismatch_metrics; loss.py calls it as here."""
+    recipe = " ".join(slime_hooks.__doc__.split())
+    path = re.search(r"--get-mismatch-metrics .*--custom-tis-function-path (\S+)", recipe)[1]
+    module, _, name = path.rpartition(".")
+    function = getattr(importlib.import_module(module), name)
+    masks = [MASK[0], MASK[1, :2]]
+    loss, kept, metrics = function(
+        None, pg_loss=A, train_log_probs=[P[0], P[1, :2]], rollout_log_probs=[Q[0], Q[1, :2]], loss_masks=masks,
+        total_lengths=[5, 4], response_lengths=[3, 2],
+    )  # fmt: skip
+    assert loss is A and kept is masks and metrics == {}
 
 
 @dataclasses.dataclass
@@ -142,6 +160,92 @@ def test_verls_batch_is_charged_in_place():
     assert dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
     with pytest.raises(ValueError, match="no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs"):
         verl_hooks.charge(dc_grpo, {name: batch[name] for name in batch if name != "rollout_log_probs"})
+
+
+class _Data:
+    """What the hooks use of verl's DataProto."""
+
+    def __init__(self, batch, uid):
+        self.batch, self.non_tensor_batch = batch, {"uid": uid}
+
+    def select_idxs(self, rows):
+        return _Data({name: x[rows] for name, x in self.batch.items()}, self.non_tensor_batch["uid"][rows])
+
+
+def _verl(monkeypatch):
+    """Modules with the call sites of verl at 1dda039b: the V1 trainer picks sessions' last outputs for grpo alone."""
+    registered = {}
+
+    def grpo(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=True, config=None):
+        scores = token_level_rewards.sum(-1)
+        means = torch.stack([scores[torch.from_numpy(index == one)].mean() for one in index])
+        advantages = (scores - means)[:, None] * response_mask
+        return advantages, advantages
+
+    def compute_advantage(data, adv_estimator, config=None):
+        function = grpo if adv_estimator == "grpo" else registered[adv_estimator]
+        batch = data.batch
+        batch["advantages"], batch["returns"] = function(
+            token_level_rewards=batch["token_level_rewards"], response_mask=batch["response_mask"],
+            index=data.non_tensor_batch["uid"], config=config,
+        )  # fmt: skip
+        return data
+
+    def compute_advantage_for_multi_trajectories(data, batch_keys, adv_estimator, config=None):
+        if adv_estimator != "grpo":
+            return modules["v1.utils"].compute_advantage(data, adv_estimator=adv_estimator, config=config)
+        sessions = [key.rpartition("_")[0] for key in batch_keys]
+        last = {session: row for row, session in enumerate(sessions)}
+        found = modules["v1.utils"].compute_advantage(data.select_idxs(list(last.values())), adv_estimator="grpo")
+        of = dict(zip(last, found.batch["advantages"][:, 0], strict=True))
+        scores = torch.stack([of[session] for session in sessions])[:, None] * data.batch["response_mask"]
+        data.batch["advantages"] = data.batch["returns"] = scores
+        return data
+
+    modules = {name: types.ModuleType(f"verl.trainer.ppo.{name}") for name in ("core_algos", "ray_trainer", "v1.utils",
+                                                                               "v1.trainer_base")}  # fmt: skip
+    core = modules["core_algos"]
+    core.AdvantageEstimator = types.SimpleNamespace(GRPO="grpo")
+    core.register_adv_est = core.register_policy_loss = lambda name: lambda f: registered.setdefault(name, f)
+    core.compute_grpo_outcome_advantage = grpo
+    for name in ("ray_trainer", "v1.utils"):
+        modules[name].compute_advantage = compute_advantage
+    for name in ("v1.utils", "v1.trainer_base"):
+        modules[name].compute_advantage_for_multi_trajectories = compute_advantage_for_multi_trajectories
+    parents = {name: types.ModuleType(name) for name in ("verl", "verl.trainer", "verl.trainer.ppo",
+                                                         "verl.trainer.ppo.v1")}  # fmt: skip
+    for name, module in {**parents, **{each.__name__: each for each in modules.values()}}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    return modules
+
+
+def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_is_charged(monkeypatch):
+    """Sessions 0 and 1 of one prompt, rewards 1 and 0; session 0 has two more outputs, each with its reward."""
+    modules = _verl(monkeypatch)
+    dc_grpo, recorded = _dc_grpo(), []
+    verl_hooks.register(dc_grpo, on_batch=recorded.append)
+    rewards = torch.zeros(4, 3)
+    rewards[:3, 0] = 1.0
+    batch = {
+        "token_level_rewards": rewards, "response_mask": torch.ones(4, 3), "old_log_probs": P[0].expand(4, 3),
+        "rollout_log_probs": Q[0].expand(4, 3),
+    }  # fmt: skip
+    data = _Data(batch, np.array(["a"] * 4))
+    keys = ["a_0_0", "a_0_1", "a_0_2", "a_1_0"]
+    trainer = modules["v1.trainer_base"]
+    found = trainer.compute_advantage_for_multi_trajectories(data, batch_keys=keys, adv_estimator="dc_grpo")
+    # The mean of the two sessions is 1/2; of the four outputs it would be 3/4. lambda 0.5 of 0.1, 0.2 and 0.
+    expected = torch.tensor([[0.45, 0.4, 0.5]] * 3 + [[-0.55, -0.6, -0.5]])
+    torch.testing.assert_close(found.batch["advantages"], expected)
+    # Once: the mean of 0.1, 0.2 and 0 is 0.1, and 2 (0.1 - 0.02) is added.
+    assert dc_grpo.history == [pytest.approx(0.66, abs=1e-6)] and recorded == [found]
+    plain = trainer.compute_advantage_for_multi_trajectories(data, batch_keys=keys, adv_estimator="grpo")
+    torch.testing.assert_close(plain.batch["advantages"], torch.tensor([[0.5] * 3] * 3 + [[-0.5] * 3]))
+    modules["ray_trainer"].compute_advantage(_Data(batch, np.array(["a"] * 4)), adv_estimator="dc_grpo")
+    assert len(dc_grpo.history) == 2
 
 
 def test_our_own_gradient_is_the_one_that_prime_rl_gets():

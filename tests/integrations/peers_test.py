@@ -66,6 +66,9 @@ def test_verls_newer_trainer_calls_the_same_function(verl):
     if utils.compute_advantage is not ray_trainer.compute_advantage:
         pytest.fail("verl.trainer.ppo.v1.utils holds the function as it was before it was wrapped")
     assert "verl.trainer.ppo.v1.utils" in verl_hooks._CALLERS
+    trainer = _installed("verl.trainer.ppo.v1.trainer_base")
+    name = "compute_advantage_for_multi_trajectories"
+    assert getattr(trainer, name) is getattr(utils, name) and getattr(utils, name).__wrapped__.__name__ == name
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])

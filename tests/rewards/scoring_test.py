@@ -8,7 +8,7 @@ import pytest
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward, RewardError
-from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, column_names
+from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, column_names, reward_metrics
 from tests.rewards import planted_rewards
 
 _LONG_S = 1000.0
@@ -21,6 +21,9 @@ class _Tokenizer:
     def batch_decode(self, completion_ids, *, skip_special_tokens):
         assert skip_special_tokens
         return [_TEXTS[len(ids)] for ids in completion_ids]
+
+    def __len__(self):
+        return 5
 
 
 def _problem(index, answer, source, **columns):
@@ -70,6 +73,15 @@ def test_the_total_is_the_weighted_sum_of_math_and_functions():
     assert scores.failed == {"length": 0, "only_for_algebra": 0}
     assert scores.sources == ("algebra", "algebra", "code", "code")
     assert scores.grades is not None and scores.grades.unparsed == 1
+
+
+def test_ids_beyond_the_tokenizer_are_counted_and_said_once(monkeypatch, caplog):
+    assert "completion/beyond_vocabulary_fraction" not in reward_metrics(_finish(Reward("math"))[1])
+    ids = [np.array(each, np.int32) for each in ([5], [4, 0], [9, 1], [0, 1, 2])]
+    monkeypatch.setitem(globals(), "_IDS", ids)
+    # 5 and 9 of the 8 tokens are beyond the last of 5 tokens, 4.
+    assert reward_metrics(_finish(Reward("math"))[1])["completion/beyond_vocabulary_fraction"] == 2 / 8
+    assert caplog.text.count("2 of 8 sampled tokens are ids beyond the tokenizer's: they have no text") == 1
 
 
 def test_without_math_nothing_is_judged():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.prompts import encode_prompts
+from dcmdp_jax.data.prompts import encode_prompts, token_text
 from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
@@ -140,7 +139,8 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
         sampled = engines.sample(built[0], prompts[0], sampling, seed=session.seed)
         setup = Setup(
             session.model.config, session.model.params, prompts[1], session.score_temperature,
-            {model.name: model.params for model in session.earlier}, variants, _text(models[1]), session.max_rows,
+            {model.name: model.params for model in session.earlier}, variants,
+            token_text(models[1].tokenizer), session.max_rows,
             spec.compute, spec.costs, sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
         )  # fmt: skip
         source = {
@@ -179,11 +179,3 @@ def _lifted(
 def _names(spec: ProbeSpec, other: ProbeSpec) -> tuple[str, str]:
     """The names of a pair's engines, which may be two of the same kind."""
     return (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
-
-
-def _text(model: Model) -> Callable[[int], str]:
-    @functools.cache
-    def text(token: int) -> str:
-        return model.tokenizer.decode([token]) if 0 <= token < len(model.tokenizer) else f"<{token}>"
-
-    return text
