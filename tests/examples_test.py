@@ -1,6 +1,8 @@
-"""examples/remedies.py: each remedy equals its formula in float64, value and gradient, and trains the demo by name."""
+"""examples/: remedies equal their formulas in float64 and train the demo by name; the method on one page is the step."""
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +10,20 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dcmdp_jax.algorithm import losses, stats
+from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import make_row_shapes
+from dcmdp_jax.training.row_logprobs import RowOutputs
+from dcmdp_jax.training.state import new_state
+from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.user_code import load_function
+from tests.engines.sampling import Rollout
 from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -106,3 +116,89 @@ def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(run_environ
         assert "policy/clip_low_fraction" not in record and record["policy/ratio_mean"] > 0
     report = (tmp_path / "run" / "report.html").read_text()
     assert "remedy/huber/above_knee" in report and "remedy/prime_rl/kl" in report
+
+
+def _minimal():
+    spec = importlib.util.spec_from_file_location("dc_grpo_minimal", _ROOT / "examples" / "dc_grpo_minimal.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def minimal():
+    return _minimal()
+
+
+def test_the_method_on_one_page_learns_and_its_multiplier_follows_eq_11(minimal, capsys):
+    path = _ROOT / "examples" / "dc_grpo_minimal.py"
+    assert len(path.read_text().splitlines()) <= 200 and "import dcmdp_jax" not in path.read_text()
+    history = minimal.main(steps=40)
+    rewards, deltas, multipliers = zip(*history, strict=True)
+    # Four tokens of seven symbols each: an untrained policy has about 1/7, one that always copies 1.
+    assert np.mean(rewards[:3]) < 0.35 and np.mean(rewards[-3:]) > 0.6
+    assert multipliers[0] == minimal.MULTIPLIER and min(deltas) > 0  # rounded weights never agree exactly
+    moved = [min(max(a + d - minimal.TOLERANCE, 0.0), 1.0) for a, d in zip(multipliers, deltas, strict=True)]
+    np.testing.assert_allclose(multipliers[1:], moved[:-1], rtol=1e-12)
+    printed = capsys.readouterr().out
+    assert re.findall(r"step +(\d+)   reward", printed) == ["0", "10", "20", "30", "39"]
+    assert f"lambda {multipliers[-1]:.4f}" in printed and printed.count(" -> ") == 5
+
+
+@pytest.mark.parametrize("optimizer", ["its own", "plain gradient descent"])
+def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optimizer):
+    """The same parameters and batch through training/step.py: losses, updated parameters, multiplier."""
+    schedule = optax.constant_schedule(minimal.LEARNING_RATE if optimizer == "its own" else 1.0)
+    transform = optax.adam(schedule) if optimizer == "its own" else optax.sgd(schedule)
+    monkeypatch.setattr(minimal, "optimizer", transform)
+    monkeypatch.setattr(minimal, "update", jax.jit(minimal.update.__wrapped__))
+    count, limit, start = minimal.PROMPTS * minimal.GROUP, minimal.LIMIT, minimal.PROMPT
+    key = jax.random.key(5)
+    params = minimal.policy.init(key, jnp.zeros((1, start + limit), jnp.int32))
+    prompts = np.repeat(
+        np.random.default_rng(5).integers(0, minimal.SYMBOLS, (minimal.PROMPTS, start)), minimal.GROUP, 0
+    )
+    tokens, mask, rollout = (np.asarray(x) for x in minimal.sample(minimal.rounded(params), prompts, key))
+    rewards, lengths = minimal.verify(tokens), mask.sum(1).astype(int)
+    assert len(set(lengths)) > 2
+    found, _, multiplier, mean, losses_found = minimal.train_step(
+        params, transform.init(params), 0.3, tokens, mask, rollout, rewards
+    )
+
+    episodes = Rollout(
+        list(prompts.astype(np.int32)), [tokens[i, start : start + n].astype(np.int32) for i, n in enumerate(lengths)],
+        [rollout[i, :n] for i, n in enumerate(lengths)], ["stop"] * count,
+        np.repeat(np.arange(minimal.PROMPTS), minimal.GROUP), 0,
+    ).episodes  # fmt: skip
+    plan = make_row_shapes(
+        row_lengths=(start + limit,), micro_batch_tokens=count * (start + limit), mini_batches=minimal.MINI_BATCHES,
+        completions=count // minimal.MINI_BATCHES, segments_per_row=1, row_shards=1,
+    )  # fmt: skip
+    batch, _ = pack(episodes, rewards, plan, mask_truncated=False)
+
+    def row_logprobs(params, rows):
+        table = jax.nn.log_softmax(minimal.policy.apply(params, rows.input_ids)[:, :-1])
+        logprobs = jnp.take_along_axis(table, rows.input_ids[:, 1:, None], -1)[..., 0]
+        logprobs = jnp.where(rows.completion_mask, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
+        return RowOutputs(logprobs, jnp.zeros_like(logprobs), {})
+
+    settings = AlgorithmSettings(
+        multiplier=0.3, tolerance=minimal.TOLERANCE, dual_learning_rate=minimal.DUAL_RATE,
+        trust_region=f"clip(low={minimal.CLIP_LOW},high={minimal.CLIP_HIGH})",
+    )  # fmt: skip
+    transform = optax.with_extra_args_support(transform)
+    step = make_train_step(
+        row_logprobs=row_logprobs, compute_dtype="float32", settings=settings, max_completion_tokens=limit,
+        optimizer=transform, schedule=schedule, mesh=None,
+    )  # fmt: skip
+    dual = dual_init(0.3, minimum=0.0, maximum=1.0)
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None)
+    assert float(metrics["policy/loss"]) == pytest.approx(np.mean(losses_found), abs=1e-6)
+    assert float(metrics["discrepancy/mean"]) == pytest.approx(mean, rel=1e-5) and mean > 0.01
+    assert float(state.dual.multiplier) == pytest.approx(multiplier, rel=1e-6)
+    moved = max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, params)), strict=True))
+    # Adam divides a gradient by its own size: where it is rounding noise beside 1e-8, so is the update.
+    allowed = 1e-6 if optimizer == "plain gradient descent" else 0.01 * minimal.LEARNING_RATE
+    assert moved > 100 * allowed
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=allowed)
