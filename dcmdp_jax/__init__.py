@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcmdp_jax.algorithm.advantages import group_advantages
+    from dcmdp_jax.algorithm.dc_grpo import dc_grpo_loss
     from dcmdp_jax.algorithm.discrepancy import token_discrepancy
     from dcmdp_jax.algorithm.dual import dual_update
-    from dcmdp_jax.algorithm.losses import policy_loss
+    from dcmdp_jax.algorithm.losses import clipped_surrogate, importance_ratio
+    from dcmdp_jax.algorithm.penalties import penalized_advantages
     from dcmdp_jax.algorithm.remedies import Tokens
     from dcmdp_jax.commands.flags import load_config
     from dcmdp_jax.commands.train import train
@@ -33,10 +35,13 @@ _MODULES = MappingProxyType(
         "Episode": "data.episode",
         "Tokens": "algorithm.remedies",
         "UserError": "errors",
+        "clipped_surrogate": "algorithm.losses",
+        "dc_grpo_loss": "algorithm.dc_grpo",
         "dual_update": "algorithm.dual",
         "group_advantages": "algorithm.advantages",
+        "importance_ratio": "algorithm.losses",
         "load_config": "commands.flags",
-        "policy_loss": "algorithm.losses",
+        "penalized_advantages": "algorithm.penalties",
         "read_metrics": "observe.metrics_io",
         "token_discrepancy": "algorithm.discrepancy",
         "train": "commands.train",

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import group_statistics
-from dcmdp_jax.algorithm.require import require_integer, require_number
+from dcmdp_jax.algorithm.numerics import as_float
+from dcmdp_jax.algorithm.require import concrete, require_integer, require_number
 from dcmdp_jax.types import Array
 
 
 def group_advantages(
     rewards: Array,
     group_ids: Array,
-    valid: Array,
+    valid: Array | None = None,
     *,
     ddof: int = 1,
     epsilon: float = 1e-6,
@@ -33,24 +34,39 @@ def group_advantages(
     Args:
         rewards: [N] float.
         group_ids: [N] int in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
-        valid: [N] bool; false: padding or dropped, gets 0 and does not enter its group's statistics.
+        valid: [N] bool; false: padding or dropped, gets 0 and does not enter its group's statistics. None: all are.
         ddof: 1 for the unbiased standard deviation, 0 for the population's.
         epsilon: added to the standard deviation, in reward units.
         normalize_std: false: leave the division out.
 
     Returns:
-        [N] float32. No gradient flows. A NaN reward under `valid` makes its group NaN.
+        [N] float32, float64 for float64 rewards with x64. No gradient flows. A NaN reward under `valid` makes its
+        group NaN.
 
     Raises:
-        ValueError: if the shapes differ, `ddof` is neither 0 nor 1, or `epsilon` is a negative Python number.
+        ValueError: if the shapes differ, `group_ids` are not integers in 0 .. N-1 (their values are not seen under
+            jit), `ddof` is neither 0 nor 1, or `epsilon` is negative.
     """
     require_number("epsilon", epsilon, minimum=0)
+    _require_group_ids(group_ids)
+    valid = jnp.ones(jnp.shape(rewards), bool) if valid is None else valid
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
     group_ids = jnp.asarray(group_ids, jnp.int32)
     signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
-    centered = jnp.where(signal, jnp.asarray(rewards, jnp.float32) - table.mean[group_ids], 0.0)
+    centered = jnp.where(signal, as_float(rewards) - table.mean[group_ids], 0.0)
     scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
     return jax.lax.stop_gradient(centered / scale)
+
+
+def _require_group_ids(group_ids: Array) -> None:
+    """Raise unless they are integers in 0 .. N-1, as far as their values are known."""
+    if not jnp.issubdtype(dtype := jnp.result_type(jnp.asarray(group_ids)), jnp.integer):
+        raise ValueError(f"group_ids has dtype {dtype}; must be integers")
+    known = concrete(group_ids)
+    if known is not None and (wrong := known[(known < 0) | (known >= known.size)]).size:
+        raise ValueError(
+            f"group_ids has {wrong[0]}; must be in 0 .. {known.size - 1}: numpy.unique(ids, return_inverse=True)[1]"
+        )
 
 
 def overlong_penalty(

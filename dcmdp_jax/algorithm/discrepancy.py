@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import completion_counts, completion_means, gather_to_tokens, masked_mean, masked_sum
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, as_float, clamped_log_ratio, exp_minus_linear
 from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
@@ -32,11 +32,12 @@ def token_discrepancy(
     train_logprobs: Array,
     rollout_logprobs: Array,
     *,
-    measure: Measure,
-    sided: Sided,
+    completion_mask: Array | None = None,
+    measure: Measure = "diff",
+    sided: Sided = "two",
     ratio_limit: float = RATIO_LIMIT,
 ) -> jax.Array:
-    """Discrepancy of each token, elementwise.
+    """delta_{i,t}, the discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1, "Discrepancy").
 
     With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
 
@@ -51,14 +52,17 @@ def token_discrepancy(
     formed as max(p, q) (1 - e^-|d|), which keeps float32's relative precision when p and q nearly agree.
 
     Args:
-        train_logprobs: any shape, nats.
-        rollout_logprobs: same shape, nats.
+        train_logprobs: any shape, nats, training stack, weights that made the batch: log p^Train.
+        rollout_logprobs: same shape, nats, inference engine: log p^Inf.
+        completion_mask: same shape, true (or 1) on sampled tokens; elsewhere the result is 0 and what is given is
+            ignored. None: all are.
         measure: "diff", "ratio" or "log".
         sided: "two" or "one".
         ratio_limit: most that `ratio` gives a token, above 0. A value below 1 also bounds tokens with p below q.
 
     Returns:
-        Same shape, float32, >= 0, exactly 0 where the two log-probs are equal. No gradient flows.
+        Same shape, float32 (float64 for float64 with x64), >= 0, exactly 0 where the two log-probs are equal. No
+        gradient flows.
 
     Raises:
         ValueError: if the shapes differ or an option is unknown.
@@ -67,8 +71,7 @@ def token_discrepancy(
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
     require_number("ratio_limit", ratio_limit, minimum=0, open_minimum=True)
-    train_logprobs = jnp.asarray(train_logprobs, jnp.float32)
-    rollout_logprobs = jnp.asarray(rollout_logprobs, jnp.float32)
+    train_logprobs, rollout_logprobs = as_float(train_logprobs), as_float(rollout_logprobs)
     if measure == "diff":
         train_logprobs, rollout_logprobs = jnp.minimum(train_logprobs, 0.0), jnp.minimum(rollout_logprobs, 0.0)
     log_ratio = clamped_log_ratio(train_logprobs, rollout_logprobs)
@@ -81,6 +84,9 @@ def token_discrepancy(
         values = jnp.minimum(jnp.abs(jnp.expm1(log_ratio)), ratio_limit)
     else:
         values = jnp.abs(log_ratio)
+    if completion_mask is not None:
+        require_same_shape(train_logprobs=train_logprobs, completion_mask=completion_mask)
+        values = jnp.where(jnp.asarray(completion_mask, bool), values, 0.0)
     return jax.lax.stop_gradient(values)
 
 

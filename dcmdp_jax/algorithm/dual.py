@@ -5,6 +5,7 @@ No optimizer, decay or gradient clipping touches it.
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any
 
@@ -46,48 +47,64 @@ def dual_init(multiplier: float, *, minimum: float, maximum: float, measured_ste
 
 
 def dual_update(
-    state: DualState,
+    multiplier: float | Array,
     mean_discrepancy: float | Array,
     *,
     tolerance: float | Array,
-    learning_rate: float | Array,
-    minimum: float | Array,
-    maximum: float | Array,
-) -> DualState:
-    """One step of projected dual ascent (Eq. 11; Algorithm 1, "Multiplier update").
+    learning_rate: float | Array = 1.0,
+    minimum: float | Array = 0.0,
+    maximum: float | Array = 1.0,
+) -> jax.Array:
+    """One step of projected dual ascent on the multiplier (Eq. 11; Algorithm 1, "Multiplier update").
 
         lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)
 
     Call it once per training step, after the policy updates. A `mean_discrepancy` that is NaN or infinite leaves the
-    whole state as it was: one broken batch must not cost the multiplier its history.
+    multiplier as it was: one broken batch must not cost it its history.
 
     Args:
-        state: from `dual_init` or the step before.
-        mean_discrepancy: [] float, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and hosts: a mean
-            over tokens, not over completions.
+        multiplier: lambda_k, [] float.
+        mean_discrepancy: dbar_k, [] float, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and hosts: a
+            mean over tokens, not over completions.
         tolerance: c, in the discrepancy's unit.
-        learning_rate: eta, multiplier units per unit of discrepancy.
+        learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
         minimum: lambda_min.
-        maximum: lambda_max.
+        maximum: lambda_max. The paper names no range; [0, 1] is ours.
 
     Returns:
-        The state of the next step.
+        [] float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No gradient flows.
 
     Raises:
-        ValueError: if a Python number is negative or not finite, or `maximum` is below `minimum`.
+        ValueError: if a number is negative or not finite (not seen under jit), or `maximum` is below `minimum`.
     """
+    require_number("multiplier", multiplier, minimum=0)
     require_number("tolerance", tolerance, minimum=0)
     require_number("learning_rate", learning_rate, minimum=0)
     require_number("minimum", minimum, minimum=0)
     require_number("maximum", maximum, minimum=minimum if isinstance(minimum, numbers.Real) else 0)
+    dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
+    multiplier, mean_discrepancy, tolerance, learning_rate = jax.lax.stop_gradient(
+        tuple(jnp.asarray(x, dtype) for x in (multiplier, mean_discrepancy, tolerance, learning_rate))
+    )
+    moved = jnp.clip(multiplier + learning_rate * (mean_discrepancy - tolerance), minimum, maximum).astype(dtype)
+    return jnp.where(jnp.isfinite(mean_discrepancy), moved, multiplier)
+
+
+def next_dual_state(state: DualState, mean_discrepancy: float | Array, **options: Any) -> DualState:
+    """The state of the next step: `dual_update` of its multiplier, the mean discrepancy put into its window.
+
+    A mean that is not finite leaves the whole state as it was.
+
+    Args:
+        state: from `dual_init` or the step before.
+        mean_discrepancy, options: of `dual_update`.
+    """
+    multiplier = dual_update(state.multiplier, mean_discrepancy, **options)
     mean_discrepancy = jnp.asarray(mean_discrepancy, jnp.float32)
     window = jnp.append(jnp.asarray(state.window, jnp.float32)[1:], mean_discrepancy)
     filled = jnp.minimum(jnp.asarray(state.filled, jnp.int32) + 1, window.shape[0])
-    step = jnp.asarray(learning_rate, jnp.float32) * (mean_discrepancy - jnp.asarray(tolerance, jnp.float32))
-    multiplier = jnp.clip(state.multiplier + step, minimum, maximum).astype(jnp.float32)
-    moved = DualState(multiplier, window, filled)
-    finite = jnp.isfinite(mean_discrepancy)
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
+    keep = functools.partial(jnp.where, jnp.isfinite(mean_discrepancy))
+    return DualState(multiplier, keep(window, state.window), keep(filled, state.filled))
 
 
 def calibrated_tolerance(
@@ -141,7 +158,7 @@ def calibrated_update(
     mean_discrepancy, window = jnp.asarray(mean_discrepancy, jnp.float32), jnp.asarray(state.window, jnp.float32)
     tolerance = calibrated_tolerance(state, 0.0, steps=steps, quantile=quantile, factor=factor)
     rest = DualState(state.multiplier, state.window[steps:], jnp.maximum(state.filled - steps, 0))
-    moved = dual_update(rest, mean_discrepancy, tolerance=tolerance, **options)
+    moved = next_dual_state(rest, mean_discrepancy, tolerance=tolerance, **options)
     after = DualState(moved.multiplier, jnp.concatenate([window[:steps], moved.window]), moved.filled + steps)
     taken = jnp.isfinite(mean_discrepancy)
     level = jnp.maximum(mean_discrepancy, noise_floor)

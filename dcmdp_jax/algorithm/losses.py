@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,14 @@ from jax import lax
 
 from dcmdp_jax.algorithm.discrepancy import Level
 from dcmdp_jax.algorithm.masked import completion_means, gather_to_tokens, masked_sum, weighted_sum
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamp, clamped_log_ratio, exp_minus_linear, log_difference
+from dcmdp_jax.algorithm.numerics import (
+    MAX_LOG_RATIO,
+    as_float,
+    clamp,
+    clamped_log_ratio,
+    exp_minus_linear,
+    log_difference,
+)
 from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, split
 from dcmdp_jax.algorithm.require import (
     require_integer,
@@ -35,20 +42,66 @@ _LEAST_REST = 1e-6
 """Probability left to all other tokens, at least, where a binary KL divides by it."""
 
 
-def clip(tokens: Tokens, *, low: float = 0.2, high: float = 0.24) -> Region:
-    """PPO's pessimistic clip: min(gamma A, clip(gamma, 1 - low, 1 + high) A). No gradient strictly beyond a bound.
+def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
+    """gamma, the importance ratio of each token: the policy now over the one that made the batch (below Eq. 1).
 
-    At gamma equal to a bound the gradient is that of the unclipped side, so that with a clip of 0 the first update on a
-    batch, where gamma = 1, is the plain policy gradient.
+        gamma_{i,t} = pi_theta(o_t) / pi_theta_old^Train(o_t) = exp(clip(log pi_theta - log p^Train, -20, 20))
+
+    Both are the training stack's: the engine's p^Inf is not in it. Beyond 20 nats gamma is held at e^20 = 4.85e8
+    (e^-20) without gradient, so that A = 0 gives 0 and not 0 * inf.
+
+    Args:
+        train_logprobs: any shape, nats, log pi_theta of the sampled tokens, weights now. The gradient, gamma, flows
+            here alone.
+        old_logprobs: same shape, nats, training stack, weights that made the batch: log p^Train. A constant.
+
+    Returns:
+        Same shape, float32 (float64 for float64 with x64), finite for every input but NaN, which stays.
+
+    Raises:
+        ValueError: if the shapes differ.
     """
+    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
+    return jnp.exp(clamped_log_ratio(train_logprobs, lax.stop_gradient(as_float(old_logprobs))))
+
+
+def clipped_surrogate(ratio: Array, advantages: Array, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Region:
+    """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 with their own A).
+
+        min(gamma A, clip(gamma, 1 - clip_low, 1 + clip_high) A)
+
+    The gradient in log pi_theta is gamma A where the clip does not bite and 0 strictly beyond a bound. At gamma equal
+    to a bound it is that of the unclipped side, so that with a clip of 0 the first update on a batch, where gamma = 1,
+    is the plain policy gradient. The loss of a batch is the negated mean over completions of their means over tokens.
+
+    Args:
+        ratio: any shape, gamma (`importance_ratio`). The gradient flows here alone.
+        advantages: same shape, penalized (`penalized_advantages`) or not. A constant.
+        clip_low: eps_low in [0, 1).
+        clip_high: eps_high >= 0; the paper's runs have 0.24.
+
+    Returns:
+        `Region`: `objective`, in the dtype of the inputs, and bool `low` and `high`, the tokens where a bound bites.
+
+    Raises:
+        ValueError: if the shapes differ or a clip is outside its range.
+    """
+    require_same_shape(ratio=ratio, advantages=advantages)
+    require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
+    require_number("clip_high", clip_high, minimum=0)
+    ratio, advantages = as_float(ratio), lax.stop_gradient(as_float(advantages))
+    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
+    low = (advantages < 0) & (ratio < 1.0 - clip_low)
+    high = (advantages > 0) & (ratio > 1.0 + clip_high)
+    bound = jnp.where(low, 1.0 - clip_low, 1.0 + clip_high)
+    return Region(jnp.where(low | high, bound, ratio) * advantages, low, high)
+
+
+def clip(tokens: Tokens, *, low: float = 0.2, high: float = 0.24) -> Region:
+    """PPO's pessimistic clip: `clipped_surrogate` as a trust region."""
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
     require_number("high", high, minimum=0)
-    ratio, advantages = tokens.ratio, tokens.advantages
-    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
-    bites_low = (advantages < 0) & (ratio < 1.0 - low)
-    bites_high = (advantages > 0) & (ratio > 1.0 + high)
-    bound = jnp.where(bites_low, 1.0 - low, 1.0 + high)
-    return Region(jnp.where(bites_low | bites_high, bound, ratio) * advantages, bites_low, bites_high)
+    return clipped_surrogate(tokens.ratio, tokens.advantages, clip_low=low, clip_high=high)
 
 
 def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
@@ -148,12 +201,9 @@ def surrogate(
 def policy_loss(
     tokens: Tokens, token_weights: Array, *, loss: Function = surrogate, ratio_level: Level = "token"
 ) -> tuple[Mean, dict[str, Statistic]]:
-    """The loss of the policy, left unreduced: sum_t w_t l_t.
+    """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t. On arrays [N, T] it is `dc_grpo_loss`.
 
-        gamma_t = exp(clip(log pi_theta - log pi_anchor, -20, 20))
-
-    Beyond 20 nats the ratio is held at e^20 = 4.85e8 (e^-20), a finite value without gradient, so A = 0 gives 0 and not
-    0 * inf; at exactly 20 nats the gradient still flows (`numerics.clamp`). A NaN on a token that takes part stays NaN,
+    gamma_t is the `importance_ratio` of log pi_theta and log pi_anchor. A NaN on a token that takes part stays NaN,
     for the step to see; what lies outside the mask or has weight 0 is ignored. The gradient reaches `train_logprobs`
     alone.
 
@@ -199,7 +249,7 @@ def policy_loss(
     constants = {name: None if x is None else lax.stop_gradient(inside(x)) for name, x in given.items()}
     train = inside(tokens.train_logprobs)
     if ratio_level == "token":
-        ratio = jnp.exp(clamped_log_ratio(train, constants["anchor_logprobs"]))
+        ratio = importance_ratio(train, constants["anchor_logprobs"])
     else:
         where = mask, tokens.completion_index, tokens.num_completions
         ratio = jnp.exp(inside(_sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, *where)))
@@ -247,6 +297,7 @@ def aggregation_weights(
     mode: Aggregation,
     max_completion_tokens: int | None = None,
     dropped_tokens: Array | None = None,
+    dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """The normalization of the loss as one weight for each completion.
 
@@ -270,9 +321,10 @@ def aggregation_weights(
         mode: one of the three names.
         max_completion_tokens: T_max, the sampling limit; needed by `fixed_length`.
         dropped_tokens: [N] int, tokens of each completion that are left out of the loss; None: none.
+        dtype: of the results.
 
     Returns:
-        ([N] float32 weights, [] float32 total). An empty completion has weight 0 and is not counted. When nothing
+        ([N] weights, [] total). An empty completion has weight 0 and is not counted. When nothing
         is left the total is 0: `Mean(sum, total).value()` then gives loss 0.
 
     Raises:
@@ -288,15 +340,15 @@ def aggregation_weights(
     kept = lengths if dropped_tokens is None else lengths - jnp.asarray(dropped_tokens, jnp.int32)
     counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
     if mode == "token_mean":
-        tokens = jnp.sum(jnp.where(counted, kept, 0), dtype=jnp.int32).astype(jnp.float32)
-        return counted.astype(jnp.float32), tokens
+        tokens = jnp.sum(jnp.where(counted, kept, 0), dtype=jnp.int32).astype(dtype)
+        return counted.astype(dtype), tokens
     if mode == "fixed_length":
-        weights = jnp.where(counted, 1.0 / max_completion_tokens, 0.0).astype(jnp.float32)
-        return weights, jnp.sum(counted, dtype=jnp.int32).astype(jnp.float32)
+        weights = jnp.where(counted, 1.0 / max_completion_tokens, 0.0).astype(dtype)
+        return weights, jnp.sum(counted, dtype=jnp.int32).astype(dtype)
     lengths = jnp.maximum(lengths, 1)
     # x / x is exactly 1: without dropped tokens the total is a whole number.
-    shares = jnp.where(counted, kept / lengths, 0.0).astype(jnp.float32)
-    return jnp.where(counted, 1.0 / lengths, 0.0).astype(jnp.float32), jnp.sum(shares)
+    shares = jnp.where(counted, kept / lengths, 0.0).astype(dtype)
+    return jnp.where(counted, 1.0 / lengths, 0.0).astype(dtype), jnp.sum(shares)
 
 
 def reference_kl(

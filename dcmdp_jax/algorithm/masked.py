@@ -2,7 +2,8 @@
 
 Nothing under a mask leaks: a NaN or an infinity where the mask is false (or the weight is 0) changes neither a result
 nor its gradient. Every function works on the padded layout ([N, T], one completion a row) and on packed rows ([R, L],
-several completions a row, `completion_index` says which) and returns float32.
+several completions a row, `completion_index` says which) and returns float32; sums, means and group statistics of
+float64 stay in it (`numerics.as_float`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
@@ -37,7 +39,7 @@ def masked_sum(values: Array, mask: Array) -> Mean:
     """
     require_same_shape(values=values, mask=mask)
     mask = jnp.asarray(mask, bool)
-    total = jnp.sum(jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0))
+    total = jnp.sum(jnp.where(mask, as_float(values), 0.0))
     return Mean(total, jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32))
 
 
@@ -55,8 +57,8 @@ def weighted_sum(values: Array, weights: Array) -> Mean:
         ValueError: if the shapes differ.
     """
     require_same_shape(values=values, weights=weights)
-    weights = jnp.asarray(weights, jnp.float32)
-    values = jnp.where(weights != 0, jnp.asarray(values, jnp.float32), 0.0)
+    weights = as_float(weights)
+    values = jnp.where(weights != 0, as_float(values), 0.0)
     return Mean(jnp.sum(weights * values), jnp.sum(weights))
 
 
@@ -285,7 +287,7 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
         raise ValueError(f"ddof={ddof!r}; must be 0 or 1")
     slots = len(rewards)
     valid, group_ids = jnp.asarray(valid, bool), jnp.asarray(group_ids, jnp.int32)
-    rewards = jnp.where(valid, jnp.asarray(rewards, jnp.float32), 0.0)
+    rewards = jnp.where(valid, as_float(rewards), 0.0)
 
     size = jax.ops.segment_sum(valid.astype(jnp.int32), group_ids, num_segments=slots)
     smallest = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group_ids, num_segments=slots)

@@ -15,6 +15,13 @@ LOGPROB_LIMIT = 1e4
 """Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
 
 
+def as_float(x: Array) -> jax.Array:
+    """The array in float32, or in float64 if it is float64 and `jax_enable_x64` is on. Integers get JAX's default."""
+    x = jnp.asarray(x)
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return x.astype(float if integer else jnp.promote_types(x.dtype, jnp.float32))
+
+
 def clamp(x: jax.Array, limit: float) -> jax.Array:
     """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
 
@@ -34,9 +41,8 @@ def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) ->
 
         d = clip(clip(log p, -1e4, 1e4) - clip(log q, -1e4, 1e4), -20, 20)
 
-    Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference is taken in
-    float32 whatever the inputs' dtype. The gradient is 1 and -1 inside the clamps, their ends included, and 0 outside:
-    see `clamp`.
+    Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference is taken in the dtype
+    of `as_float`. The gradient is 1 and -1 inside the clamps, their ends included, and 0 outside: see `clamp`.
 
     Args:
         numerator_logprobs: any shape, log p in nats.
@@ -60,8 +66,8 @@ def log_difference(numerator_logprobs: Array, denominator_logprobs: Array) -> ja
     Returns:
         float32, same shape.
     """
-    numerator = clamp(jnp.asarray(numerator_logprobs, jnp.float32), LOGPROB_LIMIT)
-    return numerator - clamp(jnp.asarray(denominator_logprobs, jnp.float32), LOGPROB_LIMIT)
+    numerator = clamp(as_float(numerator_logprobs), LOGPROB_LIMIT)
+    return numerator - clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
 
 
 def exp_minus_linear(x: Array) -> jax.Array:

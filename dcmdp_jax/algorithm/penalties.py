@@ -13,7 +13,37 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.require import require_number, require_same_shape
+from dcmdp_jax.types import Array
+
+
+def penalized_advantages(advantages: Array, discrepancy: Array, multiplier: float | Array) -> jax.Array:
+    """Charge each token for its discrepancy (Eq. 8; Algorithm 1, "penalized advantage").
+
+        A^DC_{i,t} = A_i - lambda_k delta_{i,t}
+
+    Every sampled token is charged, also one with delta below the tolerance. With multiplier 0 the result is A_i bit for
+    bit: plain GRPO.
+
+    Args:
+        advantages: [N] float, one for each completion (`group_advantages`), or of each token, as `discrepancy`.
+        discrepancy: [N, T] float >= 0, delta (`token_discrepancy`), 0 outside the completion.
+        multiplier: lambda_k >= 0, [], in advantage units per unit of discrepancy.
+
+    Returns:
+        [N, T] float32 (float64 where an input is, with x64); A_i outside the completion. No gradient flows.
+
+    Raises:
+        ValueError: if the shapes differ, or the multiplier is negative or not finite (not seen under jit).
+    """
+    require_number("multiplier", multiplier, minimum=0)
+    advantages, discrepancy = as_float(advantages), as_float(discrepancy)
+    if advantages.ndim == discrepancy.ndim - 1:
+        advantages = jnp.broadcast_to(advantages[..., None], (*advantages.shape, discrepancy.shape[-1]))
+    require_same_shape(advantages=advantages, discrepancy=discrepancy)
+    return jax.lax.stop_gradient(advantages - multiplier * discrepancy)
 
 
 def grpo(tokens: Tokens) -> jax.Array:
@@ -33,7 +63,7 @@ def threshold_grpo(tokens: Tokens) -> jax.Array:
 
 def dc_grpo(tokens: Tokens) -> jax.Array:
     """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for bit."""
-    return tokens.advantages - tokens.multiplier * tokens.discrepancy
+    return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)
 
 
 def excess_grpo(tokens: Tokens) -> jax.Array:

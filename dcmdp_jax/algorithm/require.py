@@ -6,6 +6,7 @@ import math
 import numbers
 from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -19,6 +20,13 @@ def require_same_shape(**arrays: Any) -> None:
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"shapes differ: {listed}; all must be equal")
+
+
+def concrete(value: Any) -> np.ndarray | None:
+    """The value as a NumPy array; None where it is traced or lies on another host, so that it is not known here."""
+    if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        return None
+    return np.asarray(value)
 
 
 def require_rank(name: str, array: Any, rank: int) -> None:
@@ -46,9 +54,9 @@ def require_number(
     name: str, value: Any, *, minimum: float = -math.inf, maximum: float = math.inf, open_maximum: bool = False,
     open_minimum: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless a Python or NumPy scalar is a finite number in [minimum, maximum].
+    """Raise unless a scalar is a finite number in [minimum, maximum].
 
-    JAX arrays and tracers pass unchecked: their values are not known here.
+    Traced values pass unchecked: they are not known here. Arrays with axes pass too.
 
     Args:
         name: of the argument, for the message.
@@ -60,6 +68,9 @@ def require_number(
     Raises:
         ValueError: naming the argument, its value and the range.
     """
+    if isinstance(value, jax.Array | np.ndarray):
+        known = concrete(value)
+        value = known.item() if known is not None and known.ndim == 0 else None
     if not isinstance(value, numbers.Real):
         return
     below = value <= minimum if open_minimum else value < minimum

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.types import Array
 
 
@@ -60,7 +61,7 @@ class Mean(NamedTuple):
 
     def value(self) -> jax.Array:
         """total / weight, 0 where the weight is 0 (an empty mask)."""
-        weight = jnp.asarray(self.weight, jnp.float32)
+        weight = as_float(self.weight)
         filled = weight > 0
         return jnp.where(filled, self.total, 0.0) / jnp.where(filled, weight, 1.0)
 

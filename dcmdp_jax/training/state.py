@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm.dual import calibrated_tolerance, calibrated_update, dual_init, dual_update
+from dcmdp_jax.algorithm.dual import calibrated_tolerance, calibrated_update, dual_init, next_dual_state
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.settings import OptimizerSettings
 from dcmdp_jax.models.config import ModelConfig
@@ -60,7 +60,7 @@ def update_dual(
         if noise_floor is not None:
             measured["noise_floor"] = noise_floor
         return calibrated_update(dual, mean_discrepancy, **measured, **options)
-    return dual_update(dual, mean_discrepancy, tolerance=settings.tolerance, **options)
+    return next_dual_state(dual, mean_discrepancy, tolerance=settings.tolerance, **options)
 
 
 def tolerance_of(settings: AlgorithmSettings, dual: DualState) -> float | jax.Array:

@@ -157,7 +157,7 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
 
     (value, summed), gradient = jax.value_and_grad(loss, has_aux=True)(laid["now"])
     delta_sum = masked.masked_sum(delta, mask)
-    state = dual.dual_update(
+    state = dual.next_dual_state(
         dual.dual_init(MULTIPLIER, minimum=0.0, maximum=1.0),
         delta_sum.value(),
         tolerance=TOLERANCE,

@@ -15,7 +15,7 @@ def run(state, values, **settings):
     settings = {"tolerance": 0.25, "learning_rate": 1.0, **BOUNDS, **settings}
     multipliers = []
     for value in values:
-        state = dual.dual_update(state, value, **settings)
+        state = dual.next_dual_state(state, value, **settings)
         multipliers.append(float(state.multiplier))
     return state, multipliers
 
@@ -60,7 +60,7 @@ def test_jitted_carries_the_same_state_through():
     @jax.jit
     def step(state, value):
         traced.append(value)
-        return dual.dual_update(state, value, tolerance=0.25, learning_rate=0.5, **BOUNDS)
+        return dual.next_dual_state(state, value, tolerance=0.25, learning_rate=0.5, **BOUNDS)
 
     state = dual.dual_init(0.1, **BOUNDS, measured_steps=1)
     structure = jax.tree.map(lambda x: (x.shape, x.dtype.name), state)

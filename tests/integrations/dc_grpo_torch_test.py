@@ -57,7 +57,7 @@ def test_fifty_steps_of_charging_and_dual_ascent_are_ours():
         ours = penalties.dc_grpo(tokens)
         np.testing.assert_allclose(charged.numpy(), ours, **_CLOSE)
         assert metrics["multiplier"] == pytest.approx(float(state.multiplier), abs=1e-6)
-        state = dual.dual_update(state, jnp.sum(delta) / mask.sum(), **settings)
+        state = dual.next_dual_state(state, jnp.sum(delta) / mask.sum(), **settings)
         assert theirs.multiplier == pytest.approx(float(state.multiplier), abs=1e-6)
         seen.add(round(theirs.multiplier, 4))
     assert len(seen) > 20, "lambda stood still"

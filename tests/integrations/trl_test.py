@@ -24,7 +24,7 @@ from trl import GRPOConfig  # noqa: E402
 
 from dcmdp_jax.algorithm.advantages import group_advantages  # noqa: E402
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy  # noqa: E402
-from dcmdp_jax.algorithm.dual import dual_init, dual_update  # noqa: E402
+from dcmdp_jax.algorithm.dual import dual_init, next_dual_state  # noqa: E402
 from dcmdp_jax.algorithm.penalties import dc_grpo as charge  # noqa: E402
 from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
 from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows  # noqa: E402
@@ -178,7 +178,7 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
         row = base.max(axis=1, keepdims=True)
         np.testing.assert_allclose(base, np.broadcast_to(row, base.shape), rtol=0, atol=1e-6)
         largest = max(largest, float(np.abs(batch["advantages"] - np.asarray(ours))[mask].max()))
-        state = dual_update(state, float(delta.sum() / mask.sum()), **SETTINGS)
+        state = next_dual_state(state, float(delta.sum() / mask.sum()), **SETTINGS)
         assert batch["after"] == pytest.approx(float(state.multiplier), abs=1e-6)
         lambdas.append(float(state.multiplier))
     print(f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage {largest:.1e}")

@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dcmdp_jax.algorithm.dual import dual_init, dual_update
+from dcmdp_jax.algorithm.dual import dual_init, next_dual_state
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -42,7 +42,7 @@ _OPTIMIZER = optax.adamw(1e-3)
 def _after_an_update(step, params):
     state = new_state(params, _OPTIMIZER, dual_init(0.1, minimum=0.0, maximum=1.0, measured_steps=2))
     updates, opt_state = _OPTIMIZER.update(params, state.opt_state, params)
-    dual = dual_update(state.dual, 0.02 * step, tolerance=0.01, learning_rate=1.0, minimum=0.0, maximum=1.0)
+    dual = next_dual_state(state.dual, 0.02 * step, tolerance=0.01, learning_rate=1.0, minimum=0.0, maximum=1.0)
     params = optax.apply_updates(params, updates)
     return TrainState(step, params, opt_state, dual, skipped_in_row=step % 2)
 

@@ -1,0 +1,193 @@
+"""The method in one call on padded arrays: the loss of DC-GRPO, and the multiplier of the next step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.discrepancy import Measure, Sided, token_discrepancy
+from dcmdp_jax.algorithm.dual import dual_update
+from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, clipped_surrogate, importance_ratio
+from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
+from dcmdp_jax.algorithm.numerics import as_float
+from dcmdp_jax.algorithm.penalties import penalized_advantages
+from dcmdp_jax.algorithm.require import concrete, require_number, require_rank, require_same_shape
+from dcmdp_jax.types import Array
+
+
+class DcGrpoAux(NamedTuple):
+    """What `dc_grpo_loss` computes beside the loss. No gradient flows through any of it.
+
+    Attributes:
+        delta: [N, T] float >= 0, discrepancy of each token (Eq. 3); 0 outside the mask.
+        mean_delta: [] float, sum(delta m) / sum(m), the mean over all tokens.
+        advantages: [N] float, A_i (Eq. 8).
+        penalized_advantages: [N, T] float, A_i - lambda_k delta_{i,t} (Eq. 8); 0 outside the mask.
+        ratio: [N, T] float, gamma_{i,t}; 1 outside the mask.
+        next_multiplier: [] float, lambda_{k+1} (Eq. 11), from the mean of this call.
+    """
+
+    delta: jax.Array
+    mean_delta: jax.Array
+    advantages: jax.Array
+    penalized_advantages: jax.Array
+    ratio: jax.Array
+    next_multiplier: jax.Array
+
+
+def dc_grpo_loss(
+    train_logprobs: Array,
+    old_logprobs: Array,
+    rollout_logprobs: Array,
+    completion_mask: Array,
+    rewards: Array,
+    group_ids: Array,
+    *,
+    multiplier: float | Array,
+    tolerance: float | Array,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    learning_rate: float = 1.0,
+    multiplier_min: float = 0.0,
+    multiplier_max: float = 1.0,
+    aggregation: Aggregation = "seq_mean_token_mean",
+    max_completion_tokens: int | None = None,
+    measure: Measure = "diff",
+    sided: Sided = "two",
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+) -> tuple[jax.Array, DcGrpoAux]:
+    """The loss of DC-GRPO on a padded batch, and the next multiplier: Algorithm 1 after sampling and rewards.
+
+        delta_{i,t} = |p^Train - p^Inf|                                      (Eq. 3)       token_discrepancy
+        A_i         = (r_i - mean_g r) / (std_g r + epsilon)                 (Eq. 8)       group_advantages
+        A^DC_{i,t}  = A_i - lambda_k delta_{i,t}                             (Eq. 8)       penalized_advantages
+        gamma_{i,t} = pi_theta(o_t) / p^Train                                              importance_ratio
+        loss        = -1/N sum_i 1/|o_i| sum_t min(gamma A^DC, clip(gamma) A^DC)  (Eq. 9-10)  clipped_surrogate
+        lambda_k+1  = clip(lambda_k + eta (mean delta - c), min, max)        (Eq. 11)      dual_update
+
+    The functions on the right are public: this one is their composition. The gradient flows into `train_logprobs` and
+    nowhere else. In the first update on a batch `train_logprobs` and `old_logprobs` have the same values and gamma is
+    1: pass the differentiated ones first.
+
+    One call is one mini-batch, with all completions of its groups. With several in a step, or several hosts, pass the
+    step's own lambda_k to each of them, ignore their `next_multiplier`, and call `dual_update` once, after the last,
+    with the sum of delta over the number of tokens of the whole batch.
+
+    Computes in float32, or in float64 where `jax_enable_x64` is on and the log-probs or rewards are float64. NumPy or
+    JAX arrays or lists; eagerly or under jit, grad and vmap. Outside the mask log-probs are ignored, NaN or not.
+
+    Args:
+        train_logprobs: [N, T] float nats, log pi_theta of the sampled tokens, training stack, weights now.
+        old_logprobs: [N, T] float nats, log p^Train: training stack, weights that made the batch.
+        rollout_logprobs: [N, T] float nats, log p^Inf: the inference engine that sampled; -inf counts as q = 0.
+        completion_mask: [N, T] bool or 0/1, true on sampled tokens, end-of-sequence included, prompt and padding not.
+        rewards: [N] float.
+        group_ids: [N] int in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
+        multiplier: lambda_k >= 0, [].
+        tolerance: c >= 0, [], in the unit of delta.
+        clip_low, clip_high: eps_low in [0, 1), eps_high >= 0. The paper's runs have eps_high = 0.24.
+        learning_rate: eta of the multiplier (not of the policy).
+        multiplier_min, multiplier_max: range of lambda_{k+1}.
+        aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (every token alike, DAPO) or "fixed_length"
+            (sum over T_max, Dr. GRPO); see `dcmdp_jax.algorithm.losses.aggregation_weights`.
+        max_completion_tokens: T_max, the sampling limit; needed by "fixed_length" alone.
+        measure, sided: of `token_discrepancy`: "diff", "ratio" or "log"; "two" or "one".
+        ddof, epsilon: of `group_advantages`: the unbiased deviation and 1e-6 by default.
+
+    Returns:
+        (loss, aux): a scalar to be minimized, and `DcGrpoAux`.
+
+    Raises:
+        ValueError: in one line that names the argument. Always: shapes or ranks that disagree, log-probs that are no
+            floats, group ids that are no integers, unknown options, numbers out of range. Of values only where they are
+            known, so not of arguments traced by jit, grad or vmap: a NaN or +inf in a log-prob or a reward under the
+            mask, probabilities in place of log-probs, a mask with other values than 0 and 1, a completion without a
+            token, a group of one, a group id outside 0 .. N-1, a negative multiplier. Where they are not known NaN
+            makes the loss NaN, a completion without a token is left out of it, and a group of one has A = 0.
+    """
+    logprobs = {
+        "train_logprobs": train_logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs,
+    }  # fmt: skip
+    require_number("multiplier_min", multiplier_min, minimum=0)
+    require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
+    for name, value in {"multiplier": multiplier, "tolerance": tolerance}.items():
+        require_rank(name, value, 0)
+    _require_arrays(logprobs, completion_mask, rewards, group_ids)
+    _require_values(logprobs, completion_mask, rewards, group_ids)
+
+    mask = jnp.asarray(completion_mask, bool)
+    dtype = jnp.result_type(*map(as_float, (*logprobs.values(), rewards)))
+    train, old, rollout = (jnp.where(mask, jnp.asarray(x, dtype), 0.0) for x in logprobs.values())
+    delta = token_discrepancy(old, rollout, completion_mask=mask, measure=measure, sided=sided)
+    advantages = group_advantages(jnp.asarray(rewards, dtype), group_ids, ddof=ddof, epsilon=epsilon)
+    penalized = jnp.where(mask, penalized_advantages(advantages, delta, multiplier), 0.0)
+    ratio = importance_ratio(train, old)
+    objective = clipped_surrogate(ratio, penalized, clip_low=clip_low, clip_high=clip_high).objective
+
+    lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    weights, total = aggregation_weights(
+        lengths, lengths > 0, mode=aggregation, max_completion_tokens=max_completion_tokens, dtype=dtype
+    )
+    loss = weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))._replace(weight=total).value()
+    mean_delta = masked_mean(delta, mask)
+    next_multiplier = dual_update(
+        multiplier, mean_delta, tolerance=tolerance, learning_rate=learning_rate,
+        minimum=multiplier_min, maximum=multiplier_max,
+    )  # fmt: skip
+    return loss, lax.stop_gradient(DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier))
+
+
+def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
+    """Raise for ranks, shapes and dtypes that do not fit: what is known under jit too."""
+    for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
+        require_rank(name, array, 2)
+    require_same_shape(**logprobs, completion_mask=completion_mask)
+    shape = np.shape(completion_mask)
+    if 0 in shape:
+        raise ValueError(f"completion_mask has shape {shape}; must hold at least one completion of one token")
+    for name, array in {"rewards": rewards, "group_ids": group_ids}.items():
+        if np.shape(array) != shape[:1]:
+            raise ValueError(f"{name} has shape {np.shape(array)}; must be {shape[:1]}, one for each row of {shape}")
+    for name, array in logprobs.items():
+        if not jnp.issubdtype(dtype := jnp.asarray(array).dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {dtype}; must be floats, log-probs in nats")
+
+
+def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
+    """Raise for values that are wrong, as far as they are known."""
+    rewards, ids, mask = (concrete(x) for x in (rewards, group_ids, completion_mask))
+    if rewards is not None:
+        _require_each("rewards", rewards, np.isfinite(rewards.astype(float)), "finite")
+    if ids is not None and np.issubdtype(ids.dtype, np.integer):
+        found, counts = np.unique(ids, return_counts=True)
+        if counts.min() < 2:
+            raise ValueError(
+                f"group_ids has a group of one, id {found[counts.argmin()]}; a group needs two completions"
+            )
+    if mask is None:
+        return
+    _require_each("completion_mask", mask, (mask == 0) | (mask == 1), "0 or 1")
+    sampled = mask.astype(bool)
+    if not sampled.any():
+        raise ValueError("completion_mask is 0 everywhere; must be 1 on sampled tokens")
+    if len(empty := np.flatnonzero(~sampled.any(axis=1))):
+        raise ValueError(f"completion_mask is 0 in row {empty[0]}, a completion without a token: leave it out")
+    for name, array in logprobs.items():
+        if (known := concrete(array)) is None:
+            continue
+        known = known.astype(float)
+        _require_each(name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0")  # NaN is not below
+        if (known[sampled] > 0).all():
+            raise ValueError(f"{name} is above 0 on all sampled tokens; must be log-probs in nats, not probabilities")
+
+
+def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:
+    if not good.all():
+        place = tuple(int(i) for i in np.argwhere(~good)[0])
+        raise ValueError(f"{name} is {array[place]} at {list(place)}; must be {allowed}")
