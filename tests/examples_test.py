@@ -1,4 +1,4 @@
-"""examples/: remedies equal their formulas in float64 and train the demo by name; the method on one page is the step."""
+"""examples/: remedies equal their formulas in float64, train the demo by name; the method on one page is our step."""
 
 import importlib.util
 import json
