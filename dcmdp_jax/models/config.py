@@ -176,26 +176,50 @@ def _number(name: str, value: Any) -> int | float:
 
 
 def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling]:
-    """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    section = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    raw = fields.get(section)
-    if raw is not None and not isinstance(raw, dict):
-        raise UserError(f"config.json: {section} is {shorten(raw)}, must be an object or null")
-    raw = dict(raw or {})
+    """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+
+    As transformers: an empty section counts as absent, `rope_theta` and `original_max_position_embeddings` may stand
+    outside. Where it would take one of two values that disagree, both are refused: engines and releases differ.
+    """
+    sections = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name) is not None]
+    for name in sections:
+        if not isinstance(fields[name], dict):
+            raise UserError(f"config.json: {name} is {shorten(fields[name])}, must be an object or null")
+    found = {name: _rope_section(name, fields, max_position_embeddings) for name in sections if fields[name]}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name} {shorten(fields[name])} (base {found[name][0]:g})" for name in found)
+        raise UserError(f"config.json: {said} disagree; keep the one that the model was trained with")
+    return next(iter(found.values()), None) or _rope_section("rope_scaling", fields, max_position_embeddings)
+
+
+def _rope_section(section: str, fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling]:
+    raw = dict(fields.get(section) or {})
+    for name in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
+        outside, inside = fields.get(name), raw.get(name)
+        if None not in (outside, inside) and outside != inside:
+            raise UserError(
+                f"config.json: {name} is {shorten(outside)}, in {section} it is {shorten(inside)}; keep the one that "
+                "the model was trained with"
+            )
+        if outside is not None:
+            raw[name] = outside
     theta = _number("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", 10000.0)))
-    kind = raw.pop("rope_type", raw.pop("type", "default"))
-    raw.pop("type", None)
-    if kind is None or kind == "default":
-        return theta, RopeScaling()
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+    kind, older = raw.pop("rope_type", None), raw.pop("type", None)
+    if None not in (kind, older) and kind != older:
+        raise UserError(f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; keep one")
+    kind = older if kind is None else kind
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str) or kind not in ("default", *_ROPE_FIELDS):
         supported = ", ".join(_ROPE_FIELDS)
         raise UserError(f"config.json: rope_type is {shorten(kind)}, supported are default, {supported}")
-    if raw.pop("partial_rotary_factor", 1.0) != 1.0:
+    if raw.pop("partial_rotary_factor", None) not in (None, 1.0):
         raise UserError("config.json: partial_rotary_factor other than 1 is not used by these families")
-    needed, optional = _ROPE_FIELDS[kind]
     known = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
     if unknown := sorted(set(raw) - known):
         raise UserError(f"config.json: {section} has the unknown field {shorten(unknown[0])} for {kind!r}")
+    if kind == "default":
+        return theta, RopeScaling()
+    needed, optional = _ROPE_FIELDS[kind]
     # Fields of another kind, which transformers warns of and ignores, are ignored here too.
     values = {name: raw[name] for name in (*needed, *optional) if raw.get(name) is not None}
     if "original_max_position_embeddings" in needed:

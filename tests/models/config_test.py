@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
+from dcmdp_jax.models.layers import rotary_frequencies
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.rope import RopeScaling, yarn_attention_factor
 
@@ -103,6 +105,65 @@ def test_older_rope_spelling() -> None:
     scaling = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32768)
     config = from_hf(fields)
     assert (config.rope_theta, config.rope_scaling) == (1e6, scaling)
+
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_rotary_fields_are_found_wherever_transformers_finds_them(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    yarn, outside = {"rope_type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 16}
+    places = [
+        {"rope_scaling": scaling, "rope_theta": 5e3} | place
+        for scaling in (yarn, _LLAMA3, {"type": "linear", "factor": 2.0})
+        for place in ({}, outside)
+    ]
+    places += [{"rope_parameters": scaling | {"rope_theta": 5e3}} | outside for scaling in (yarn, _LLAMA3)]
+    places += [
+        {"rope_scaling": {}, "rope_parameters": yarn | {"rope_theta": 5e3}},
+        {"rope_scaling": yarn | outside, "rope_parameters": yarn | outside | {"rope_theta": 5e3}, "rope_theta": 5e3},
+        {"rope_scaling": {"rope_type": "default"}, "rope_theta": 5e3} | outside,
+    ]
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    for place in places:
+        fields = {"model_type": "llama", "vocab_size": 8, "max_position_embeddings": 64, **sizes, **place}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        embedding = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+        frequencies, factor = rotary_frequencies(read_model_config(tmp_path))
+        torch.testing.assert_close(torch.from_numpy(np.array(frequencies)), embedding.inv_freq, msg=str(place))
+        assert factor == pytest.approx(embedding.attention_scaling, rel=1e-6), place
+    plain, stretched = (
+        rotary_frequencies(from_hf(QWEN3_8B | {"rope_scaling": yarn} | place))[0] for place in ({}, outside)
+    )
+    assert not np.array_equal(plain, stretched)  # the field outside is no decoration
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            r"rope_scaling {.*linear.*} \(base 1e\+06\) and rope_parameters {.*} \(base 1e\+06\) disagree; keep",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 1000000, in rope_parameters it is 10000.0; keep"),
+        (
+            {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 8}, "original_max_position_embeddings": 9},
+            "original_max_position_embeddings is 9, in rope_scaling it is 8; keep the one",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2}}, "rope_type 'linear' and type 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not used"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters has the unknown field 'full_attention' for 'default'",
+        ),
+    ],
+)
+def test_rotary_fields_that_disagree_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        from_hf(QWEN3_8B | change)
 
 
 def test_fields_that_transformers_fills_in() -> None:
