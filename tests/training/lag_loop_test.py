@@ -106,6 +106,7 @@ def _samplers_of(trainer):
     return found
 
 
+@pytest.mark.long
 def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, whole):
     assert _kill_and_resume(run_environment, tmp_path / "run", 3, 0, "--config.rollout.lag=1") == 3
     assert _records(tmp_path / "run") == _records(whole)

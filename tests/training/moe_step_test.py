@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -122,9 +123,14 @@ def _balance(params: Any, members: tuple[int, ...]) -> tuple[float, Any]:
     return float(value), jax.tree.map(np.asarray, gradient)
 
 
-@pytest.mark.parametrize("denominator", ["kept", "all"])
-@pytest.mark.parametrize("limit", [step_test.MAX_APART, 1e-6], ids=["some", "all_dropped"])
-@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
+_EVERY = list(itertools.product(("seq_mean_token_mean", "token_mean"), (step_test.MAX_APART, 1e-6), ("kept", "all")))
+_SHORT = (("seq_mean_token_mean", step_test.MAX_APART, "kept"), ("token_mean", 1e-6, "all"))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "limit", "denominator"),
+    [pytest.param(*each, marks=() if each in _SHORT else pytest.mark.long) for each in _EVERY],
+)
 def test_balancing_loss_weighs_the_same_whatever_corrections_drop(
     denominator: str, limit: float, aggregation: str
 ) -> None:

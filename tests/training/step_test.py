@@ -43,6 +43,7 @@ UPDATES = 100
 TEMPERATURE = 0.8
 GROUP, PROMPTS, LIMIT = 4, 4, 9
 MAX_APART = 2.0  # nats
+MEASURED = {"tolerance_steps": 2, "tolerance_quantile": 1.0, "tolerance_factor": 1.0, "tolerance": 0.05}
 
 
 def _rollout(seed=0):
@@ -484,7 +485,7 @@ def test_a_users_remedies_and_their_statistics_are_the_same_on_a_mesh_and_in_one
         _same_metrics(other[0], one[0])
 
 
-@pytest.mark.parametrize("level", ["reward", "state"])
+@pytest.mark.parametrize("level", ["reward", pytest.param("state", marks=pytest.mark.long)])
 def test_charges_of_a_whole_batch_are_the_same_on_a_mesh(level):
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
     settings = dataclasses.replace(ALGORITHM, level=level)
@@ -553,7 +554,7 @@ def test_gradients_are_summed_in_float32_and_in_parts(newer_code):
 
 @pytest.mark.parametrize(
     ("mini_batches", "devices"),
-    [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (2, 2), pytest.param(1, 2, marks=pytest.mark.long)],
+    [*(pytest.param(*both, marks=pytest.mark.long) for both in ((1, 1), (2, 1), (1, 2))), (2, 2)],
 )
 def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, devices):
     mesh = make_mesh(devices, devices=jax.devices()[:devices]) if devices > 1 else None
@@ -567,7 +568,9 @@ def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, devi
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("level", ["token", "reward", "state"])
+@pytest.mark.parametrize(
+    "level", ["token", *(pytest.param(one, marks=pytest.mark.long) for one in ("reward", "state"))]
+)
 def test_multiplier_zero_is_grpo_bit_for_bit(newer_code, level):
     frozen = dataclasses.replace(ALGORITHM, multiplier=0.0, multiplier_max=0.0, level=level)
     ours, _, _ = _run(settings=frozen, steps=2)
@@ -580,7 +583,7 @@ def test_multiplier_zero_is_grpo_bit_for_bit(newer_code, level):
 
 
 def test_measured_tolerance_serves_the_steps_after_it():
-    settings = dataclasses.replace(ALGORITHM, tolerance_steps=2, tolerance_quantile=1.0, tolerance=0.05)
+    settings = dataclasses.replace(ALGORITHM, **MEASURED)
     state, history, _ = _run(settings=settings, steps=4, mini_batches=1)
     first, second, third, _ = (metrics["discrepancy/mean"] for metrics in history)
     measured = max(first, second)
@@ -593,7 +596,7 @@ def test_measured_tolerance_serves_the_steps_after_it():
 
 def test_measured_tolerance_is_not_below_the_noise_floor():
     """A floor above the mean counts in its place, one below does not, and one after the first steps has no effect."""
-    settings = dataclasses.replace(ALGORITHM, tolerance_steps=2, tolerance_quantile=1.0, tolerance=0.05)
+    settings = dataclasses.replace(ALGORITHM, **MEASURED)
     _, history, _ = _run(settings=settings, steps=3, mini_batches=1, noise_floors=(0.0, 1e-6, 9.0))
     measured = max(float(metrics["discrepancy/mean"]) for metrics in history[:2])
     assert history[2]["dual/tolerance"] == np.float32(measured)
@@ -601,10 +604,17 @@ def test_measured_tolerance_is_not_below_the_noise_floor():
     assert history[2]["dual/tolerance"] == history[3]["dual/tolerance"] == np.float32(measured + 0.1)
 
 
-@pytest.mark.parametrize("kl_correction", ["none", "drop", "weigh"])
+_LOSSES = (("kept", "seq_mean_token_mean", MAX_APART), ("all", "token_mean", MAX_APART), ("kept", "token_mean", 1e-6))
+_DIVERGENCES = ("none", "drop", "weigh")
+
+
 @pytest.mark.parametrize(
-    ("denominator", "aggregation", "limit"),
-    [("kept", "seq_mean_token_mean", MAX_APART), ("all", "token_mean", MAX_APART), ("kept", "token_mean", 1e-6)],
+    ("kl_correction", "denominator", "aggregation", "limit"),
+    [
+        pytest.param(one, *loss, marks=() if number == place else pytest.mark.long)
+        for number, one in enumerate(_DIVERGENCES)
+        for place, loss in enumerate(_LOSSES)
+    ],
 )
 def test_what_corrections_do_to_the_divergence_is_a_setting(kl_correction, denominator, aggregation, limit):
     """Some tokens dropped, or all: by default the divergence keeps its tokens, its weights and its denominator."""
