@@ -96,6 +96,7 @@ def test_without_its_kl_prime_rl_is_the_built_in_dppo():
     assert float(totals[0]) == pytest.approx(float(totals[1]), rel=1e-5)
 
 
+@pytest.mark.long
 def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(run_environment, tmp_path):
     assert load_function("examples/remedies.py:huber")  # relative to the working directory
     command = [

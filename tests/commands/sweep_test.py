@@ -272,6 +272,7 @@ _LIKE = """    small = {
 """
 
 
+@pytest.mark.long
 def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tmp_path):
     """The third line of the program counts how often a step was made: once, for all runs are of one kind."""
     study, kept, out = tmp_path / "like.py", tmp_path / "kept.jsonl.gz", tmp_path / "out"

@@ -150,7 +150,9 @@ def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None
     assert agreement == 1.0
 
 
-@pytest.mark.parametrize(("precision", "compute"), [("bfloat16", "bfloat16"), ("fp8", "float32")])
+@pytest.mark.parametrize(
+    ("precision", "compute"), [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.long), ("fp8", "float32")]
+)
 def test_replay_brings_engine_and_trainer_nearer(precision: str, compute: str) -> None:
     """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and 0.8."""
     model, total = router_replay.MODEL, router_replay.TOTAL

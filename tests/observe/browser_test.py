@@ -19,7 +19,7 @@ _FLAGS = (
     "--virtual-time-budget=4000", "--dump-dom",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium")]
 
 
 def look_at(page, tmp_path, width):

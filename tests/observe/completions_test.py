@@ -65,6 +65,7 @@ def test_two_thousand_completions_stay_below_5_mb_and_are_all_there():
     assert {row["more"] for row in data["rows"]} == {200}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_them_a_few_at_a_time(tmp_path, width):

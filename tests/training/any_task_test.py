@@ -53,6 +53,7 @@ def _lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(run_environment, tmp_path):
     def row(number):
         chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": f"{number}+1=?"}]
@@ -94,6 +95,7 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(ru
     assert "what reward functions logged under this name" in report and "task.chat_template_kwargs" in report
 
 
+@pytest.mark.long
 def test_a_prompt_alone_and_a_reward_of_lengths_train(run_environment, tmp_path):
     prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
     names = f"{_EXAMPLES}:reward_ids,{_EXAMPLES}:reward_text"
@@ -105,6 +107,7 @@ def test_a_prompt_alone_and_a_reward_of_lengths_train(run_environment, tmp_path)
         assert record["reward/mean"] == pytest.approx(record["completion/length_mean"], abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("row", "function"), [(CODE, "code"), (SEARCH, "search")])
 def test_rows_of_verl_train_with_a_reward_of_the_user(run_environment, tmp_path, row, function):
     (tmp_path / "own.py").write_text(_VERL)

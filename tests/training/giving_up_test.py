@@ -51,7 +51,9 @@ def _run(environment, run_dir, *start):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
 
 
-@pytest.mark.parametrize("place", ["generate", pytest.param("push", marks=pytest.mark.long), "pack"])
+@pytest.mark.parametrize(
+    "place", ["generate", *(pytest.param(place, marks=pytest.mark.long) for place in ("push", "pack"))]
+)
 def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp_path, place):
     run_dir = tmp_path / "run"
     failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3")
@@ -66,6 +68,7 @@ def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp
     assert [record["step"] for record in records if "reward/mean" in record] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_before_the_first_step_the_initial_policy_is_kept(run_environment, tmp_path):
     failed = _run(run_environment, tmp_path / "run", "-c", _PROGRAM, "generate 0")
     assert failed.returncode == 2

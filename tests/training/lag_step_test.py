@@ -121,7 +121,13 @@ def _lagged_step(
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("dense", None), ("dense", (1, 2, 1, 1)), ("moe", None), ("moe", (2, 1, 1, 1))], ids=str
+    ("kind", "shape"),
+    [
+        ("dense", None),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("dense", (1, 2, 1, 1)), ("moe", None))),
+        ("moe", (2, 1, 1, 1)),
+    ],
+    ids=str,
 )
 def test_both_parts_are_those_computed_by_hand(
     kind: str, shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch

@@ -138,6 +138,7 @@ def test_every_evaluated_policy_has_its_score_beside_it(whole):
     assert _scores(whole[0]) == {step: records[step]["eval/arithmetic/avg@2"] for step in range(7)}
 
 
+@pytest.mark.long
 def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_path, whole):
     """The state is final since the last update: nothing of what is sampled is waited for, judged or recorded."""
     run_dir = tmp_path / "run"
@@ -247,6 +248,7 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_pat
     assert 0 < records[1]["mismatch/noise_floor"] < 1e-5 and "mismatch/noise_floor" not in records[2]
 
 
+@pytest.mark.long
 def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, tmp_path):
     broken = "import jax\nfrom dcmdp_jax.training import batches\nbatches.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
     program = ("-c", f"{broken}from dcmdp_jax.commands import cli, train\ncli.run_main(train.main)")
@@ -286,6 +288,7 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
     assert _digests(broken, 4) == _digests(tmp_path / "run", 4)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout")
 def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     """Ten steps on real data, kill -9, resume, export: transformers gives the export the trained model's logits."""

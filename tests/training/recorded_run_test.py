@@ -76,6 +76,7 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
     assert saved["config_version"] == VERSION and "top_p" not in saved["rollout"]
 
 
+@pytest.mark.long
 def test_a_recorded_run_evaluates(run_environment, run_dir):
     short = ("--samples", 2, "--max_completion_tokens", 16)
     _run(run_environment, "bin.evaluate", run_dir, *short, "--out", run_dir / "scores.json")

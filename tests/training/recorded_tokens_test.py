@@ -143,6 +143,7 @@ def test_the_probe_of_a_run_directory_names_a_cause_and_agrees(run, tmp_path, ca
     assert pair["over_training"]["tolerance_from"] == "the run's own" and pair["source"]["format"].startswith("dcmdp")
 
 
+@pytest.mark.long
 def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_number(run_environment, tmp_path):
     exact = "--config.rollout.precision=exact"
     recorded = _train(run_environment, tmp_path / "a", exact, "--config.observe.rollouts_every_steps=2")

@@ -151,9 +151,14 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
     [
         ("raises", "raised KeyError: 'planted' (bad.py, line 5); "),
         ("hangs", "no result in 1 s; "),
-        ("one_too_few", "returned 15 rewards for 16 completions, needs one for each; "),
-        ("nan", "returned nan, needs a finite number or None (completion 5 of the batch, of row "),
-        ("text", "returned 'good', needs a finite number or None (completion 0 of the batch, of row "),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ("one_too_few", "returned 15 rewards for 16 completions, needs one for each; "),
+                ("nan", "returned nan, needs a finite number or None (completion 5 of the batch, of row "),
+                ("text", "returned 'good', needs a finite number or None (completion 0 of the batch, of row "),
+            )
+        ),
     ],
 )
 def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(environment, files, tmp_path, function, problem):
