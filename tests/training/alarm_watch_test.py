@@ -30,11 +30,12 @@ _LONG = tuple(name for name in FAULTS if name not in _SHORT)
 def runs(run_environment, tmp_path_factory):
     """runs(faults) -> the directory of their runs, and the program's lines by fault; made once."""
     directory = tmp_path_factory.mktemp("planted")
-    # Compiled as for a user: several hundred steps are worth it.
-    environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"}
 
     @functools.cache
     def made(faults):
+        environment = dict(run_environment)
+        if faults == _LONG:  # compiled as for a user: several hundred steps are worth it
+            environment.pop("XLA_FLAGS")
         done = subprocess.run(
             [sys.executable, "-m", "tests.training.planted_alarms", str(directory), *faults],
             cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=3 * HANGS_S,
