@@ -47,6 +47,7 @@ _LIBRARIES = {
     "orbax": ("dcmdp_jax.training.checkpoint",),
     "flax": ("dcmdp_jax.models", "dcmdp_jax.engines.vllm.tpu_worker"),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
+    "gguf": ("dcmdp_jax.models.gguf_weights",),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
     "jinja2": ("dcmdp_jax.observe.html_page",),
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab.mismatch.figures", "dcmdp_jax.lab.oracle.page"),

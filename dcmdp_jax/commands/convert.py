@@ -1,6 +1,7 @@
 """Hugging Face directories in and out.
 
 python -m bin.convert hf-check HF_DIR
+python -m bin.convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
 python -m bin.convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
 python -m bin.convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
 """
@@ -17,6 +18,7 @@ from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import has_tokenizer
 from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.gguf_convert import convert_gguf
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
@@ -33,6 +35,10 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
     if arguments.command == "hf-check":
         _check(arguments.hf_dir)
+    elif arguments.command == "from-gguf":
+        config = convert_gguf(arguments.file, arguments.out_dir, dtype=arguments.dtype, overwrite=arguments.overwrite)
+        print(_describe(config))
+        print(f"wrote {arguments.out_dir} in {arguments.dtype}, with the file's tokenizer")
     elif arguments.command == "copy":
         _copy(arguments.hf_dir, arguments.out_dir, arguments.dtype, arguments.overwrite)
     else:
@@ -44,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("hf-check", help="check a directory's config.json, tokenizer, tensors and values")
     check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer")
+    gguf = commands.add_parser("from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory")
+    gguf.add_argument("file", type=Path, metavar="FILE", help="a whole .gguf of Llama, Qwen2, Qwen3 or Qwen3-MoE")
     copy = commands.add_parser("copy", help="import a directory and export it again")
     copy.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, maybe a tokenizer")
     export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
@@ -52,10 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
     export.add_argument("--push", default="", metavar="USER/NAME", help="then upload OUT_DIR to the Hugging Face Hub")
-    for command in (copy, export):
+    for command in (gguf, copy, export):
         command.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
         command.add_argument(
-            "--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the tensors (default: %(default)s)"
+            "--dtype", choices=_DTYPES, default=_DTYPES[command is gguf], help="of the tensors (default: %(default)s)"
         )
         command.add_argument("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
     return parser

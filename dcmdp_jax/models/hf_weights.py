@@ -143,8 +143,18 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
         yield name, host
 
 
-def save_params(
-    params: Params,
+def save_params(params: Params, config: ModelConfig, directory: str | Path, *, dtype: str, **options: Any) -> None:
+    """Write parameters as a directory that transformers and vLLM load.
+
+    Args:
+        params: as `iterate_hf_tensors`, which says what is refused.
+        config, directory, dtype, options: as `save_tensors`.
+    """
+    save_tensors(iterate_hf_tensors(params, config, dtype), config, directory, dtype=dtype, **options)
+
+
+def save_tensors(
+    tensors: Iterator[tuple[str, np.ndarray]],
     config: ModelConfig,
     directory: str | Path,
     *,
@@ -160,7 +170,8 @@ def save_params(
     files and generation_config.json.
 
     Args:
-        params, config: the model.
+        tensors: names and values of all that `hf_tensors` lists, in its order, in `dtype`.
+        config: the model.
         directory: created; parents too.
         dtype: "float32" or "bfloat16" of the tensors.
         tokenizer_dir: where the tokenizer comes from; None writes none.
@@ -171,7 +182,7 @@ def save_params(
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
         FileNotFoundError: if `tokenizer_dir` holds no tokenizer.
         OSError: naming a file, if it can't be written.
-        UserError: for another dtype, a shard size below 1, or parameters that don't fit the config.
+        UserError: for another dtype, a shard size below 1, and what `tensors` raises.
     """
     directory = Path(directory)
     _target_dtype(dtype)
@@ -190,7 +201,7 @@ def save_params(
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
         for source in copied:
             shutil.copyfile(source, partial / source.name)
-        _write_tensors(params, config, partial, dtype, max_shard_bytes)
+        _write_tensors(tensors, config, partial, dtype, max_shard_bytes)
         for path in (*partial.iterdir(), partial):
             _sync(path)
         _replace(partial, directory)
@@ -244,7 +255,9 @@ def _once_per_index(
     return cached
 
 
-def _write_tensors(params: Params, config: ModelConfig, directory: Path, dtype: str, max_shard_bytes: int) -> None:
+def _write_tensors(
+    tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig, directory: Path, dtype: str, max_shard_bytes: int
+) -> None:
     size = _target_dtype(dtype).itemsize
     shards: list[list[str]] = [[]]
     filled = total = 0
@@ -255,7 +268,6 @@ def _write_tensors(params: Params, config: ModelConfig, directory: Path, dtype: 
             filled = 0
         shards[-1].append(name)
         filled, total = filled + num_bytes, total + num_bytes
-    tensors = iterate_hf_tensors(params, config, dtype)
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"

