@@ -5,12 +5,14 @@ allowed.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
 from dcmdp_jax.config.settings import Config
 
 OPTIONS = ("grpo", "debug")
+PAPER_OPTIONS = ("local", "fp8")
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -18,8 +20,8 @@ def get_config(arg: str = "") -> ConfigDict:
     return with_options(ConfigDict(dataclasses.asdict(Config())), arg)
 
 
-def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) -> tuple[ConfigDict, str]:
-    """Make what the paper's runs share; return it with the options that are left of `arg`.
+def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) -> ConfigDict:
+    """Make what the paper's runs share, with the PAPER_OPTIONS of `arg` applied.
 
     vLLM samples, with as many replicas as the GPUs hold; completions of a whole step are in flight.
 
@@ -50,21 +52,26 @@ def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) ->
     if "fp8" in options:
         config.run_dir += "_fp8"
         config.rollout.precision = "fp8"
-    return config, ",".join(option for option in options if option not in ("local", "fp8"))
+    return config
 
 
-def with_options(config: ConfigDict, arg: str) -> ConfigDict:
+def with_options(config: ConfigDict, arg: str, own: Iterable[str] = ()) -> ConfigDict:
     """Apply the argument of a config file, options joined by commas.
 
     grpo   the baseline: no penalty, a run directory of its own.
     debug  the same code in a minute on a CPU: a fresh small model, the arithmetic task, two steps.
 
+    Args:
+        config: with the file's own options applied.
+        arg: all options.
+        own: names of the file's own.
+
     Raises:
-        ValueError: for an option that is neither.
+        ValueError: for an option that is none of them, naming all.
     """
-    options = [option for option in arg.split(",") if option]
-    if unknown := [option for option in options if option not in OPTIONS]:
-        raise ValueError(f"config argument {unknown[0]!r}: allowed are {', '.join(OPTIONS)}, joined by commas")
+    options, known = [option for option in arg.split(",") if option], (*OPTIONS, *own)
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"config argument {unknown[0]!r}: allowed are {', '.join(known)}, joined by commas")
     if "grpo" in options:
         config.algorithm.method = "grpo"
         config.run_dir += "_grpo"

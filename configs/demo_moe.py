@@ -32,4 +32,4 @@ def get_config(arg: str = "") -> ConfigDict:
             config.rollout.precision = config.rollout.compute_dtype = "bfloat16"
         else:
             config.rollout.router_replay = True
-    return base.with_options(config, ",".join(option for option in options if option not in _OPTIONS))
+    return base.with_options(config, arg, _OPTIONS)

@@ -35,7 +35,7 @@ def get_config(arg: str = "") -> ConfigDict:
     for regime in [option for option in options if option in _REGIMES]:
         config.run_dir += f"_{regime}"
         _choose(config, *_REGIMES[regime])
-    return base.with_options(config, ",".join(option for option in options if option not in _REGIMES))
+    return base.with_options(config, arg, _REGIMES)
 
 
 def _choose(

@@ -24,7 +24,7 @@ from configs import base
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    config, rest = base.paper_config(arg, model="Qwen3-30B-A3B", run_dir="runs/qwen3_30b_a3b", replicas_of=4)
+    config = base.paper_config(arg, model="Qwen3-30B-A3B", run_dir="runs/qwen3_30b_a3b", replicas_of=4)
     # The fresh model of :debug.
     config.model.architecture.model_type = "qwen3_moe"
     config.model.architecture.num_experts = 8
@@ -35,4 +35,4 @@ def get_config(arg: str = "") -> ConfigDict:
     config.algorithm.dual_learning_rate = 1.0
     # The paper's own (Megatron, tensor 2, expert 8) does not fit here beside vLLM: docs/plan.md.
     config.mesh.fsdp, config.mesh.tensor, config.mesh.expert = -1, 1, 1
-    return base.with_options(config, rest)
+    return base.with_options(config, arg, base.PAPER_OPTIONS)

@@ -19,5 +19,5 @@ from configs import base
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    config, rest = base.paper_config(arg, model="DeepSeek-R1-Distill-Qwen-1.5B", run_dir="runs/r1_distill_qwen_1p5b")
-    return base.with_options(config, rest)
+    config = base.paper_config(arg, model="DeepSeek-R1-Distill-Qwen-1.5B", run_dir="runs/r1_distill_qwen_1p5b")
+    return base.with_options(config, arg, base.PAPER_OPTIONS)

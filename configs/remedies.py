@@ -54,7 +54,4 @@ def get_config(arg: str = "") -> ConfigDict:
         for name, value in REMEDIES[remedy].items():
             before = config.algorithm.corrections
             config.algorithm[name] = f"{before},{value}" if name == "corrections" and before else value
-    rest = [option for option in options if option not in REMEDIES]
-    if unknown := [option for option in rest if option not in base.OPTIONS]:
-        raise ValueError(f"config argument {unknown[0]!r}: allowed are {', '.join((*base.OPTIONS, *REMEDIES))}")
-    return base.with_options(config, ",".join(rest))
+    return base.with_options(config, arg, REMEDIES)

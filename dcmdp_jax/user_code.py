@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -97,6 +98,15 @@ def error_place(error: BaseException, place: str) -> str:
     file = place if place.endswith(".py") else getattr(module, "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and _same_file(frame.filename, file)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def callback_error(error: BaseException) -> str:
+    """`KeyError: 'x' (mine.py, line 3)` of an error within `jax.pure_callback`, whose text XLA gives; else empty."""
+    frames = re.findall(r'^  File "(.+)", line (\d+)', str(error), re.MULTILINE)
+    if "callback: Traceback (most recent call last)" not in str(error) or not frames:
+        return ""
+    file, line = frames[-1]
+    return f"{one_line(str(error).splitlines()[-1])} ({Path(file).name}, line {line})"
 
 
 def _same_file(one: str, other: str) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import base
+from configs import base, remedies
 from dcmdp_jax.config.settings import from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
@@ -93,6 +93,22 @@ def test_another_argument_is_refused(argument):
     wrong = argument.split(",")[-1]
     with pytest.raises(ValueError, match=f"config argument '{wrong}': allowed are grpo, debug, joined by commas"):
         base.get_config(argument)
+
+
+def test_an_unknown_option_names_all_that_the_file_has():
+    own = {
+        "qwen3_8b": base.PAPER_OPTIONS, "qwen3_30b_a3b": base.PAPER_OPTIONS,
+        "demo_vllm": ("float32", "fp8_kv", "fp8_weights", "int8"),
+        "r1_distill_qwen_1p5b": base.PAPER_OPTIONS, "demo_moe": ("vllm", "replay"), "remedies": remedies.REMEDIES,
+        "demo": (), "calculator": (),
+    }  # fmt: skip
+    for name, options in own.items():
+        with pytest.raises(ValueError, match="^config argument 'int9': allowed are ") as raised:
+            _config(name, "debug,int9")
+        named = str(raised.value).partition("allowed are ")[2].removesuffix(", joined by commas").split(", ")
+        assert named == ["grpo", "debug", *options], name
+        for option in named:
+            _config(name, option)
 
 
 def test_the_papers_constants_of_the_8b_runs():

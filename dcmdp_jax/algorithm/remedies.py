@@ -185,7 +185,8 @@ def check_values(kind: str, function: Function) -> None:
     They include equal log-probs, some far apart, advantages of 0 and rows with padding.
 
     Raises:
-        ValueError: in one line, for a term, a gradient or a statistic that is not finite.
+        ValueError: in one line, for a term, a gradient or a statistic that is not finite, and for a trust region or a
+            loss without any gradient.
     """
     arrays, count = _arrays(_probe())
     mask = arrays["completion_mask"]
@@ -199,6 +200,11 @@ def check_values(kind: str, function: Function) -> None:
     moving = {name: arrays.pop(name) for name in ("train_logprobs", "ratio")}
     gradient, (named, statistics) = jax.jit(jax.grad(terms, has_aux=True))(moving, arrays)
     if kind in ("trust region", "loss"):
+        if not any(np.any(value) for value in gradient.values()):
+            raise ValueError(
+                f"returned {next(iter(named))} without any gradient, so that nothing is learned; compute them from "
+                "tokens.train_logprobs or tokens.ratio, without stop_gradient"
+            )
         named |= {f"the gradient of {name}": value for name, value in gradient.items()}
     for name, value in named.items():
         if wrong := int(np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)):

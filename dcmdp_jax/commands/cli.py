@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.user_code import callback_error
 
 _EXPECTED = 2
 _UNEXPECTED = 1
@@ -98,6 +99,8 @@ def run_main(
         sys.stdout, sys.stderr = _Console(sys.stdout), _Console(sys.stderr)
         if not debug:
             _keep_failures_of_threads()
+            # It prints the traceback of an error in a callback, which the error holds too.
+            logging.getLogger("jax._src.callback").disabled = True
     try:
         code = main(arguments) or 0
     except KeyboardInterrupt:
@@ -221,4 +224,6 @@ def _message(error: Exception) -> str:
         return "no space left on the disk; make room and run the same command again"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.strerror}: {error.filename}"
+    if raised := callback_error(error):
+        return f"a callback of a compiled function raised {raised}"
     return one_line(error) or type(error).__name__

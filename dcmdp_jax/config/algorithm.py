@@ -21,7 +21,7 @@ from dcmdp_jax.algorithm.signals import KL_WEIGHTS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
-from dcmdp_jax.user_code import error_place, load_function
+from dcmdp_jax.user_code import callback_error, error_place, load_function
 
 NEEDS_OLD_LOGPROBS = ("reward", "state")
 """Levels that need p^Train of the whole batch before any update: one forward pass more."""
@@ -364,13 +364,14 @@ def _check_own(name: str, kind: str, call: Call) -> None:
     try:
         check_terms(kind, function)
         check_values(kind, function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # JAX's own messages go on for a page.
         first = (str(error).splitlines() or [""])[0]
         place = call.function.rpartition(":")[0]
         hint = "; it is compiled: write jnp.where for `if`, jax.numpy for numpy" * isinstance(error, _TRACING)
         by_check = type(error) is ValueError and first.startswith("returned ")
-        said = first if by_check else f"raised {type(error).__name__}: {first}{error_place(error, place)}{hint}"
+        raised = callback_error(error) or f"{type(error).__name__}: {first}{error_place(error, place)}"
+        said = first if by_check else f"raised {raised}{hint}"
         raise UserError(f"config.algorithm.{name}: {call}: {said}") from error
 
 

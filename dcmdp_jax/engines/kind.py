@@ -62,6 +62,7 @@ class EngineArguments:
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
         prepare: compile programs of later calls beside the trainer's first step: for a run of many calls.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
+        host_devices: devices of each host that is planned for and not here; 0: those of this machine.
     """
 
     precision: str
@@ -78,6 +79,7 @@ class EngineArguments:
     probe: Callable[[], Probe] | None = None
     prepare: bool = False
     platform: str = ""
+    host_devices: int = 0
 
     @property
     def common(self) -> dict[str, Any]:

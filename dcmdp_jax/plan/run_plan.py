@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
@@ -25,7 +26,7 @@ from dcmdp_jax.plan.flops import step_flops
 from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
-from dcmdp_jax.plan.topologies import Topology
+from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.training.model_checks import check_experts, check_lengths, platform_kernel
 
 GIB = 2**30
@@ -143,9 +144,11 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     check_lengths(config, model)
     check_experts(config, model)
     platform_kernel(config, platform)
+    check_own_remedies(config.algorithm)
     kind, arguments = _engine(config, model, platform)
+    near = CHIPS["h100"].devices_near if platform == "gpu" else devices
     with as_settings(of_engine(kind)):
-        kind.check_model(arguments, arguments.platform)
+        kind.check_model(dataclasses.replace(arguments, host_devices=min(devices, near)), arguments.platform)
     with as_settings(MESH):
         sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))

@@ -43,6 +43,13 @@ def three(tokens): return tokens.advantages, {}, {}
 def fixed(tokens): return tokens.advantages + jnp.ones((2, 12))
 def keep_as_number(tokens): return Corrected(jnp.ones(tokens.advantages.shape), jnp.ones(tokens.advantages.shape))
 def root(tokens): return jnp.sqrt(jnp.abs(tokens.train_logprobs - tokens.rollout_logprobs))
+def leaves(tokens):
+    raise SystemExit(3)
+def on_host(x): return x / {}["zero"]
+def calls_back(tokens):
+    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(tokens.advantages.shape, jnp.float32), tokens.advantages)
+def flat(tokens): return jax.lax.stop_gradient(-tokens.ratio * tokens.advantages)
+def flat_region(tokens): return Region(tokens.advantages)
 """
 
 
@@ -101,6 +108,10 @@ def test_right_ones_pass(check, algorithm):
         ({"method": "broken.py:f"}, "can't import broken.py: ModuleNotFoundError: No module named 'no_such_module'"),
         ({"method": "no.module:f"}, "can't import no.module: ModuleNotFoundError"),
         ({"method": "mine.py:"}, "a function of yours is path.py:function or module:function"),
+        ({"method": "mine.py:leaves"}, "mine.py:leaves: raised SystemExit: 3 (mine.py, line 31)"),
+        ({"method": "mine.py:calls_back"}, "mine.py:calls_back: raised KeyError: 'zero' (mine.py, line 32)"),
+        ({"loss": "mine.py:flat"}, "returned losses without any gradient, so that nothing is learned; compute them"),
+        ({"trust_region": "mine.py:flat_region"}, "returned objective without any gradient, so that nothing is"),
         ({"method": "grpo,dc_grpo"}, "got 'grpo,dc_grpo', must name one function"),
         ({"corrections": "mine.py:loss"}, "returned an array; must be Corrected(weights, keep, truncated)"),
         ({"corrections": "mine.py:keep_as_number"}, "returned keep in float32; must be bool"),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, run_main
@@ -93,6 +95,20 @@ def test_a_run_logs_unexpected_tracebacks(error, tmp_path, capsys):
     # The next failure is added, not written over it.
     _run(_raiser(error, tmp_path), ["p"], capsys)
     assert log.read_text().count("Traceback (most recent call last)") == 2
+
+
+def test_an_error_in_a_callback_is_its_last_line_and_the_place(tmp_path, capsys):
+    def lookup(x):
+        return {}["seven"]
+
+    def main(arguments):
+        keep_tracebacks_in(tmp_path)
+        jax.jit(lambda x: jax.pure_callback(lookup, x, x))(jnp.zeros(2)).block_until_ready()
+
+    code, text = _run(main, ["p"], capsys)
+    place = f"cli_test.py, line {lookup.__code__.co_firstlineno + 1}"
+    line = f"error: JaxRuntimeError: a callback of a compiled function raised KeyError: 'seven' ({place})"
+    assert code == 1 and text.splitlines()[-1].startswith(line)
 
 
 def test_a_run_logs_expected_errors_but_no_user_errors(tmp_path, capsys):

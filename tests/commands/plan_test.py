@@ -87,6 +87,26 @@ _30B = "--config=configs/qwen3_30b_a3b.py"
             [_CONFIG, "--topology=h100:8", "--config.rollout.router_replay=true"],
             "config.rollout.router_replay: got Tru",
         ),
+        (
+            [_CONFIG, "--topology=h100:2", "--config.rollout.engine=vllm", "--config.rollout.vllm.replicas=5"],
+            "config.rollout.vllm.replicas: got 5 of rollout.vllm.tensor_parallel_size=1 devices each, and there are 2 "
+            "(0,1), not 5; lower",
+        ),
+        (
+            # Two hosts of eight: each has replicas of its own.
+            [_CONFIG, "--topology=h100:16", "--config.rollout.engine=vllm", "--config.rollout.vllm.replicas=9"],
+            "config.rollout.vllm.replicas: got 9 of rollout.vllm.tensor_parallel_size=1 devices each, and there are 8 ",
+        ),
+        (
+            [
+                _CONFIG,
+                "--topology=h100:8",
+                "--config.rollout.engine=vllm",
+                "--config.rollout.vllm.tensor_parallel_size=3",
+            ],
+            "config.rollout.vllm.tensor_parallel_size: got 3, and the model has 32 heads and 8 key-value heads; that "
+            "do 1, 2, 4, 8, 16, 32",
+        ),
         ([_CONFIG, "--topology=h100:8", "--config.model.attention=splash"], "config.model.attention: got 'splash', wh"),
     ],
 )
@@ -98,6 +118,17 @@ def test_what_training_would_refuse_is_refused_before_a_compiler_is_asked_for(mo
     with pytest.raises(UserError) as raised:
         plan.main(["bin.plan", *arguments, *search])
     assert str(raised.value).startswith(message)
+
+
+def test_a_remedy_that_returns_nan_is_refused_before_a_compiler_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def nan(tokens):\n    return tokens.advantages * float('nan')\n")
+    monkeypatch.setattr(plan, "load_topology", lambda name: pytest.fail("asked for a compiler"))
+    method = f"{tmp_path}/mine.py:nan"
+    with pytest.raises(UserError) as raised:
+        plan.main(["bin.plan", _CONFIG, "--topology=h100:8", f"--config.algorithm.method={method}"])
+    where, _, said = str(raised.value).partition(f": {method}: ")
+    assert where == "config.algorithm.method"
+    assert said == "returned advantages that are not finite on 22 of 22 tokens with finite log-probs"
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_a_compiler_is_asked_for():

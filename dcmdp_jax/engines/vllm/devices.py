@@ -23,7 +23,7 @@ _TPU_PORT = 8476
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
+def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -> list[str]:
     """The GPUs, or TPU chips, of each replica: `tensor_parallel_size`, the next ones for the next replica.
 
     Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs without
@@ -32,6 +32,7 @@ def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
     Args:
         settings: of the sidecars.
         platform: "cpu", "cuda" or "tpu", of the vLLM build.
+        there: GPUs of a host that is planned for; 0: this machine's.
 
     Raises:
         UserError: if the replicas take more than there are, or it can't be said which there are, or if chips are the
@@ -41,8 +42,8 @@ def devices_of_replicas(settings: VllmSettings, platform: str) -> list[str]:
     if platform == "tpu":
         visible = _chips_of_sidecars(settings)
     else:
-        named = settings.visible_devices or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = _listed(named) or present_gpus()
+        named = settings.visible_devices or ("" if there else os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        visible = _listed(named) or [str(number) for number in range(there)] or present_gpus()
     held = 1 if platform == "cpu" else len(visible) // each
     count = settings.replicas or max(1, held)
     if platform == "cpu" or (count == 1 and not visible):

@@ -99,6 +99,9 @@ def check_planned(arguments: EngineArguments, platform: str) -> None:
     if platform == "tpu":
         _check_tpu(settings, arguments.precision)
     check_model(arguments.model, platform)
+    _check_split(arguments.model, settings.tensor_parallel_size)
+    if platform == "cuda" and arguments.host_devices:
+        devices.devices_of_replicas(settings, platform, arguments.host_devices)
     if platform == "tpu" and not settings.visible_devices:
         raise UserError(devices.NO_CHIPS)
     planned_arguments(arguments, platform)
@@ -230,6 +233,18 @@ def check_model(config: ModelConfig, platform: str) -> None:
         raise UserError(
             f"model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
             f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
+        )
+
+
+def _check_split(config: ModelConfig, parts: int) -> None:
+    """Refuse a tensor parallelism that vLLM refuses when it loads the model."""
+    kv_heads = config.num_kv_heads
+    if config.num_heads % parts or (kv_heads % parts and parts % kv_heads):
+        allowed = [n for n in range(1, config.num_heads + 1)
+                   if not config.num_heads % n and not (kv_heads % n and n % kv_heads)]  # fmt: skip
+        raise UserError(
+            f"tensor_parallel_size: got {parts}, and the model has {config.num_heads} heads and {kv_heads} key-value "
+            f"heads; that do {', '.join(map(str, allowed))}"
         )
 
 
