@@ -240,6 +240,7 @@ def test_what_moves_numpy_arrays_knows_no_model(module):
 
 
 def test_the_loss_functions_can_be_imported_alone():
+    assert "jax" not in {name.split(".")[0] for name in _reached("dcmdp_jax")}
     reached = _reached("dcmdp_jax.algorithm.dc_grpo")
     assert "dcmdp_jax.algorithm.losses" in reached
     assert all(_room(name) == "algorithm" or name == "dcmdp_jax.types" for name in reached if "dcmdp_jax." in name)

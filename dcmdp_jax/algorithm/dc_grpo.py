@@ -106,7 +106,7 @@ def dc_grpo_loss(
     Raises:
         ValueError: in one line that names the argument. Always: shapes or ranks that disagree, log-probs that are no
             floats, group ids that are no integers, unknown options, numbers out of range. Of values only where they are
-            known, so not of arguments traced by jit, grad or vmap: a NaN or +inf in a log-prob or a reward under the
+            known, so not of arguments traced by jit or vmap: a NaN or +inf in a log-prob or a reward under the
             mask, probabilities in place of log-probs, a mask with other values than 0 and 1, a completion without a
             token, a group of one, a group id outside 0 .. N-1, a negative multiplier. Where they are not known NaN
             makes the loss NaN, a completion without a token is left out of it, and a group of one has A = 0.
@@ -118,6 +118,7 @@ def dc_grpo_loss(
     require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
     for name, value in {"multiplier": multiplier, "tolerance": tolerance}.items():
         require_rank(name, value, 0)
+        require_number(name, value, minimum=0)
     _require_arrays(logprobs, completion_mask, rewards, group_ids)
     _require_values(logprobs, completion_mask, rewards, group_ids)
 

@@ -23,7 +23,12 @@ def require_same_shape(**arrays: Any) -> None:
 
 
 def concrete(value: Any) -> np.ndarray | None:
-    """The value as a NumPy array; None where it is traced or lies on another host, so that it is not known here."""
+    """The value as a NumPy array; None where it is not known here: traced by jit or vmap, or on another host.
+
+    What grad alone traces is known: its tracers carry their value.
+    """
+    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
+        value = value.primal
     if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return None
     return np.asarray(value)
@@ -70,9 +75,11 @@ def require_number(
     """
     if isinstance(value, jax.Array | np.ndarray):
         known = concrete(value)
-        value = known.item() if known is not None and known.ndim == 0 else None
+        if known is None or known.ndim:
+            return
+        value = known.item()
     if not isinstance(value, numbers.Real):
-        return
+        raise ValueError(f"{name}={value!r}; must be a number")
     below = value <= minimum if open_minimum else value < minimum
     above = value >= maximum if open_maximum else value > maximum
     if not math.isfinite(value) or below or above:

@@ -232,6 +232,8 @@ BAD = {
 }
 BAD_VALUES = {
     r"multiplier=-0.5; must be a finite number in \[0, inf\)": lambda data: data.update(multiplier=jnp.float32(-0.5)),
+    r"multiplier='0.1'; must be a number": lambda data: data.update(multiplier="0.1"),
+    r"tolerance=-1.0; must be": lambda data: data.update(tolerance=np.array(-1.0)),
     r"train_logprobs is nan at \[3, 1\]": _with("train_logprobs", (3, 1), np.nan),
     r"rollout_logprobs is inf at \[0, 0\]": _with("rollout_logprobs", (0, 0), np.inf),
     r"old_logprobs is above 0 .* not probabilities": lambda data: data.update(
@@ -255,6 +257,8 @@ def test_bad_input_is_one_line_that_names_the_argument(message):
     with pytest.raises(ValueError, match=f"^{message}") as error:
         dcmdp_jax.dc_grpo_loss(**data)
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        jax.grad(lambda train: dcmdp_jax.dc_grpo_loss(**{**data, "train_logprobs": train})[0])(data["train_logprobs"])
     arrays = {name: data.pop(name) for name in NAMES}
     traced = jax.jit(lambda arrays: dcmdp_jax.dc_grpo_loss(**arrays, **data))
     if message in BAD:  # seen under jit too
