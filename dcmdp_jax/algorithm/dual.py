@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import masked_quantile
-from dcmdp_jax.algorithm.require import require_integer, require_number
+from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank
 from dcmdp_jax.types import Array, DualState
 
 BUDGET_ROOM = 1.25
@@ -75,8 +75,11 @@ def dual_update(
         [] float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No gradient flows.
 
     Raises:
-        ValueError: if a number is negative or not finite (not seen under jit), or `maximum` is below `minimum`.
+        ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not seen under jit), or
+            `maximum` is below `minimum`.
     """
+    require_rank("multiplier", multiplier, 0)
+    require_rank("mean_discrepancy", mean_discrepancy, 0)
     require_number("multiplier", multiplier, minimum=0)
     require_number("tolerance", tolerance, minimum=0)
     require_number("learning_rate", learning_rate, minimum=0)

@@ -204,6 +204,27 @@ def test_it_is_the_compiled_step_on_the_same_batch_packed():
     assert np.abs(gradient).max() > 0.05
 
 
+def test_the_parts_refuse_what_does_not_fit():
+    one, row = np.ones((2, 3)), np.ones(2)
+    for message, part in {
+        r"mean_discrepancy has shape \(2, 3\)": lambda: dcmdp_jax.dual_update(0.1, one, tolerance=0.1),
+        r"multiplier=-1.0": lambda: dcmdp_jax.dual_update(jnp.float32(-1), 0.1, tolerance=0.1),
+        r"multiplier=nan": lambda: dcmdp_jax.penalized_advantages(row, one, math.nan),
+        r"shapes differ: advantages \(3, 3\)": lambda: dcmdp_jax.penalized_advantages(np.ones(3), one, 0.1),
+        r"shapes differ: train_logprobs": lambda: dcmdp_jax.importance_ratio(one, row),
+        r"shapes differ: ratio": lambda: dcmdp_jax.clipped_surrogate(one, row),
+        r"clip_low=1.0; .*\[0, 1\)": lambda: dcmdp_jax.clipped_surrogate(one, one, clip_low=1.0),
+        r"shapes differ: train_logprobs .*, completion_mask": lambda: dcmdp_jax.token_discrepancy(
+            one, one, completion_mask=row
+        ),
+        r"group_ids has dtype float": lambda: dcmdp_jax.group_advantages(row, row),
+        r"group_ids has -1; must be in 0 .. 1": lambda: dcmdp_jax.group_advantages(row, [0, -1]),
+        r"epsilon=-1": lambda: dcmdp_jax.group_advantages(row, [0, 0], epsilon=-1),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{message}"):
+            part()
+
+
 def _with(name, index, value):
     def change(data):
         data[name] = np.array(data[name])
