@@ -28,7 +28,7 @@ def penalized_advantages(advantages: Array, discrepancy: Array, multiplier: floa
     bit: plain GRPO.
 
     Args:
-        advantages: [N] float, one for each completion (`group_advantages`), or of each token, as `discrepancy`.
+        advantages: [N] or [N, 1] float, of each completion (`group_advantages`), or of each token, as `discrepancy`.
         discrepancy: [N, T] float >= 0, delta (`token_discrepancy`), 0 outside the completion.
         multiplier: lambda_k >= 0, [], in advantage units per unit of discrepancy.
 
@@ -41,7 +41,9 @@ def penalized_advantages(advantages: Array, discrepancy: Array, multiplier: floa
     require_number("multiplier", multiplier, minimum=0)
     advantages, discrepancy = as_float(advantages), as_float(discrepancy)
     if advantages.ndim == discrepancy.ndim - 1:
-        advantages = jnp.broadcast_to(advantages[..., None], (*advantages.shape, discrepancy.shape[-1]))
+        advantages = advantages[..., None]
+    if advantages.shape[-1:] == (1,):
+        advantages = jnp.broadcast_to(advantages, (*advantages.shape[:-1], *discrepancy.shape[-1:]))
     require_same_shape(advantages=advantages, discrepancy=discrepancy)
     return jax.lax.stop_gradient(advantages - multiplier * discrepancy)
 
