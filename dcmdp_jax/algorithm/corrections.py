@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import completion_counts, completion_maxima, completion_sums, gather_to_tokens
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamp, clamped_log_ratio, exp_minus_linear, log_difference
-from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, split
+from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
@@ -206,6 +206,7 @@ def statistics(corrected: Corrected, completion_mask: Array) -> dict[str, Mean]:
         and `weight_square_mean`, after `correction/`. The effective share of the tokens is weight_mean^2 /
         weight_square_mean.
     """
+    require_same_shape(weights=corrected.weights, keep=corrected.keep, completion_mask=completion_mask)
     mask = jnp.asarray(completion_mask, bool)
     weights = jnp.where(mask & corrected.keep, corrected.weights, 0.0)
     values = {
@@ -270,6 +271,6 @@ def _kept(tokens: Tokens, value: jax.Array, keep: jax.Array, weights: Any = 1.0)
 
 def _corrected(tokens: Tokens, weights: jax.Array, keep: jax.Array, truncated: jax.Array) -> Corrected:
     mask = jnp.asarray(tokens.completion_mask, bool)
-    require_same_shape(rollout_logprobs=tokens.rollout_logprobs, weights=weights, completion_mask=mask)
+    require_tokens(tokens)
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))
     return Corrected(weights, keep | ~mask, truncated & mask)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import masked_quantile
-from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank
+from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_scalars
 from dcmdp_jax.types import Array, DualState
 
 BUDGET_ROOM = 1.25
@@ -158,6 +158,7 @@ def calibrated_update(
         noise_floor: f_k, [] or Python float; not used once c is measured.
         options: of `dual_update`, without its tolerance.
     """
+    require_scalars(mean_discrepancy=mean_discrepancy, noise_floor=noise_floor)
     mean_discrepancy, window = jnp.asarray(mean_discrepancy, jnp.float32), jnp.asarray(state.window, jnp.float32)
     tolerance = calibrated_tolerance(state, 0.0, steps=steps, quantile=quantile, factor=factor)
     rest = DualState(state.multiplier, state.window[steps:], jnp.maximum(state.filled - steps, 0))

@@ -24,7 +24,7 @@ from dcmdp_jax.algorithm.numerics import (
     exp_minus_linear,
     log_difference,
 )
-from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, split
+from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
     require_integer,
     require_number,
@@ -101,6 +101,7 @@ def clip(tokens: Tokens, *, low: float = 0.2, high: float = 0.24) -> Region:
     """PPO's pessimistic clip: `clipped_surrogate` as a trust region."""
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
     require_number("high", high, minimum=0)
+    require_tokens(tokens)
     return clipped_surrogate(tokens.ratio, tokens.advantages, clip_low=low, clip_high=high)
 
 
@@ -115,6 +116,7 @@ def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """
     require_number("low", low, minimum=0)
     require_number("high", high, minimum=0)
+    require_tokens(tokens)
     shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
     return _masked(tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high))
 
@@ -129,6 +131,7 @@ def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     """
     require_number("low", low, minimum=0)
     require_number("high", high, minimum=0)
+    require_tokens(tokens)
     policy, anchor, advantages = _policy(tokens), tokens.anchor_logprobs, tokens.advantages
     mu = jnp.exp(anchor)
     rest_pi, rest_mu = (jnp.maximum(-jnp.expm1(x), _LEAST_REST) for x in (policy, anchor))
@@ -147,6 +150,7 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """
     require_number("low", low, minimum=0, open_minimum=True)
     require_number("high", high, minimum=0, open_minimum=True)
+    require_tokens(tokens)
     ratio, advantages = tokens.ratio, tokens.advantages
     bound = jnp.where(advantages > 0, high, low)
     quadratic = jnp.exp(tokens.anchor_logprobs) * (ratio - 1.0) ** 2
@@ -231,13 +235,8 @@ def policy_loss(
     Raises:
         ValueError: if the shapes differ, or the loss refuses a parameter.
     """
-    require_same_shape(
-        train_logprobs=tokens.train_logprobs,
-        anchor_logprobs=tokens.anchor_logprobs,
-        advantages=tokens.advantages,
-        completion_mask=tokens.completion_mask,
-        token_weights=token_weights,
-    )
+    require_tokens(tokens)
+    require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
     mask = jnp.asarray(tokens.completion_mask, bool)
     weights = lax.stop_gradient(jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0))
     active = weights != 0
@@ -336,6 +335,8 @@ def aggregation_weights(
     require_option("mode", mode, get_args(Aggregation))
     if max_completion_tokens is not None or mode == "fixed_length":
         require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
+    if dropped_tokens is not None:
+        require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
     lengths = jnp.asarray(completion_lengths, jnp.int32)
     kept = lengths if dropped_tokens is None else lengths - jnp.asarray(dropped_tokens, jnp.int32)
     counted = jnp.asarray(loss_mask, bool) & (lengths > 0)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dcmdp_jax.algorithm.require import require_same_shape
 from dcmdp_jax.types import Array
 
 MAX_LOG_RATIO = 20.0
@@ -50,6 +51,9 @@ def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) ->
 
     Returns:
         float32, same shape; -inf in both gives 0, -inf in one gives -20 or 20.
+
+    Raises:
+        ValueError: if the shapes differ.
     """
     return clamp(log_difference(numerator_logprobs, denominator_logprobs), MAX_LOG_RATIO)
 
@@ -65,7 +69,11 @@ def log_difference(numerator_logprobs: Array, denominator_logprobs: Array) -> ja
 
     Returns:
         float32, same shape.
+
+    Raises:
+        ValueError: if the shapes differ.
     """
+    require_same_shape(numerator_logprobs=numerator_logprobs, denominator_logprobs=denominator_logprobs)
     numerator = clamp(as_float(numerator_logprobs), LOGPROB_LIMIT)
     return numerator - clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.numerics import as_float
-from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.remedies import Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
 from dcmdp_jax.types import Array
 
@@ -55,16 +55,19 @@ def grpo(tokens: Tokens) -> jax.Array:
 
 def dual_grpo(tokens: Tokens) -> jax.Array:
     """A_i - delta_{i,t} (Eq. 4: lambda fixed at 1)."""
+    require_tokens(tokens)
     return tokens.advantages - tokens.discrepancy
 
 
 def threshold_grpo(tokens: Tokens) -> jax.Array:
     """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region). Strict: delta = c is free."""
+    require_tokens(tokens)
     return tokens.advantages - jnp.where(tokens.discrepancy > tokens.tolerance, tokens.discrepancy, 0.0)
 
 
 def dc_grpo(tokens: Tokens) -> jax.Array:
     """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for bit."""
+    require_tokens(tokens)
     return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)
 
 
@@ -74,6 +77,7 @@ def excess_grpo(tokens: Tokens) -> jax.Array:
     With `level="sequence"` delta is the completion's mean, and the charge is that of the constraint on each completion
     (Eq. 6). lambda still moves by Eq. 11.
     """
+    require_tokens(tokens)
     return tokens.advantages - tokens.multiplier * jnp.maximum(tokens.discrepancy - tokens.tolerance, 0.0)
 
 

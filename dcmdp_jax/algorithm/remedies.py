@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.algorithm.require import require_same_shape, require_scalars
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.types import Array
 
@@ -69,6 +70,18 @@ class Tokens(NamedTuple):
     anchor_logprobs: Array = None
     ratio: Array = None
     start_logprobs: Array = None
+
+
+def require_tokens(tokens: Tokens) -> None:
+    """Raise unless all arrays of tokens that are there have one shape, and lambda and c are single numbers.
+
+    Raises:
+        ValueError: naming every array with its shape.
+    """
+    arrays = tokens._asdict()
+    scalars = {name: arrays.pop(name) for name in ("multiplier", "tolerance", "num_completions")}
+    require_same_shape(**{name: array for name, array in arrays.items() if array is not None})
+    require_scalars(**{name: value for name, value in scalars.items() if value is not None})
 
 
 class Corrected(NamedTuple):

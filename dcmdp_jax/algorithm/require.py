@@ -34,6 +34,17 @@ def concrete(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
+def require_scalars(**values: Any) -> None:
+    """Raise unless all named values are single numbers, so that none broadcasts over the tokens.
+
+    Raises:
+        ValueError: naming the value and its shape.
+    """
+    for name, value in values.items():
+        if np.shape(value):
+            raise ValueError(f"{name} has shape {np.shape(value)}; must be one number, of shape ()")
+
+
 def require_rank(name: str, array: Any, rank: int) -> None:
     """Raise unless `array` has `rank` axes.
 
@@ -61,7 +72,7 @@ def require_number(
 ) -> None:  # fmt: skip
     """Raise unless a scalar is a finite number in [minimum, maximum].
 
-    Traced values pass unchecked: they are not known here. Arrays with axes pass too.
+    Of traced values only the shape is known here.
 
     Args:
         name: of the argument, for the message.
@@ -73,9 +84,10 @@ def require_number(
     Raises:
         ValueError: naming the argument, its value and the range.
     """
+    require_scalars(**{name: value})
     if isinstance(value, jax.Array | np.ndarray):
         known = concrete(value)
-        if known is None or known.ndim:
+        if known is None:
             return
         value = known.item()
     if not isinstance(value, numbers.Real):

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Charge, discrepancy, sequence_discrepancy
 from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum
-from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, split
-from dcmdp_jax.algorithm.require import require_option
+from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
@@ -102,6 +103,10 @@ def row_signals(
     Raises:
         ValueError: if the shapes differ or an option is unknown.
     """
+    require_tokens(tokens)
+    require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
+    if expected is not None:
+        require_same_shape(completion_mask=tokens.completion_mask, expected=expected)
     mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
     where = mask, tokens.completion_index, completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))

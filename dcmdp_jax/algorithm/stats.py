@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.algorithm.numerics import as_float
+from dcmdp_jax.algorithm.require import require_same_shape
 from dcmdp_jax.types import Array
 
 
@@ -29,6 +30,7 @@ class Sum(NamedTuple):
 
     def merge(self, other: Sum) -> Sum:
         """The sum over both. Added in the dtype of `self`, so that a float32 sum of bfloat16 parts stays float32."""
+        _require_alike(self, other)
         return Sum(jax.tree.map(lambda a, b: a + jnp.asarray(b).astype(jnp.result_type(a)), self.total, other.total))
 
     def empty(self) -> Sum:
@@ -53,6 +55,7 @@ class Mean(NamedTuple):
 
     def merge(self, other: Mean) -> Mean:
         """The mean over both."""
+        _require_alike(self, other)
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def empty(self) -> Mean:
@@ -77,6 +80,7 @@ class Max(NamedTuple):
 
     def merge(self, other: Max) -> Max:
         """The largest of both."""
+        _require_alike(self, other)
         return Max(jnp.maximum(self.largest, other.largest))
 
     def across(self, axis_name: str) -> Max:
@@ -103,6 +107,7 @@ class Min(NamedTuple):
 
     def merge(self, other: Min) -> Min:
         """The smallest of both."""
+        _require_alike(self, other)
         return Min(jnp.minimum(self.smallest, other.smallest))
 
     def across(self, axis_name: str) -> Min:
@@ -162,6 +167,11 @@ def empty(tree: Any) -> Any:
 def values(tree: Any) -> Any:
     """The number of every statistic of a tree."""
     return jax.tree.map(lambda x: x.value(), tree, is_leaf=_is_statistic)
+
+
+def _require_alike(a: Any, b: Any) -> None:
+    """Raise unless two statistics have the same shapes, leaf by leaf."""
+    jax.tree.map(lambda x, y: require_same_shape(one=x, other=y), a, b)
 
 
 def _is_statistic(node: Any) -> bool:

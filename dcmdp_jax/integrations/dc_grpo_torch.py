@@ -26,8 +26,16 @@ Reduce = Callable[[Tensor], Tensor]
 """Adds a small float64 tensor over the processes that share a batch."""
 
 
+def require_same_shape(**tensors: Tensor) -> None:
+    """Raise a ValueError that names every tensor with its shape unless all have one shape: nothing broadcasts."""
+    if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} is {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"{shapes}: must be the same shape")
+
+
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """log p - log q in float32, clamped to [-20, 20]; gradient 1 inside and at the limits, 0 outside. NaN stays NaN."""
+    require_same_shape(numerator=numerator, denominator=denominator)
     difference = _clamp(numerator.float(), LOGPROB_LIMIT) - _clamp(denominator.float(), LOGPROB_LIMIT)
     return _clamp(difference, MAX_LOG_RATIO)
 
@@ -58,11 +66,7 @@ def token_discrepancy(
     Raises:
         ValueError: if the shapes differ or an option is unknown.
     """
-    if train_logprobs.shape != rollout_logprobs.shape:
-        raise ValueError(
-            f"train_logprobs is {list(train_logprobs.shape)}, rollout_logprobs is {list(rollout_logprobs.shape)}: "
-            "must be the same shape"
-        )
+    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
     if measure not in _MEASURES or sided not in _SIDES:
         raise ValueError(f"measure={measure!r}, sided={sided!r}: allowed are {_MEASURES} and {_SIDES}")
     train, rollout = train_logprobs.detach().float(), rollout_logprobs.detach().float()
@@ -88,11 +92,18 @@ def penalized_advantages(advantages: Tensor, discrepancy: Tensor, multiplier: fl
 
     Returns:
         [N, T] float32.
+
+    Raises:
+        ValueError: if the shapes are others.
     """
+    multiplier = torch.as_tensor(multiplier, dtype=torch.float32, device=discrepancy.device)
+    if discrepancy.dim() != 2 or advantages.shape not in (discrepancy.shape, discrepancy.shape[:1]) or multiplier.dim():
+        raise ValueError(
+            f"advantages is {list(advantages.shape)}, discrepancy is {list(discrepancy.shape)}, multiplier is "
+            f"{list(multiplier.shape)}: must be [N] or [N, T], [N, T], and a single number"
+        )
     advantages = advantages.detach().float()
-    if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    return advantages - torch.as_tensor(multiplier, dtype=torch.float32, device=discrepancy.device) * discrepancy
+    return (advantages[:, None] if advantages.dim() == 1 else advantages) - multiplier * discrepancy
 
 
 def dual_update(
@@ -123,6 +134,7 @@ def discrepancy_statistics(train_logprobs: Tensor, rollout_logprobs: Tensor, mas
         train_logprobs, rollout_logprobs: same shape, nats.
         mask: same shape, not 0 on sampled tokens.
     """
+    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     sampled = mask.bool()
     train, rollout = train_logprobs.detach().float()[sampled], rollout_logprobs.detach().float()[sampled]
     if not train.numel():
@@ -159,6 +171,7 @@ def clipped_surrogate(
     Returns:
         Same shape, float32; to be averaged over the sampled tokens as the trainer does.
     """
+    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, advantages=advantages)
     advantages = advantages.detach().float()
     ratio = clamped_log_ratio(train_logprobs, old_logprobs.detach()).exp()
     outside = torch.where(advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0))
@@ -226,6 +239,7 @@ class DcGrpo:
             Penalized advantages [N, T] float32, A where nothing was sampled; and metrics: `multiplier` that was used,
             `mean` over all processes, `violation` (mean - c), and the statistics of this process's tokens.
         """
+        require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
         used, sampled = self.multiplier, mask.bool() & ~torch.isnan(rollout_logprobs)
         delta = token_discrepancy(train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided)
         delta = torch.where(sampled, delta, torch.zeros_like(delta))

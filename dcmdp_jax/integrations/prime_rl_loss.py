@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, dual_update, penalized_advantages, token_discrepancy
+from dcmdp_jax.integrations.dc_grpo_torch import (
+    DcGrpo,
+    dual_update,
+    penalized_advantages,
+    require_same_shape,
+    token_discrepancy,
+)
 
 
 class DcGrpoLoss:
@@ -48,22 +54,27 @@ class DcGrpoLoss:
 
             l_t = -r_t (A - lambda delta_t),    r_t = exp(log pi - sg(log pi)) = 1, whose gradient is that of log pi
 
-        which is Eq. 9 where each batch is used once; its clip never bites there.
+        which is Eq. 9 where each batch is used once; its clip never bites there. A token whose engine reported no
+        log-prob (NaN) is neither charged nor counted, as in `DcGrpo.charge`; a NaN of the trainer stays.
 
         Args:
             inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`, `loss_mask`,
                 `loss_weights` or None, [T] each.
         """
-        train, mask = inputs.trainer_logprobs, inputs.loss_mask
+        train, mask = inputs.trainer_logprobs, inputs.loss_mask.bool()
+        given = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask", "loss_weights")
+        fields = {name: getattr(inputs, name) for name in given}
+        require_same_shape(**{name: value for name, value in fields.items() if value is not None})
         settings = {"measure": self.dc_grpo.measure, "sided": self.dc_grpo.sided}
         delta = token_discrepancy(train, inputs.inference_logprobs, **settings)
-        delta = torch.where(mask & ~torch.isnan(delta), delta, torch.zeros_like(delta))
-        self._sums += torch.stack([delta.double().sum(), mask.double().sum()]).to(self._sums.device)
+        counted = mask & ~torch.isnan(inputs.inference_logprobs)
+        delta = torch.where(counted, delta, torch.zeros_like(delta))
+        self._sums += torch.stack([delta.double().sum(), counted.double().sum()]).to(self._sums.device)
         charged = penalized_advantages(inputs.advantages[None], delta[None], self.dc_grpo.multiplier)[0]
         ratio = torch.exp(train - train.detach())
         weights = mask.to(ratio.dtype) if inputs.loss_weights is None else mask * inputs.loss_weights
         loss = -torch.where(mask, ratio * charged * weights, torch.zeros_like(ratio)).sum()
-        mean = delta.sum() / mask.sum().clamp(min=1)
+        mean = delta.sum() / counted.sum().clamp(min=1)
         return loss, {"dc_grpo/mean": mean, "dc_grpo/multiplier": torch.full_like(mean, self.dc_grpo.multiplier)}
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:

@@ -47,10 +47,13 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
             raise ValueError(f"dc_grpo: the batch has no {name}: set {flag}")
     train, rollout, masks = (rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks"))
     lengths = [len(values) for values in train]
-    if lengths != [len(mask) for mask in masks]:
+    if any(lengths != [len(values) for values in column] for column in (rollout, masks)):
         raise ValueError("dc_grpo: log-probs and masks differ in length: context parallelism above 1 is not supported")
+    rewards = rollout_data["rewards"]
+    if len(rewards) != len(lengths):
+        raise ValueError(f"dc_grpo: {len(rewards)} rewards of {len(lengths)} samples: must be one of each")
     device = train[0].device
-    rewards = torch.tensor(rollout_data["rewards"], dtype=torch.float32, device=device)
+    rewards = torch.tensor(rewards, dtype=torch.float32, device=device)
     # Samples behind one another: a row for each token.
     flat = [
         torch.cat([torch.as_tensor(x, device=device) for x in values])[:, None] for values in (train, rollout, masks)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, clipped_surrogate
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, clipped_surrogate, require_same_shape
 
 NAME = "dc_grpo"
 _LOG = logging.getLogger(__name__)
@@ -158,6 +158,7 @@ def policy_loss(
         raise ValueError("dc_grpo: importance weights on top of the charge; set algorithm.rollout_correction=null")
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    require_same_shape(log_prob=log_prob, response_mask=response_mask)
     losses = clipped_surrogate(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high)
     losses = torch.where(response_mask.bool(), losses, torch.zeros_like(losses))
     loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from dcmdp_jax.integrations import prime_rl_loss, skyrl_trainer, slime_hooks, verl_hooks  # noqa: E402
+from dcmdp_jax.integrations import dc_grpo_torch, prime_rl_loss, skyrl_trainer, slime_hooks, verl_hooks  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
 
 # p = 0.5, 0.4, 0.3; q = 0.4, 0.6, 0.3: deltas 0.1, 0.2, 0. The third is not sampled in the second completion.
@@ -96,10 +96,14 @@ def test_slimes_bad_input_is_refused(monkeypatch):
     flags = "--get-mismatch-metrics and --custom-tis-function-path dcmdp_jax.integrations.slime_hooks.no_weights"
     with pytest.raises(ValueError, match=f"no log_probs: set {flags}"):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"log_probs": None})
-    batch = _slime_batch()
-    batch["loss_masks"] = [torch.ones(6, dtype=torch.int)] * 2
-    with pytest.raises(ValueError, match="context parallelism above 1"):
-        slime_hooks.dc_grpo_advantages(args, batch)
+    # Five tokens in all, cut elsewhere: token by token they would be of other samples.
+    for name, other in (("loss_masks", torch.ones(6, dtype=torch.int)), ("rollout_log_probs", torch.zeros(2))):
+        batch = _slime_batch()
+        batch[name] = [other, torch.zeros(3)]
+        with pytest.raises(ValueError, match="context parallelism above 1"):
+            slime_hooks.dc_grpo_advantages(args, batch)
+    with pytest.raises(ValueError, match="1 rewards of 2 samples: must be one of each"):
+        slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"rewards": [1.0]})
 
 
 def test_slimes_recipe_sets_the_function_that_its_arguments_ask_for_and_it_changes_nothing():
@@ -150,6 +154,53 @@ def test_prime_rls_loss_has_the_charged_gradient_and_lambda_moves_once_in_an_upd
     optimizer.step()
     assert loss.dc_grpo.history == [loss.dc_grpo.multiplier]
     assert prime_rl_loss.DcGrpoLoss(**settings).dc_grpo.multiplier == loss.dc_grpo.multiplier
+
+
+def test_prime_rls_tokens_without_a_log_prob_are_not_in_the_mean():
+    """Deltas 0.1, NaN, 0: lambda moves by the mean over two tokens, 0.05, not over three, 0.0333."""
+    loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
+    engine = Q[0].clone()
+    engine[1] = torch.nan
+    parameter = torch.nn.Parameter(P[0].clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    value, metrics = loss(LossInputs(parameter, engine, None, A[0].expand(3), torch.ones(3).bool()))
+    assert metrics["dc_grpo/mean"].item() == pytest.approx(0.05, abs=1e-6)
+    assert value.item() == pytest.approx(-(0.95 + 1 + 1), abs=1e-6)
+    optimizer.step()
+    assert loss.dc_grpo.multiplier == pytest.approx(0.5 + 2 * (0.05 - 0.02), abs=1e-6)
+    # A NaN of the trainer is no token without a log-prob: lambda stays, and the loss shows it.
+    value, _ = loss(LossInputs(P[0] * torch.nan, Q[0], None, A[0].expand(3), torch.ones(3).bool()))
+    optimizer.step()
+    assert torch.isnan(value) and loss.dc_grpo.history[0] == loss.dc_grpo.history[1]
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    row = P[:1]
+    with pytest.raises(
+        ValueError, match=r"advantages is \[3\], discrepancy is \[1, 3\], .*: must be \[N\] or \[N, T\]"
+    ):
+        _dc_grpo().charge(torch.ones(3), row, Q[:1], torch.ones(1, 3))
+    charge = {"advantages": A, "train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
+    surrogate = {"train_logprobs": P, "old_logprobs": P, "advantages": P}
+    penalty = {"advantages": P, "discrepancy": P, "multiplier": torch.tensor(0.5)}
+    statistics = {"train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
+    for function, arguments in (
+        (_dc_grpo().charge, charge), (dc_grpo_torch.clipped_surrogate, surrogate),
+        (dc_grpo_torch.penalized_advantages, penalty), (dc_grpo_torch.discrepancy_statistics, statistics),
+        (dc_grpo_torch.token_discrepancy, {"train_logprobs": P, "rollout_logprobs": Q}),
+        (dc_grpo_torch.clamped_log_ratio, {"numerator": P, "denominator": Q}),
+    ):  # fmt: skip
+        function(**arguments)
+        for name, value in arguments.items():
+            others = [value[None], value[:1], value[..., :1]] if value.dim() else [torch.full((3,), 0.5)]
+            for other in others:
+                with pytest.raises(ValueError, match="must be"):
+                    function(**arguments | {name: other})
+    loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02)
+    inputs = LossInputs(P[0], Q[0], None, A[0].expand(3), MASK[0].bool(), torch.ones(3))
+    for name in ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask", "loss_weights"):
+        with pytest.raises(ValueError, match=f"{name} is .*: must be the same shape"):
+            loss(dataclasses.replace(inputs, **{name: getattr(inputs, name)[:1]}))
 
 
 def test_verls_batch_is_charged_in_place():

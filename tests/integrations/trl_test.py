@@ -169,9 +169,8 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
         )
         delta = token_discrepancy(batch["train"], batch["sampling_per_token_logps"], measure="diff", sided="two")
         delta = jnp.where(mask, delta, 0.0)
-        ours = charge(
-            Tokens(advantages=jnp.asarray(advantages)[:, None], discrepancy=delta, multiplier=state.multiplier)
-        )
+        rows = jnp.broadcast_to(jnp.asarray(advantages)[:, None], delta.shape)
+        ours = charge(Tokens(advantages=rows, discrepancy=delta, multiplier=state.multiplier))
         np.testing.assert_allclose(batch["advantages"][mask], np.asarray(ours)[mask], rtol=0, atol=1e-6)
         # The charge itself, apart from the order in which the two add up a group's mean.
         base = batch["advantages"] + float(state.multiplier) * np.asarray(delta)

@@ -1,0 +1,167 @@
+"""No public function of the method broadcasts one array over another without a word: shapes are equal, or refused."""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import numpy as np
+import pytest
+
+import dcmdp_jax.algorithm
+from dcmdp_jax.algorithm import (
+    advantages,
+    corrections,
+    discrepancy,
+    dual,
+    losses,
+    masked,
+    numerics,
+    penalties,
+    remedies,
+    signals,
+    stats,
+)
+
+N, R, L = 3, 2, 4
+ROWS, ONE = np.full((R, L), -1.0, np.float32), np.float32(0.5)
+MASK, INDEX = np.ones((R, L), bool), np.zeros((R, L), np.int32)
+REWARDS, GROUPS, VALID = np.arange(N, dtype=np.float32), np.zeros(N, np.int32), np.ones(N, bool)
+TOKENS = {
+    name: ROWS
+    for name in ("train_logprobs", "old_logprobs", "rollout_logprobs", "start_logprobs", "anchor_logprobs", "ratio",
+                 "advantages", "discrepancy")
+} | {"completion_mask": MASK, "completion_index": INDEX, "multiplier": ONE, "tolerance": ONE}  # fmt: skip
+PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
+WHERE = {"completion_mask": MASK, "completion_index": INDEX}
+GROUP = {"rewards": REWARDS, "group_ids": GROUPS, "valid": VALID}
+MEASURE = {"measure": "diff", "sided": "two"}
+STATE = dual.dual_init(0.1, minimum=0.0, maximum=1.0)
+MEASURED = dual.dual_init(0.1, minimum=0.0, maximum=1.0, measured_steps=2)
+ASCENT = {"learning_rate": ONE, "minimum": np.float32(0), "maximum": ONE}
+
+
+def _of_tokens(function, **more):
+    """(call, arrays) of a function of `Tokens` with N completions; `more` are further arrays."""
+
+    def call(**arrays):
+        own = {name: arrays.pop(name) for name in more}
+        return function(remedies.Tokens(**arrays, num_completions=N), **own)
+
+    return call, TOKENS | more
+
+
+def _part(function, *static, **options):
+    return functools.partial(function, *static, **options)
+
+
+CASES = {
+    "numerics.clamped_log_ratio": (
+        numerics.clamped_log_ratio, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
+    ),
+    "numerics.log_difference": (numerics.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
+    "discrepancy.token_discrepancy": (_part(discrepancy.token_discrepancy, **MEASURE), PAIR),
+    "discrepancy.discrepancy": (
+        _part(discrepancy.discrepancy, **MEASURE, level="sequence", num_completions=N), PAIR | WHERE,
+    ),
+    "discrepancy.sequence_discrepancy": (
+        _part(discrepancy.sequence_discrepancy, num_completions=N), {"discrepancy_tokens": ROWS} | WHERE,
+    ),
+    "discrepancy.completions_over_tolerance": (
+        _part(discrepancy.completions_over_tolerance, num_completions=N),
+        {"discrepancy_tokens": ROWS, "tolerance": ONE} | WHERE,
+    ),
+    "discrepancy.mismatch_statistics": (discrepancy.mismatch_statistics, PAIR | {"mask": MASK}),
+    "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
+    "advantages.has_signal": (advantages.has_signal, GROUP),
+    "masked.group_statistics": (_part(masked.group_statistics, ddof=1), GROUP),
+    "masked.masked_sum": (masked.masked_sum, {"values": ROWS, "mask": MASK}),
+    "masked.masked_mean": (masked.masked_mean, {"values": ROWS, "mask": MASK}),
+    "masked.masked_max": (masked.masked_max, {"values": ROWS, "mask": MASK}),
+    "masked.masked_quantile": (_part(masked.masked_quantile, q=0.5), {"values": ROWS, "mask": MASK}),
+    "masked.weighted_sum": (masked.weighted_sum, {"values": ROWS, "weights": ROWS}),
+    **{
+        f"masked.{name}": (_part(getattr(masked, name), num_completions=N), {"token_values": ROWS} | WHERE)
+        for name in ("completion_sums", "completion_means", "completion_maxima")
+    },
+    "masked.completion_counts": (_part(masked.completion_counts, num_completions=N), WHERE),
+    "losses.aggregation_weights": (
+        _part(losses.aggregation_weights, mode="token_mean"),
+        {"completion_lengths": GROUPS, "loss_mask": VALID, "dropped_tokens": GROUPS},
+    ),
+    "losses.reference_kl": (
+        _part(losses.reference_kl, estimator="k3"),
+        {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
+    ),
+    "losses.policy_loss": _of_tokens(losses.policy_loss, token_weights=ROWS),
+    **{f"losses.{name}": _of_tokens(getattr(losses, name)) for name in (*losses.TRUST_REGIONS, "surrogate")},
+    **{f"penalties.{name}": _of_tokens(one) for name, one in penalties.PENALTIES.items() if name != "grpo"},
+    **{
+        f"corrections.{name}": _of_tokens(_part(one, **({} if inspect.signature(one).parameters["high"].default
+           is not inspect.Parameter.empty else {"high": 1.0})) if "high" in inspect.signature(one).parameters else one)
+        for name, one in corrections.CORRECTIONS.items()
+    },
+    "corrections.chain": _of_tokens(_part(corrections.chain, corrections=[corrections.tis])),
+    "corrections.statistics": (
+        lambda weights, keep, mask: corrections.statistics(remedies.Corrected(weights, keep), mask),
+        {"weights": ROWS, "keep": MASK, "mask": MASK},
+    ),
+    "signals.row_signals": _of_tokens(
+        _part(signals.row_signals, measure=MEASURE, level="token", penalty=penalties.dc_grpo), weights=REWARDS
+    ),
+    "dual.dual_update": (
+        _part(dual.dual_update, STATE), {"mean_discrepancy": ONE, "tolerance": ONE} | ASCENT,
+    ),
+    "dual.calibrated_update": (
+        _part(dual.calibrated_update, MEASURED, steps=2, quantile=0.5),
+        {"mean_discrepancy": ONE, "noise_floor": ONE} | ASCENT,
+    ),
+    **{
+        f"stats.{kind.__name__}": (
+            lambda one, other, kind=kind: kind(*[one] * len(kind._fields)).merge(kind(*[other] * len(kind._fields))),
+            {"one": ROWS, "other": ROWS},
+        )
+        for kind in (stats.Sum, stats.Mean, stats.Max, stats.Min)
+    },
+}  # fmt: skip
+
+# One array, numbers of Python alone, or by design another shape than the index (its own checks are in masked_test).
+OTHERS = {
+    "numerics.clamp", "numerics.exp_minus_linear", "advantages.overlong_penalty", "masked.gather_to_tokens",
+    "masked.all_equal_groups", "dual.dual_init", "dual.calibrated_tolerance", "penalties.grpo",
+}  # fmt: skip
+
+
+def _broadcastable(array):
+    """Other shapes that would broadcast with the array's own."""
+    if not array.shape:
+        return [np.full((L,), array)]
+    wide = [array[:1], array[None]]
+    return wide if array.ndim == 1 else [*wide, array[0], array[:, :1], array[0, 0]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_array_of_another_shape_is_refused(name):
+    call, arrays = CASES[name]
+    jax.eval_shape(lambda arrays: _leaves(call(**arrays)), arrays)
+    for argument, array in arrays.items():
+        for other in _broadcastable(array):
+            with pytest.raises(ValueError, match=r"shape|axes") as error:
+                jax.eval_shape(lambda arrays: _leaves(call(**arrays)), arrays | {argument: other})
+            assert "\n" not in str(error.value), (argument, other.shape)
+
+
+def _leaves(result):
+    return [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+
+
+def test_every_public_function_of_arrays_is_among_them():
+    covered = {name.split(".")[1] for name in CASES} | {name.split(".")[1] for name in OTHERS}
+    for module in pkgutil.iter_modules(dcmdp_jax.algorithm.__path__):
+        if module.name in ("require", "remedies", "stats", "loss"):
+            continue
+        found = importlib.import_module(f"dcmdp_jax.algorithm.{module.name}")
+        for name, one in vars(found).items():
+            if inspect.isfunction(one) and one.__module__ == found.__name__ and not name.startswith("_"):
+                assert name in covered, f"{module.name}.{name}"
