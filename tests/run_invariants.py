@@ -26,7 +26,7 @@ _RANGES = {
     ),
 }  # fmt: skip
 _EITHER_SIGN = (
-    "dual/violation", "mismatch/k1", "policy/loss", "time/overlap",
+    "dual/violation", "mismatch/k1", "policy/loss", "time/overlap", "displacement/mean",
     *(f"{part}/log_ratio_mean" for part in ("staleness", "mismatch", "gap")),
 )  # fmt: skip
 # Ascending.
@@ -35,6 +35,7 @@ _ORDERED = (
     ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
     ("discrepancy/p50", "discrepancy/p99", "discrepancy/max"),
     ("discrepancy/mean", "discrepancy/max"),
+    ("displacement/abs_p50", "displacement/abs_p95", "displacement/abs_p99"),
     ("rollout/staleness_mean", "rollout/staleness_max"),
 )
 # With rollout.lag.

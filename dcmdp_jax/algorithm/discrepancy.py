@@ -12,8 +12,15 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.masked import completion_counts, completion_means, gather_to_tokens, masked_mean, masked_sum
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, as_float, clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.masked import (
+    completion_counts,
+    completion_means,
+    gather_to_tokens,
+    masked_mean,
+    masked_quantile,
+    masked_sum,
+)
+from dcmdp_jax.algorithm.numerics import LOGPROB_LIMIT, MAX_LOG_RATIO, as_float, clamped_log_ratio, exp_minus_linear
 from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
@@ -191,6 +198,65 @@ def completions_over_tolerance(
     means = completion_means(discrepancy_tokens, completion_mask, completion_index, num_completions)
     present = completion_counts(completion_mask, completion_index, num_completions) > 0
     return masked_sum(means > tolerance, present)
+
+
+def log_odds(logprobs: Array) -> jax.Array:
+    """log(p / (1 - p)) = x - log1p(-exp(x)) of each log-prob x, elementwise, in float32.
+
+    p is held at 1 - 2^-24 at most, the largest float32 below 1, where the log-odds are 16.6: a token that float32 calls
+    certain has finite ones. At the other end x is held at -1e4 nats. NaN stays NaN.
+
+    Args:
+        logprobs: any shape, nats.
+
+    Returns:
+        Same shape, float32, finite but for NaN. No gradient flows.
+    """
+    x = jnp.clip(jax.lax.stop_gradient(jnp.asarray(logprobs, jnp.float32)), -LOGPROB_LIMIT, -(2.0**-24))
+    return x - jnp.log(-jnp.expm1(x))  # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1
+
+
+def displacement(train_logprobs: Array, rollout_logprobs: Array) -> jax.Array:
+    """eps = logit p - logit q of each token, elementwise: the distance of the engines whatever the policy's confidence.
+
+        |p - q| = p (1 - p) |eps| + O(eps^2)
+
+    An error eps of a token's logit moves its probability most where p is 1/2 and hardly where the policy is certain. So
+    the discrepancy falls as a policy grows confident with the engine as it was; eps does not. Ours, not in the paper.
+
+    Args:
+        train_logprobs: any shape, nats, p^Train.
+        rollout_logprobs: same shape, nats, p^Inf.
+
+    Returns:
+        Same shape, float32, in logits (nats), either sign; see `log_odds` for its ends. No gradient flows.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
+    return log_odds(train_logprobs) - log_odds(rollout_logprobs)
+
+
+def displacement_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Array) -> dict[str, jax.Array]:
+    """Mean of eps, mean of |eps| and quantiles of |eps| (see `displacement`), over all tokens at once.
+
+    Quantiles are exact, by a sort, and no sums: give the whole batch in one call.
+
+    Args:
+        train_logprobs, rollout_logprobs: same shape, nats.
+        mask: same shape, bool, true on sampled tokens.
+
+    Returns:
+        [] float32: `mean`, `abs_mean`, `abs_p50`, `abs_p95`, `abs_p99`; 0 on an empty mask.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    eps = displacement(train_logprobs, rollout_logprobs)
+    sizes = jnp.abs(eps)
+    quantiles = {f"abs_p{q}": masked_quantile(sizes, mask, q / 100) for q in (50, 95, 99)}
+    return {"mean": masked_mean(eps, mask), "abs_mean": masked_mean(sizes, mask), **quantiles}
 
 
 def mismatch_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Array) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Charge, discrepancy, sequence_discrepancy
-from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum
+from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
@@ -63,6 +63,36 @@ _CHARGED: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
         "state": lambda delta, expected, where: jnp.where(where[0], delta - expected, 0.0),
     }
 )
+
+
+def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array) -> Mean:
+    """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the paper.
+
+        C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
+
+    with A' - A what the method adds to the advantage, -lambda delta for DC-GRPO, and w the weight of the token in the
+    loss. 1 - p stands for the length of the score, the gradient of log p in the logits, which is between 1 - p and
+    sqrt(2) (1 - p): a charge on a token that the policy is sure of moves nothing. C / S = share / (1 - share). How
+    single terms cancel is not in it.
+
+    Args:
+        tokens: `advantages` penalized; p is of `train_logprobs`.
+        uncharged: [R, L], A, the advantage without discrepancy.
+        token_weights: [R, L] float32 >= 0, w.
+
+    Returns:
+        C over C + S; 1 where all advantages are 0 and something is charged, 0 where nothing is.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_tokens(tokens)
+    require_same_shape(advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights)
+    score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
+    charge, plain = (
+        weighted_sum(jnp.abs(x) * score, token_weights).total for x in (tokens.advantages - uncharged, uncharged)
+    )
+    return jax.lax.stop_gradient(Mean(charge, charge + plain))
 
 
 def row_signals(

@@ -20,12 +20,16 @@ _GROWTH, _ENTROPY_CHANGE, _RANK_CORRELATION = 2.0, 0.4, 0.6
 _MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
 _STALENESS, _MOST_STALENESS = "staleness/log_ratio_abs_mean", 0.2
 _BROKEN, _BROKEN_TIMES, _BROKEN_STEPS = 0.1, 10.0, 3
+_CHARGE_SHARE, _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.1, 0.01, 0.5
+"""Guesses, not measured: a share of the update, one that is worth a word, and a token's charge in advantages."""
+_LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 
-ALARMS = ("noise", "mismatch", "staleness", "weight_sync", "support", "retokenization", "collapse")
+ALARMS = ("noise", "mismatch", "staleness", "weight_sync", "support", "retokenization", "charge", "collapse")
 """Every alarm's name."""
 WATCHED = (
     "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
     "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
+    "discrepancy/max", "dual/multiplier", "dual/charge_share", "reward/mean",
 )  # fmt: skip
 """Metrics that the alarms look at."""
 
@@ -53,18 +57,19 @@ def alarms(series: Series) -> list[Alarm]:
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, and the entropy does not move as under collapse |
+    | charge | one of three. The median of `dual/charge_share` is above 0.1. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
+    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below half of the usual, no charge alarm says why, and the entropy does not move as under collapse |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
-    | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above says why |
+    | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
-    window raises none.
+    window raises none. The numbers of `charge` are guesses: no runs have measured from where on a charge harms.
     """  # noqa: E501 - a table
-    found = [alarm for rule in (_support, _retokenization, _staleness, _noise) if (alarm := rule(series))]
-    if not any(alarm.name == "retokenization" for alarm in found) and (alarm := _weight_sync(series)):
+    found = [alarm for rule in (_support, _retokenization, _staleness, _noise, _charge) if (alarm := rule(series))]
+    if not {"retokenization", "charge"} & {alarm.name for alarm in found} and (alarm := _weight_sync(series)):
         found.append(alarm)
-    if not found and (alarm := _mismatch(series)):
+    if not {alarm.name for alarm in found} - {"charge"} and (alarm := _mismatch(series)):
         found.append(alarm)
     if not any(alarm.name == "weight_sync" for alarm in found) and (alarm := _collapse(series)):
         found.append(alarm)
@@ -161,7 +166,8 @@ def _staleness(series: Series) -> Alarm | None:
     )
 
 
-def _weight_sync(series: Series) -> Alarm | None:
+def _jump(series: Series) -> tuple[float, float, int] | None:
+    """Usual and last delta, and the place where it rose, if it rose to 5 times what was usual before the window."""
     if "discrepancy/mean" not in series:
         return None
     values = np.asarray(series["discrepancy/mean"][1], np.float64)
@@ -169,11 +175,52 @@ def _weight_sync(series: Series) -> Alarm | None:
     if len(values) < WINDOW + _USUAL_STEPS or not np.isfinite(values).all() or (lag is not None and lag.max() > 0):
         return None
     usual = float(np.median(values[:-WINDOW]))
-    if not values[-3:].min() > max(_JUMP * usual, _FLOORS * _floor(series)) or _entropy_moves(series):
+    low = np.flatnonzero(values <= max(_JUMP * usual, _FLOORS * _floor(series)))
+    start = int(low[-1]) + 1 if len(low) else 0
+    return (usual, float(values[-3:].mean()), start) if start <= len(values) - 3 else None
+
+
+def _charge(series: Series) -> Alarm | None:
+    multiplier, delta = _last(series, "dual/multiplier"), _last(series, "discrepancy/mean")
+    if multiplier is None or delta is None:
+        return None
+    largest, share = _last(series, "discrepancy/max"), _last(series, "dual/charge_share")
+    whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
+    part = None if share is None else float(np.median(share))
+    first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
+    rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
+    if part is not None and part > _CHARGE_SHARE:
+        text = f"The charge is {part:.1%} of the update at lambda = {last:.3g}: the policy learns the charge."
+    elif rises and delta[half:].mean() >= delta[:half].mean() and (part is None or part >= _LEAST_SHARE):
+        text = (
+            f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now "
+            f"{delta[half:].mean():.3g}, did not follow: c may be below what a charge reaches."
+        )
+    elif whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
+        text = (
+            f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} charges single tokens "
+            f"{whole.max():.2g}, as much as an advantage: the charge may be the cause. If not, check the push."
+        )
+    else:
+        return None
+    return Alarm("charge", f"{text} Set algorithm.method=grpo, lower multiplier_max, or raise c.")
+
+
+def _reward_fell(series: Series, place: int) -> bool:
+    """Whether the mean reward of the 3 steps before `place` was below half of what was usual before the window."""
+    if "reward/mean" not in series or len(series["reward/mean"][1]) != len(series["discrepancy/mean"][1]) or place < 3:
+        return False
+    values = np.asarray(series["reward/mean"][1], np.float64)
+    return bool(values[place - 3 : place].mean() < _REWARD_FALL * np.median(values[:-WINDOW]))
+
+
+def _weight_sync(series: Series) -> Alarm | None:
+    jump = _jump(series)
+    if jump is None or _entropy_moves(series) or _reward_fell(series, jump[2]):
         return None
     return Alarm(
         "weight_sync",
-        f"The discrepancy rose from {usual:.3g} to {values[-3:].mean():.3g} within a few steps: the engine's weights "
+        f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g} within a few steps: the engine's weights "
         "are not the trainer's. Check the push, compare checksums, and run bin.probe with --earlier.",
     )
 
@@ -224,7 +271,7 @@ def _collapse(series: Series) -> Alarm | None:
         "collapse",
         f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
         f"{entropy[:5].mean():.3g} to {entropy[-5:].mean():.3g} nats: a collapse may be ahead. Go back to an earlier "
-        "checkpoint with a lower learning rate, a higher multiplier or a more precise engine.",
+        "checkpoint with a lower learning rate, a more precise engine or, where lambda is above 0, without the charge.",
     )
 
 

@@ -58,6 +58,14 @@ _TABLE = (
         "fraction",
         "completions whose own mean is above 0.1 and 10 times the median completion's",
     ),
+    *(
+        Metric(f"displacement/{name}", "nats", f"logit p_train - logit p_engine of the sampled token: {what}")
+        for name, what in (
+            ("mean", "mean"),
+            ("abs_mean", "mean absolute value, which confidence does not shrink as it does |p - q|"),
+            *((f"abs_p{q}", f"{q}th percentile of the absolute value") for q in (50, 95, 99)),
+        )
+    ),
     Metric("mismatch/k1", "nats", "mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative"),
     Metric("mismatch/k3", "nats", "the same KL by the non-negative low-variance estimator"),
     Metric("mismatch/pearson", "correlation", "Pearson correlation of train and rollout token probabilities"),
@@ -102,6 +110,11 @@ _TABLE = (
     ),
     Metric("dual/violation", "discrepancy", "mean discrepancy minus the tolerance; lambda rises where it is positive"),
     Metric("dual/tolerance", "discrepancy", "c, the budget for the mean discrepancy"),
+    Metric(
+        "dual/charge_share",
+        "fraction",
+        "charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p), as tokens weigh",
+    ),
     Metric("policy/clip_low_fraction", "fraction", "tokens whose gradient the lower clip of the ratio stops"),
     Metric("policy/clip_high_fraction", "fraction", "tokens whose gradient the upper clip of the ratio stops"),
     Metric("policy/dual_clip_fraction", "fraction", "tokens whose gradient the dual clip stops"),

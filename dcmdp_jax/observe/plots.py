@@ -208,12 +208,17 @@ def draw_lengths(runs: Runs) -> Figure | None:
 
 
 def draw_mismatch(runs: Runs) -> Figure | None:
-    """Plot the mismatch of the engines' probabilities: tail, KL, correlation, effective sample size."""
+    """Plot the mismatch of the engines' probabilities: tail, displacement, KL, correlation, effective sample size."""
     return _grid(
         runs,
         "Engine mismatch",
         (
             ("99th percentile of the discrepancy", "discrepancy", ("discrepancy/p99",)),
+            (
+                "|logit p - logit q|, mean and 95th percentile",
+                "nats",
+                ("displacement/abs_mean", "displacement/abs_p95"),
+            ),
             ("KL(rollout || train), k3", "nats", ("mismatch/k3",)),
             ("Pearson correlation of probabilities", "correlation", ("mismatch/pearson",)),
             ("effective sample size", "share of tokens", ("mismatch/effective_sample_size",)),
@@ -222,7 +227,7 @@ def draw_mismatch(runs: Runs) -> Figure | None:
 
 
 def draw_optimization(runs: Runs) -> Figure | None:
-    """Plot entropy, gradient norm, clip fractions, importance ratio (min, mean, max) and all-equal groups."""
+    """Plot entropy, gradient norm, clip fractions, importance ratio, charge and all-equal groups."""
     return _grid(
         runs,
         "Optimization",
@@ -231,6 +236,7 @@ def draw_optimization(runs: Runs) -> Figure | None:
             ("gradient norm before clipping", "norm", ("optimizer/grad_norm",)),
             ("clipped tokens", "share of tokens", ("policy/clip_low_fraction", "policy/clip_high_fraction")),
             ("importance ratio", "ratio", ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max")),
+            ("charge in the update", "share of the update", ("dual/charge_share",)),
             ("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",)),
         ),
     )

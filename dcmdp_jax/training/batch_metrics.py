@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm import masked
-from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, mismatch_statistics
+from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, displacement_statistics, mismatch_statistics
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.lengths import QUANTILES
@@ -70,6 +70,7 @@ def batch_metrics(
         "mismatch/k3": mismatch["kl_k3"],
         "mismatch/pearson": mismatch["pearson"],
         "mismatch/effective_sample_size": mismatch["effective_sample_size"],
+        **{f"displacement/{name}": value for name, value in displacement_statistics(train, rollout, mask).items()},
         "completions/discrepancy": masked.completion_means(delta, mask, index, total),
     }
 

@@ -17,7 +17,7 @@ from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals
+from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config.algorithm import NEEDS_OLD_LOGPROBS, AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, router_metrics
@@ -63,6 +63,7 @@ class _Constants(NamedTuple):
 
     Attributes:
         advantages, weights: [N] float32, of each completion.
+        uncharged: [N] float32, advantages without a charge inside the reward.
         multiplier: [] float32, lambda_k.
         tolerance: [] float32, c.
         first: [] bool, the update starts from the weights at the start of the step.
@@ -73,6 +74,7 @@ class _Constants(NamedTuple):
 
     advantages: jax.Array
     weights: jax.Array
+    uncharged: jax.Array
     multiplier: jax.Array
     tolerance: jax.Array
     first: jax.Array
@@ -252,22 +254,26 @@ def _train_step(
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
         mini, old_logprobs, expected, first = xs
         rewards = _rewards(parts, mini)
+        relative = functools.partial(
+            group_advantages, group_ids=mini.group_ids, valid=mini.valid,
+            ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
+        )  # fmt: skip
+        advantages = uncharged = relative(rewards)
         if settings.level == "reward":
             penalty = parts.remedies.penalty
             buckets = zip(mini.rows, old_logprobs, strict=True)
             sampled = tuple(rows.columns.get(OLD_LOGPROBS, old) for rows, old in buckets)
             rewards = charged_rewards(rewards, mini.rows, sampled, multiplier, tolerance, settings, penalty)
-        advantages = group_advantages(
-            rewards, mini.group_ids, mini.valid,
-            ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
-        )  # fmt: skip
+            advantages = relative(rewards)
         normalize = functools.partial(
             losses.aggregation_weights, mini.completion_lengths, _loss_mask(parts, mini),
             mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
         )  # fmt: skip
         weights, _ = normalize()
         scale = None if learner.loss_scale is None else learner.loss_scale.scale
-        constants = _Constants(advantages, weights, multiplier, jnp.float32(tolerance), first, scale, ref_params, None)
+        constants = _Constants(
+            advantages, weights, uncharged, multiplier, jnp.float32(tolerance), first, scale, ref_params, None
+        )
         rows = tuple(zip(mini.rows, old_logprobs, expected, strict=True))
         if has_terms(settings):
             terms = _terms(parts, (learner.params, constants), rows, mini.micro_batches, normalize)
@@ -426,6 +432,9 @@ def _objective(
         **of_loss,
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), mask),
         "discrepancy/mean": signals.mean_discrepancy,
+        "dual/charge_share": charge_share(
+            signals.tokens, masked.gather_to_tokens(constants.uncharged, rows.completion_index), signals.weights
+        ),
     }
     if constants.loss_scale is not None:
         total = total * constants.loss_scale

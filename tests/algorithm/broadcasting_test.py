@@ -73,6 +73,9 @@ CASES = {
         {"discrepancy_tokens": ROWS, "tolerance": ONE} | WHERE,
     ),
     "discrepancy.mismatch_statistics": (discrepancy.mismatch_statistics, PAIR | {"mask": MASK}),
+    "discrepancy.displacement": (discrepancy.displacement, PAIR),
+    "discrepancy.displacement_statistics": (discrepancy.displacement_statistics, PAIR | {"mask": MASK}),
+    "signals.charge_share": _of_tokens(signals.charge_share, uncharged=ROWS, token_weights=ROWS),
     "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
     "advantages.has_signal": (advantages.has_signal, GROUP),
     "masked.group_statistics": (_part(masked.group_statistics, ddof=1), GROUP),
@@ -128,8 +131,9 @@ CASES = {
 
 # One array, numbers of Python alone, or by design another shape than the index (its own checks are in masked_test).
 OTHERS = {
-    "numerics.clamp", "numerics.exp_minus_linear", "advantages.overlong_penalty", "masked.gather_to_tokens",
-    "masked.all_equal_groups", "dual.dual_init", "dual.calibrated_tolerance", "penalties.grpo",
+    "numerics.clamp", "numerics.exp_minus_linear", "discrepancy.log_odds", "advantages.overlong_penalty",
+    "masked.gather_to_tokens", "masked.all_equal_groups", "dual.dual_init", "dual.calibrated_tolerance",
+    "penalties.grpo",
 }  # fmt: skip
 
 

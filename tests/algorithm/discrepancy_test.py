@@ -152,6 +152,40 @@ def test_mismatch_statistics_by_hand():
     assert float(statistics["pearson"]) == pytest.approx(np.corrcoef(p[:4], q[:4])[0, 1], rel=1e-5)
 
 
+def test_log_odds_by_hand_and_at_their_ends():
+    # log(0.5 / 0.5), log(0.2 / 0.8) = -log 4; p of 1 and above is held at 1 - 2^-24: log(2^24 - 1) = 16.64.
+    found = d.log_odds(np.log(np.array([0.5, 0.2])))
+    np.testing.assert_allclose(found, [0.0, -np.log(4)], atol=1e-6)
+    certain = d.log_odds(np.array([0.0, 1e-3, -1e-12], np.float32))
+    np.testing.assert_allclose(certain, np.full(3, np.log(2**24 - 1)), rtol=1e-6)
+    # exp(x) rounds to 1 - 3 * 2^-24 or 1 - 4 * 2^-24: the definition in float32 is off by tenths, this is not.
+    near = np.float32(-2.1e-7)
+    assert float(d.log_odds(near)) == pytest.approx(-np.log(-np.expm1(np.float64(near))), abs=1e-5)
+    assert float(d.log_odds(-np.inf)) == -1e4 and np.isnan(d.log_odds(np.nan))
+
+
+def test_displacement_stays_while_confidence_shrinks_the_discrepancy():
+    """eps = 0.02 at p = 0.5, 0.9, 0.99, 0.999: |p - q| is p (1 - p) eps, from 5e-3 to 2e-5; eps is 0.02 throughout."""
+    p, eps = np.array([0.5, 0.9, 0.99, 0.999]), 0.02
+    q = 1 / (1 + np.exp(-(np.log(p / (1 - p)) - eps)))
+    train, rollout = np.log(p), np.log(q)
+    delta = d.token_discrepancy(train, rollout, measure="diff", sided="two")
+    np.testing.assert_allclose(delta, p * (1 - p) * eps, rtol=0.011)  # the next order is eps / 2
+    np.testing.assert_allclose(d.displacement(train, rollout), eps, rtol=2e-3)
+    np.testing.assert_allclose(d.displacement(rollout, train), -eps, rtol=2e-3)
+    assert not np.any(jax.grad(lambda x: d.displacement(x, rollout).sum())(jnp.asarray(train)))
+
+
+def test_displacement_statistics_by_hand():
+    # Log-odds 0, 1, 2, 3 against 0, 2, -1, 0: eps = 0, -1, 3, 3, of which the last is masked. Sorted sizes 0, 1, 3.
+    p, q = (1 / (1 + np.exp(-np.array(x, np.float64))) for x in ([0, 1, 2, 3], [0, 2, -1, 0]))
+    found = d.displacement_statistics(np.log(p), np.log(q), np.array([True, True, True, False]))
+    expected = {"mean": 2 / 3, "abs_mean": 4 / 3, "abs_p50": 1.0, "abs_p95": 1 + 0.9 * 2, "abs_p99": 1 + 0.98 * 2}
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, abs=1e-5)
+    empty = d.displacement_statistics(np.log(p), np.log(q), np.zeros(4, bool))
+    assert set(map(float, empty.values())) == {0.0}
+
+
 def test_mismatch_statistics_estimate_kl_of_rollout_from_train():
     # Over a whole distribution, weighted by repetition: q = (3/4, 1/4) sampled 3:1, p = (1/4, 3/4).
     # KL(q || p) = 3/4 log 3 - 1/4 log 3 = 0.5 log 3; E_q[p / q] = 1, so k1 = k3 exactly; ESS = 1 / E_q[(p/q)^2]

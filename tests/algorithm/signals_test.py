@@ -49,6 +49,23 @@ def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
     assert float(sequence.mean_discrepancy.value()) == float(token.mean_discrepancy.value())
 
 
+def test_share_of_the_update_that_is_charge_by_hand():
+    # 1 - p = .5 .5 .5 and .75 .5; charges lambda delta = 0 .125 .2 and .125 0; |A| = 1; weights 1/3 and 1/2.
+    found = _signals()
+    share = signals.charge_share(found.tokens, ADVANTAGES[INDEX], found.weights)
+    charge = (0.5 * 0.125 + 0.5 * 0.2) / 3 + 0.75 * 0.125 / 2
+    plain = 3 * 0.5 / 3 + (0.75 + 0.5) / 2
+    assert float(share.value()) == pytest.approx(charge / (charge + plain), rel=1e-6)
+    parts = [_signals(rows=slice(r, r + 1)) for r in range(2)]
+    halves = [
+        signals.charge_share(part.tokens, ADVANTAGES[INDEX[r : r + 1]], part.weights) for r, part in enumerate(parts)
+    ]
+    assert float(stats.merge(*halves).value()) == pytest.approx(float(share.value()), rel=1e-6)
+    # Nothing charged, and nothing but the charge; the NaN outside the mask is ignored.
+    assert float(signals.charge_share(found.tokens, found.tokens.advantages, found.weights).value()) == 0
+    assert float(signals.charge_share(found.tokens, np.zeros((2, 4)), found.weights).value()) == 1
+
+
 def test_rows_add():
     whole = _signals()
     parts = [_signals(rows=slice(r, r + 1)) for r in range(2)]

@@ -1,6 +1,7 @@
 """Each alarm fires on what is planted in the metrics of a recorded run, and none on the run as it is."""
 
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -98,6 +99,76 @@ def test_cut_sampling_and_retokenization(planted):
 def test_other_weights_are_not_taken_for_cut_sampling():
     found = measure(columns(noise=0.3))
     assert abs(found.k1 - found.k3) < 0.02 < found.k1
+
+
+def _kept(name, arm):
+    """The five runs of an arm of a study, as alarms see them."""
+    runs = {}
+    packed = (Path(__file__).parents[2] / "docs" / "evidence" / name).read_bytes()
+    for row in map(json.loads, gzip.decompress(packed).splitlines()):
+        if row["arm"] == arm and "discrepancy/mean" in row:
+            runs.setdefault(row["seed"], []).append(row)
+    for rows in runs.values():
+        names = {name for row in rows for name in row if "/" in name}
+        columns = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
+        yield {name: tuple(np.array(x) for x in zip(*pairs, strict=True)) for name, pairs in columns.items()}
+
+
+def _spoken(series):
+    """Alarm -> (first step at which a run raises it, text)."""
+    found = {}
+    for end in range(1, int(series["discrepancy/mean"][0][-1]) + 1):
+        so_far = {name: (steps[steps <= end], values[steps <= end]) for name, (steps, values) in series.items()}
+        for alarm in alarms(so_far):
+            found.setdefault(alarm.name, (end, alarm.text))
+    return found
+
+
+def test_five_runs_that_the_charge_ended_speak_of_the_charge_and_not_of_the_weights():
+    """Completions of 200 tokens at lambda = 1: reward 0 from step 9 on, largest deltas of 0.9 to 1.
+
+    The series have no share of the charge, no k1, k3, effective sample size and no broken completions: `charge` speaks
+    by lambda times the largest delta alone, as soon as a rise can be told from the usual, and `support` and
+    `retokenization` are silent.
+    """
+    runs = list(_kept("map_200tokens.jsonl.gz", "token_1"))
+    assert len(runs) == 5 and not any("dual/charge_share" in run for run in runs)
+    for run in runs:
+        spoken = _spoken(run)
+        assert set(spoken) == {"mismatch", "charge", "collapse"}
+        assert spoken["charge"][0] == 15 and "lambda = 1 " in spoken["charge"][1]
+        assert "method=grpo" in spoken["charge"][1] and "higher" not in spoken["collapse"][1]
+        # With the share, had it been kept, ten steps are enough.
+        share = {"dual/charge_share": (run["discrepancy/mean"][0], np.full(len(run["discrepancy/mean"][0]), 0.2))}
+        assert _spoken(run | share)["charge"][0] == 10
+    # The same engine without a charge.
+    for run in _kept("map_200tokens.jsonl.gz", "grpo"):
+        assert not {"charge", "weight_sync"} & set(_spoken(run))
+
+
+def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
+    assert _named(dual__charge_share=np.full(50, 0.11)) == ["charge"]
+    assert _named(dual__charge_share=np.full(50, 0.09)) == []
+    flat, rising = np.full(50, 0.9 * C), 0.1 + 0.01 * STEPS  # the last ten steps: 0.51 to 0.6
+    steep = np.where(STEPS <= 40, 0.1, 0.1 + 0.01 * (STEPS - 40))  # 0.11 to 0.2
+    assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["charge"]
+    assert _named(discrepancy__mean=flat, dual__multiplier=rising) == []  # by less than half
+    assert _named(discrepancy__mean=np.where(STEPS <= 45, C, 0.9 * C), dual__multiplier=steep) == []  # it follows
+    small = {"discrepancy__mean": flat, "dual__multiplier": steep}
+    assert _named(**small, dual__charge_share=np.full(50, 0.009)) == []
+    assert _named(**small, dual__charge_share=np.full(50, 0.011)) == ["charge"]
+
+
+def test_a_jump_after_the_reward_fell_or_under_whole_charges_is_no_failed_sync():
+    jump = {"discrepancy__mean": np.where(STEPS <= 44, DELTA, 10 * DELTA)}
+    assert "weight_sync" in _named(**jump)
+    # Delta rises at step 45; the reward fell at 42, or at 45 as it does where the engine has other weights.
+    for fell, spoken in ((42, False), (45, True)):
+        found = _named(**jump, reward__mean=np.where(fell > STEPS, 0.6, 0.1))
+        assert ("weight_sync" in found) is spoken, fell
+    for largest, spoken in ((0.4, True), (0.6, False)):
+        found = _named(**jump, dual__multiplier=np.ones(50), discrepancy__max=np.full(50, largest))
+        assert ("weight_sync" in found) is spoken and ("charge" in found) is not spoken, largest
 
 
 def test_collapse_ahead_needs_both_trends():

@@ -122,14 +122,6 @@ class Retokenization(Planted):
         )
 
 
-class Collapse(Mismatch):
-    """An engine that drifts away step by step, while a charge that is far too high spreads the policy out."""
-
-    def generate(self, prompts, sampling, *, step, **options):
-        self.spread = self.scored_spread = 0.04 * 1.13**step
-        return super().generate(prompts, sampling, step=step, **options)
-
-
 FAULTS = {
     "noise": (Noise, ()),
     "mismatch": (Mismatch, ()),
@@ -137,14 +129,7 @@ FAULTS = {
     "weight_sync": (WeightSync, ("--config.optimizer.learning_rate=3e-3",)),
     "support": (Support, ("--config.algorithm.tolerance=1",)),
     "retokenization": (Retokenization, ("--config.algorithm.tolerance=1",)),
-    "collapse": (
-        Collapse,
-        (
-            "--config.algorithm.tolerance=1",
-            "--config.algorithm.multiplier=1000",
-            "--config.optimizer.learning_rate=3e-4",
-        ),
-    ),
+    "charge": (Planted, ("--config.algorithm.tolerance=1", "--config.algorithm.multiplier=1000")),
     "clean": (Planted, ()),
 }
 """Fault, which is the alarm's name: the engine's class, and settings beside `_SETTINGS`."""

@@ -365,6 +365,38 @@ def test_step_is_algorithm_one(mini_batches, changes):
         assert state.dual.multiplier == pytest.approx(multiplier, rel=1e-5)
 
 
+@pytest.mark.parametrize("level", ["token", "reward"])
+def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
+    settings = dataclasses.replace(ALGORITHM, level=level)
+    rollout, rewards = _rollout()
+    ids, spans = _padded(rollout)
+    table = np.asarray(_naive_logprobs(_params(), ids), np.float64)
+    train = [table[i, a:b] for i, (a, b) in enumerate(spans)]
+    engine = [x.astype(np.float64) for x in rollout.rollout_logprobs]
+    delta = [np.abs(np.exp(x) - np.exp(y)) for x, y in zip(train, engine, strict=True)]
+
+    def relative(values):
+        groups = [values[rollout.group_ids == g] for g in rollout.group_ids]
+        pairs = zip(values, groups, strict=True)
+        return [0.0 if np.ptp(g) == 0 else (r - g.mean()) / (g.std(ddof=1) + settings.std_epsilon) for r, g in pairs]
+
+    lam, plain = settings.multiplier, relative(rewards.astype(np.float64))
+    charged = relative(rewards - lam * np.array([each.mean() for each in delta]))
+    charge = sum_of_plain = 0.0
+    for i, x in enumerate(train):
+        moved = lam * delta[i] if level == "token" else abs(charged[i] - plain[i])
+        charge += np.mean(moved * (1 - np.exp(x)))
+        sum_of_plain += np.mean(abs(plain[i]) * (1 - np.exp(x)))
+    _, history, _ = _run(settings=settings, mini_batches=1, row_lengths=(8, 16))
+    assert history[0]["dual/charge_share"] == pytest.approx(charge / (charge + sum_of_plain), rel=1e-4)
+    x, y = np.concatenate(train), np.concatenate(engine)
+    eps = x - np.log1p(-np.exp(x)) - (y - np.log1p(-np.exp(y)))
+    expected = {"mean": eps.mean(), "abs_mean": np.abs(eps).mean()}
+    expected |= {f"abs_p{q}": np.percentile(np.abs(eps), q) for q in (50, 95, 99)}
+    found = {name: float(history[0][f"displacement/{name}"]) for name in expected}
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("mini_batches", "aggregation", "mesh"),
     [

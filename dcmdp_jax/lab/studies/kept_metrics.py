@@ -25,6 +25,8 @@ _KEPT = (
     "reward/mean",
     "discrepancy/mean",
     "discrepancy/max",
+    "displacement/abs_mean",
+    "dual/charge_share",
     "dual/multiplier",
     "dual/tolerance",
     "policy/entropy",
