@@ -30,6 +30,7 @@ WATCHED = (
     "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
     "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
     "discrepancy/max", "dual/multiplier", "dual/charge_share", "reward/mean",
+    "reward/all_equal_groups",
 )  # fmt: skip
 """Metrics that the alarms look at."""
 
@@ -57,7 +58,7 @@ def alarms(series: Series) -> list[Alarm]:
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | charge | one of three. The median of `dual/charge_share` is above 0.1. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
+    | charge | one of three. The median of `dual/charge_share` is above 0.1, over the steps that have a prompt with unequal rewards, at least half. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
     | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below half of the usual, no charge alarm says why, and the entropy does not move as under collapse |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
@@ -186,6 +187,10 @@ def _charge(series: Series) -> Alarm | None:
         return None
     largest, share = _last(series, "discrepancy/max"), _last(series, "dual/charge_share")
     whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
+    equal = _last(series, "reward/all_equal_groups")
+    if share is not None and equal is not None:
+        # Without a prompt that has a signal the charge is all there is, however small: another problem.
+        share = share[equal < 1] if np.mean(equal < 1) >= 0.5 else None
     part = None if share is None else float(np.median(share))
     first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
     rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY

@@ -149,6 +149,10 @@ def test_five_runs_that_the_charge_ended_speak_of_the_charge_and_not_of_the_weig
 def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
     assert _named(dual__charge_share=np.full(50, 0.11)) == ["charge"]
     assert _named(dual__charge_share=np.full(50, 0.09)) == []
+    # Where no prompt has a signal, the charge is the whole update: that is another problem.
+    silent = np.where(STEPS % 3, 1.0, 0.5)
+    assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=silent) == []
+    assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == ["charge"]
     flat, rising = np.full(50, 0.9 * C), 0.1 + 0.01 * STEPS  # the last ten steps: 0.51 to 0.6
     steep = np.where(STEPS <= 40, 0.1, 0.1 + 0.01 * (STEPS - 40))  # 0.11 to 0.2
     assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["charge"]
