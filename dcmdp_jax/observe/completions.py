@@ -1,7 +1,7 @@
 """Completions for a page: tokens with both probabilities, in few bytes.
 
-2,000 completions stay below 5 MB: tokens are numbers into one list of words, probabilities thousandths, and long
-completions are cut.
+2,000 completions stay below 5 MB: tokens are numbers into one list of words, probabilities have five decimals, and long
+completions are cut. Those with the largest mismatch come first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from typing import Any
 
 import numpy as np
 
-MOST_TOKENS = 320_000
-"""Tokens on one page, at about 13 bytes each."""
+MOST_TOKENS = 260_000
+"""Tokens on one page, at about 17 bytes each."""
+_FULL_COLOR = 0.99
+"""Quantile of |p - q| over a page's tokens from which on a token has the full color: mismatch differs by orders between
+engines, so no absolute scale shows all."""
+_UNIT = 100_000
 _LEAST_SHOWN, _MOST_SHOWN = 100, 2_000
 _LONGEST_PROMPT = 2_000
 
@@ -54,12 +58,13 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     """What `completions.js` shows.
 
     Args:
-        completions: in order. If they are too many, each is cut to as many tokens as fit, but not below 100; then every
-            k-th is kept, so that all steps stay. What is cut or left out is counted.
+        completions: in any order. If they are too many, each is cut to as many tokens as fit, but not below 100; then
+            every k-th is kept, so that all steps stay. What is cut or left out is counted.
         most_tokens: on the page.
 
     Returns:
-        Values that JSON can hold: `words`, `rows` and `left_out`.
+        Values that JSON can hold: `words`; `rows`, those of the largest mean |p - q| first; `left_out`; `unit`, by which
+        probabilities are multiplied; and `full_color`, the |p - q| from which on a token has the full color.
     """
     sizes = np.array([len(each.tokens or ()) or len(each.text) // 4 for each in completions], np.int64)
     overhead = 20  # of a completion, in tokens
@@ -69,8 +74,13 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     every = max(1, math.ceil((np.minimum(sizes, longest) + overhead).sum() / most_tokens))
     kept = completions[::every]
     words: dict[str, int] = {}
-    rows = [_row(each, words, longest) for each in kept]
-    return {"words": list(words), "rows": rows, "left_out": len(completions) - len(kept)}
+    rows = sorted((_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0))
+    apart = [
+        abs(p - q) for row in rows for p, q in zip(row.get("p", ()), row.get("q", ()), strict=True) if p is not None
+    ]
+    full = max(1, float(np.quantile(apart, _FULL_COLOR)) if apart else 0) / _UNIT
+    left_out = len(completions) - len(kept)
+    return {"words": list(words), "rows": rows, "left_out": left_out, "unit": _UNIT, "full_color": full}
 
 
 def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
@@ -87,15 +97,15 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
     row |= {
         "discrepancy": _finite(mean), "length": len(each.tokens), "more": max(0, len(each.tokens) - longest),
         "tokens": [words.setdefault(word, len(words)) for word in each.tokens[shown]],
-        "p": _thousandths(p[shown], sampled[shown]), "q": _thousandths(q[shown], sampled[shown]),
+        "p": _whole(p[shown], sampled[shown]), "q": _whole(q[shown], sampled[shown]),
     }  # fmt: skip
     if each.versions is not None and len(set(np.asarray(each.versions)[sampled].tolist())) > 1:
         row["versions"] = np.asarray(each.versions)[shown].tolist()
     return row
 
 
-def _thousandths(values: np.ndarray, known: np.ndarray) -> list[int | None]:
-    return [round(1000 * v) if k else None for v, k in zip(values.tolist(), known.tolist(), strict=True)]
+def _whole(values: np.ndarray, known: np.ndarray) -> list[int | None]:
+    return [round(_UNIT * v) if k else None for v, k in zip(values.tolist(), known.tolist(), strict=True)]
 
 
 def _finite(value: float | None) -> float | None:

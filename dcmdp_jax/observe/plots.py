@@ -115,7 +115,7 @@ def _sources(series: Series, prefix: str, suffix: str) -> list[str]:
 
 
 def draw_evaluation(runs: Runs) -> Figure | None:
-    """Plot every held-out score by step, in percent, one panel per score."""
+    """Plot every held-out score by step, one panel per score; scores from 0 to 1 in percent."""
     names = sorted({name for series in runs.values() for name in series if name.startswith("eval/")})
     if not names:
         return None
@@ -126,7 +126,9 @@ def draw_evaluation(runs: Runs) -> Figure | None:
                 steps, values = series[name]
                 axes.plot(steps, values, marker="o", markersize=5, color=_color(index), label=label)
         axes.set_title(name.removeprefix("eval/").replace("/", " "), **_PANEL_TITLE)
-        _finish(axes, "", legend=len(runs) > 1, percent=True)
+        scores = np.concatenate([series[name][1] for series in runs.values() if name in series])
+        shares = np.all((scores >= 0) & (scores <= 1) | ~np.isfinite(scores))
+        _finish(axes, "" if shares else "mean reward", legend=len(runs) > 1, percent=bool(shares))
     return figure
 
 
@@ -251,11 +253,12 @@ def draw_time(runs: Runs) -> Figure | None:
     figure, panels = _panels("Time", 1 + _recorded(runs, throughput))
     for row, series in enumerate(runs.values()):
         left = 0.0
-        for index, phase in enumerate(phases):
+        for phase in phases:
             values = series[f"time/{phase}"][1] if f"time/{phase}" in series else np.zeros(0)
             values = values[np.isfinite(values)]
             seconds = float(np.median(values)) if len(values) else 0.0
-            panels[0].barh(row, seconds, left=left, height=0.6, color=_color(index), label=phase if row == 0 else None)
+            color, name = _PHASE_COLORS[phase], phase if row == 0 else None
+            panels[0].barh(row, seconds, left=left, height=0.6, color=color, label=name)
             left += seconds
         panels[0].text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=INK)
     panels[0].set_yticks(range(len(runs)), list(runs))
@@ -295,15 +298,22 @@ def draw_timeline(runs: Runs) -> Figure | None:
     for axes, (label, steps) in zip(panels, shown.items(), strict=True):
         series, drawn = runs[label], set()
         at = {name: np.nan_to_num(_at(series[f"time/{name}"], steps), posinf=0, neginf=0) for name in _OF_TIMELINE}
-        begin = min(at[f"start_{phase}"].min() for phase in _TIMELINE)
-        for index, (phase, process) in enumerate(_TIMELINE.items()):
-            starts, seconds = at[f"start_{phase}"], at[phase]
-            for step, start, length in zip(steps.tolist(), starts - begin, seconds, strict=True):
-                name = None if phase in drawn else phase
+        # At most a step before the trainer: what samples them may have begun before a program was compiled.
+        trainer = min(at[f"start_{phase}"].min() for phase, process in _TIMELINE.items() if process == 0)
+        first = min(at[f"start_{phase}"].min() for phase in _TIMELINE)
+        begin = max(first, trainer - at["total"].min())
+        for phase, process in _TIMELINE.items():
+            starts = at[f"start_{phase}"] - begin
+            for step, start, end in zip(steps.tolist(), starts, starts + at[phase], strict=True):
+                name, start = None if phase in drawn else phase, max(start, 0.0)
+                if end <= start:
+                    continue
                 drawn.add(phase)
-                axes.barh(process, length, left=start, height=0.6, color=_color(index), edgecolor="white", label=name)
+                color = _PHASE_COLORS[phase]
+                axes.barh(process, end - start, left=start, height=0.6, color=color, edgecolor="white", label=name)
                 if phase in ("step", "generate"):
-                    axes.text(start + length / 2, process, f"{step}", ha="center", va="center", fontsize=9, color=INK)
+                    axes.text((start + end) / 2, process, f"{step}", ha="center", va="center", fontsize=9, color=INK)
+        axes.set_xlim(left=0)
         axes.set_yticks((0, 1), ("trainer", "sampler"))
         axes.set_title(f"{label}: numbers are steps", **_PANEL_TITLE)
         style_axes(axes)
@@ -314,11 +324,13 @@ def draw_timeline(runs: Runs) -> Figure | None:
 
 
 def _three_steps(series: Series) -> np.ndarray | None:
-    """Three steps in a row of one process, from the middle of a run that samples ahead."""
+    """Three steps in a row of a run that samples ahead, of median duration: the first steps compile."""
     if not all(f"time/{name}" in series for name in _OF_TIMELINE):
         return None
-    steps = series["time/start_step"][0]
-    place = max(0, len(steps) // 2 - 1)
+    steps, totals = series["time/start_step"][0], series["time/total"]
+    seconds = np.nan_to_num(_at(totals, steps), nan=np.inf)
+    sums = [seconds[place : place + 3].sum() for place in range(max(1, len(steps) - 2))]
+    place = int(np.argsort(sums, kind="stable")[(len(sums) - 1) // 2])
     return steps[place : place + 3]
 
 
@@ -340,7 +352,8 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
 _PARTS = ("staleness", "mismatch", "gap")
 # Phase -> line of its process: 0 is the trainer, 1 what samples.
 _TIMELINE = {"wait": 0, "push": 0, "step": 0, "generate": 1, "verify": 1, "pack": 1}
-_OF_TIMELINE = (*_TIMELINE, *(f"start_{phase}" for phase in _TIMELINE))
+_PHASE_COLORS = dict(zip((*STEP_PHASES, "wait"), COLORS, strict=False))
+_OF_TIMELINE = ("total", *_TIMELINE, *(f"start_{phase}" for phase in _TIMELINE))
 # Panel -> begin and end of its metrics' names, unit.
 _OF_SOURCES = {
     "reward": ("reward/source/", "/mean", "mean reward"),
@@ -461,6 +474,9 @@ def _finish(axes: Axes, unit: str, *, from_zero: bool = False, legend: bool = Tr
     style_axes(axes)
     axes.set_xlabel("training step", color=MUTED, fontsize=9)
     axes.set_ylabel(unit, color=MUTED, fontsize=9)
+    low, high = axes.get_xlim()
+    if high - low < 2:  # a whole step each side, where ticks in between would be rounded to the same number
+        axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     # A constant curve gets a fixed scale, so that rounding is not magnified.
     low, high = axes.get_ylim()

@@ -148,8 +148,8 @@ def _verdict(run: RecordedRun, summary: Summary) -> str:
     """One sentence that says what happened in a run."""
     said = [f"{summary.steps} training steps"]
     if summary.scores:
-        score = summary.scores[0]
-        said.append(f"held-out {score.name} went from {percent(score.first)} to {percent(score.last)}")
+        held_out = summary.scores[0]
+        said.append(f"held-out {held_out.name} went from {shown(held_out.first)} to {shown(held_out.last)}")
     elif not math.isnan(summary.first_reward):
         said.append(f"the training reward went from {number(summary.first_reward)} to {number(summary.last_reward)}")
     if story := what_the_multiplier_did(run.series):

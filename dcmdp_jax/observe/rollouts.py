@@ -1,7 +1,7 @@
 """Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run directory.
 
-One completion a row, and only what follows the prompt. About 13 bytes a token: an id, two log-probs, a mask; the other
-columns are nearly constant and take almost nothing. `bin.probe RUN_DIRECTORY` reads them.
+One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the other columns are almost
+constant, or repeat in a group, and take little. A run whose batches lag adds 4 bytes. `dcmdp probe` and `view` read them.
 
 | column | type | |
 |---|---|---|
@@ -9,12 +9,16 @@ columns are nearly constant and take almost nothing. `bin.probe RUN_DIRECTORY` r
 | completion | int32 | place in the step's batch |
 | prompt_id | int32 | place of the problem among the training problems |
 | source | string | where the problem comes from |
+| prompt_token_ids | list of int32 | the prompt as the engine read it |
 | token_ids | list of int32 | given tokens, such as a tool's output, included |
 | mask | list of bool | true where the policy sampled the token |
 | train_logprobs | list of float32 | log p, training stack, weights that made the batch; 0 where not sampled |
 | rollout_logprobs | list of float32 | log q, the engine; 0 where not sampled |
+| start_logprobs | list of float32 | with a lag: log p_now, the training stack's at the start of the step |
 | policy_versions | list of int32 | training step whose weights sampled it; -1 where not sampled |
 | reward, advantage | float32 | of the completion; the advantage before the penalty |
+
+With a lag, staleness is start_logprobs - train_logprobs, mismatch train_logprobs - rollout_logprobs, the gap their sum.
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ from dcmdp_jax.observe.run_files import ROLLOUTS_DIRECTORY
 _LOG = logging.getLogger(__name__)
 
 _LISTS = {
-    "token_ids": "int32", "mask": "bool_", "train_logprobs": "float32", "rollout_logprobs": "float32",
-    "policy_versions": "int32",
+    "prompt_token_ids": "int32", "token_ids": "int32", "mask": "bool_", "train_logprobs": "float32",
+    "rollout_logprobs": "float32",
+    "start_logprobs": "float32", "policy_versions": "int32",
 }  # fmt: skip
 _SCALARS = {
     "step": "int32", "completion": "int32", "prompt_id": "int32", "source": "string", "reward": "float32",
@@ -75,7 +80,7 @@ class RolloutWriter:
 
         Args:
             step: finished training steps.
-            completions: a dict for each, with all columns of the module's table but `step`.
+            completions: a dict for each, with the columns of the module's table but `step`.
         """
         # pyarrow takes a while to import.
         import pyarrow
@@ -86,8 +91,8 @@ class RolloutWriter:
             if name != "step":
                 values = [each[name] for each in completions]
                 columns[name] = pyarrow.array(values, getattr(pyarrow, kind)())
-        for name, kind in _LISTS.items():
-            cells = [np.asarray(each[name]) for each in completions]
+        for name in [name for name in _LISTS if not completions or name in completions[0]]:
+            kind, cells = _LISTS[name], [np.asarray(each[name]) for each in completions]
             offsets = np.concatenate([[0], np.cumsum([len(cell) for cell in cells])]).astype(np.int32)
             flat = np.concatenate(cells) if cells else np.zeros(0)
             values = pyarrow.array(flat.astype(np.dtype(kind.rstrip("_"))))
@@ -96,7 +101,7 @@ class RolloutWriter:
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
         # Ids and log-probs have too many values for a dictionary; it would be written beside them.
-        repeating = [name for name in columns if name != "token_ids" and not name.endswith("logprobs")]
+        repeating = [name for name in columns if not name.endswith(("token_ids", "logprobs"))]
         pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd", use_dictionary=repeating)
         if (size := temporary.stat().st_size) > self._max_bytes:
             temporary.unlink()

@@ -119,8 +119,9 @@ OLD_LOGPROBS = "old_logprobs"
 """Name scope of the pass that computes p^Train before the updates; and the column of rows that lag."""
 
 
-TRAIN_LOGPROBS, ADVANTAGES = "tokens/train_logprobs", "completions/advantages"
-"""What a step returns beside its metrics for a recording of its tokens."""
+TRAIN_LOGPROBS, START_LOGPROBS = "tokens/train_logprobs", "tokens/start_logprobs"
+ADVANTAGES = "completions/advantages"
+"""What a step returns beside its metrics for a recording of its tokens; the second of batches that lag."""
 
 
 def batch_logprobs(
@@ -212,8 +213,8 @@ def make_train_step(
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
-        record_tokens: also return `tokens/train_logprobs`, [M, A, R, L] float32 for each bucket, and
-            `completions/advantages` [M * N].
+        record_tokens: also return `tokens/train_logprobs`, [M, A, R, L] float32 for each bucket, of batches that lag
+            `tokens/start_logprobs`, and `completions/advantages` [M * N].
 
     Returns:
         step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
@@ -310,6 +311,8 @@ def _train_step(
     metrics |= _state_metrics(parts, state, learner, mean_discrepancy)
     if parts.record_tokens:
         metrics |= {TRAIN_LOGPROBS: tuple(train for train, *_ in signals), ADVANTAGES: advantages.reshape(-1)}
+        if lags(batch.rows):
+            metrics[START_LOGPROBS] = tuple(start for *_, start in signals)
     return TrainState(state.step + 1, dual=dual, **learner._asdict()), metrics
 
 

@@ -308,7 +308,7 @@ def shown_samples(plan: Plan, step: int, rollout: StepRollout, discrepancy: np.n
     means = discrepancy.reshape(-1)
     return [
         {
-            "prompt": plan.train.problems[rollout.problems[group]].prompt,
+            "prompt": plan.tokenizer.decode(rollout.episodes[group * size].prompt_ids),
             "completion": rollout.texts[group * size],
             "answer": rollout.answers[group * size],
             "reward": float(rollout.scores.totals[group * size]),
@@ -326,6 +326,7 @@ def recorded_completions(
     problems: Sequence[Problem],
     rows: Sequence[Rows],
     train_logprobs: Sequence[np.ndarray],
+    start_logprobs: Sequence[np.ndarray] | None,
     advantages: np.ndarray,
     *,
     exact: bool,
@@ -337,6 +338,7 @@ def recorded_completions(
         problems: the training problems.
         rows: the packed batch, [M, A, R, L] for each bucket.
         train_logprobs: log p of its tokens, like `rows`.
+        start_logprobs: of a batch that lags, log p of the weights at the start of the step; else None.
         advantages: [M * N] float32.
         exact: the rollout log-probs were replaced by the training stack's own.
 
@@ -345,23 +347,29 @@ def recorded_completions(
     """
     size = len(rollout.episodes) // len(rollout.problems)
     found = []
-    for place, train in enumerate(_by_completion(rows, train_logprobs, len(rollout.rows))):
+    trained = _by_completion(rows, train_logprobs, len(rollout.rows))
+    started = None if start_logprobs is None else _by_completion(rows, start_logprobs, len(rollout.rows))
+    for place, train in enumerate(trained):
         if not len(train):
             continue
         row = int(rollout.rows[place])
         episode, problem = rollout.episodes[row], int(rollout.problems[row // size])
         after = slice(episode.prompt_length, None)
         mask = episode.sampled_mask[after]
-        log_p = np.zeros(len(mask), np.float32)
+        log_p, log_now = np.zeros((2, len(mask)), np.float32)
         log_p[mask] = train
+        if started is not None:
+            log_now[mask] = started[place]
         found.append({
             "completion": place,
             "prompt_id": problem,
             "source": problems[problem].source,
+            "prompt_token_ids": episode.prompt_ids,
             "token_ids": episode.token_ids[after],
             "mask": mask,
             "train_logprobs": log_p,
             "rollout_logprobs": log_p if exact else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
+            **({} if started is None else {"start_logprobs": log_now}),
             "policy_versions": np.where(mask, episode.policy_versions[after], -1),
             "reward": float(rollout.scores.totals[row]),
             "advantage": float(advantages[place]),

@@ -18,21 +18,30 @@ def _completion(tokens=("1", "+", "1"), **fields):
     return Completion(tokens=list(tokens), train_probs=p, rollout_probs=p[::-1].copy(), **fields)
 
 
-def test_probabilities_are_thousandths_and_words_are_kept_once():
+def test_probabilities_have_five_decimals_and_words_are_kept_once():
     data = completions_data([_completion(reward=1.0, step=3, prompt="1+1?"), _completion(tokens=("2", "+"))])
     assert data["words"] == ["1", "+", "2"] and data["left_out"] == 0
-    first, second = data["rows"]
+    # The larger mean |p - q| first: 0.8 of both tokens, then (0.8 + 0 + 0.8) / 3.
+    second, first = data["rows"]
+    assert (second["discrepancy"], first["discrepancy"]) == (0.8, 0.5333)
     assert first["tokens"] == [0, 1, 0] and second["tokens"] == [2, 1]
-    assert first["p"] == [100, 500, 900] and first["q"] == [900, 500, 100]
-    # (0.8 + 0 + 0.8) / 3
-    assert first["discrepancy"] == 0.5333 and (first["reward"], first["step"], first["more"]) == (1.0, 3, 0)
+    assert first["p"] == [10_000, 50_000, 90_000] and first["q"] == [90_000, 50_000, 10_000]
+    assert (first["reward"], first["step"], first["more"]) == (1.0, 3, 0)
     assert second["reward"] is None
+
+
+def test_full_color_is_a_quantile_of_the_page():
+    """101 tokens whose |p - q| is 0, 1e-5, ... 1e-3: the 99% quantile is 9.9e-4; without a mismatch it is the unit."""
+    q = np.full(101, 0.5)
+    data = completions_data([Completion(tokens=["x"] * 101, train_probs=q + np.arange(101) * 1e-5, rollout_probs=q)])
+    assert data["full_color"] == pytest.approx(9.9e-4) and data["unit"] == 100_000
+    assert completions_data([Completion(tokens=["x"], train_probs=q[:1], rollout_probs=q[:1])])["full_color"] == 1e-5
 
 
 def test_given_tokens_have_no_probabilities_and_count_for_nothing():
     p = np.array([0.5, math.nan, 0.25])
     row = completions_data([Completion(tokens=["a", "b", "c"], train_probs=p, rollout_probs=p + 0.1)])["rows"][0]
-    assert row["p"] == [500, None, 250] and row["discrepancy"] == 0.1
+    assert row["p"] == [50_000, None, 25_000] and row["discrepancy"] == 0.1
 
 
 def test_versions_are_told_only_where_they_differ():
@@ -46,7 +55,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_counted():
     assert len(long["tokens"]) == len(long["p"]) == 2_000 and long["more"] == 345
     steps = [_completion(tokens=["x"] * 80, step=step) for step in range(100)]  # each counts 80 + 20
     data = completions_data(steps, most_tokens=2_500)
-    assert [row["step"] for row in data["rows"]] == list(range(0, 100, 4)) and data["left_out"] == 75
+    assert [row["step"] for row in data["rows"]] == list(range(0, 100, 4)) and data["left_out"] == 75  # a tie: in order
 
 
 def test_two_thousand_completions_stay_below_5_mb_and_are_all_there():
@@ -61,7 +70,7 @@ def test_two_thousand_completions_stay_below_5_mb_and_are_all_there():
     page = render_page("view.html", scripts=["completions.js"], title="t", verdicts=[], provenance=[], problems=[],
                        figures=[], completions=data)  # fmt: skip
     assert data["left_out"] == 0 and len(page) < 5_000_000
-    # 2,000 x (n + 20) <= 320,000: n = 140, and 100 of the steps of 50 from 100 on.
+    # 2,000 x (n + 20) <= 260,000: n = 110, and 100 of the steps of 50 from 100 on.
     assert {row["more"] for row in data["rows"]} == {200}
 
 

@@ -212,20 +212,51 @@ def test_every_figure_draws_non_finite_and_constant_values(values):
 
 
 def test_the_timeline_has_each_phase_where_it_was():
-    """Steps 5 to 7 of ten, a second each; what step 6 trains on was sampled while step 5 trained."""
+    """Steps 3 to 5 of ten, about a second each but for the first, which compiles; 4's was sampled while 3 trained."""
     steps = np.arange(1, 11)
     lengths = {"wait": 0.1, "push": 0.2, "step": 0.7, "generate": 0.5, "verify": 0.1, "pack": 0.05}
     begins = {"wait": 0.0, "push": 0.1, "step": 0.3, "generate": -0.7, "verify": -0.2, "pack": -0.1}
     series = {f"time/{name}": (steps, np.full(10, seconds)) for name, seconds in lengths.items()}
+    # Three steps in a row take 352, 3.1, 3.1, 3.1, 3.05, 3.05, 3.25 and 3.2 s: the lower median is the second 3.1.
+    series["time/total"] = steps, np.array([350.0, 1.0, 1.0, 1.1, 1.0, 1.0, 1.05, 1.0, 1.2, 1.0])
     series |= {f"time/start_{name}": (steps, 1e9 + steps + begin) for name, begin in begins.items()}
     (axes,) = draw_timeline({"r": series}).axes
     bars = sorted((round(bar.get_x(), 6), round(bar.get_width(), 6), round(bar.get_y() + 0.3)) for bar in axes.patches)
     expected = [
-        (step - 5 + begins[name] + 0.7, lengths[name], int(name in ("generate", "verify", "pack")))
-        for step in (5, 6, 7)
+        (step - 3 + begins[name] + 0.7, lengths[name], int(name in ("generate", "verify", "pack")))
+        for step in (3, 4, 5)
         for name in lengths
     ]
     assert bars == [pytest.approx(each) for each in sorted(expected)]
+    # A run of two steps whose second was sampled before the first had compiled: at most the shorter step before it.
+    short = {name: (at[:2], values[:2]) for name, (at, values) in series.items()}
+    short["time/start_generate"] = steps[:2], np.array([1e9 - 340.0, 1e9 + 2 - 340.0])
+    (axes,) = draw_timeline({"r": short}).axes
+    assert 2 <= axes.get_xlim()[1] < 5 and axes.get_xlim()[0] == 0
+
+
+def test_the_timeline_has_the_colors_of_the_panel_of_phases():
+    steps = np.arange(1, 6)
+    series = {f"time/{name}": (steps, np.full(5, 0.5)) for name in ("total", "wait", *STEP_PHASES)}
+    series |= {f"time/start_{name}": (steps, 1e9 + steps) for name in ("wait", *STEP_PHASES)}
+
+    def colors(axes):
+        return {bars.get_label(): to_hex(bars.patches[0].get_facecolor()) for bars in axes.containers
+                if not bars.get_label().startswith("_")}  # fmt: skip
+
+    above, below = colors(draw_time({"r": series}).axes[0]), colors(draw_timeline({"r": series}).axes[0])
+    assert set(above) == set(STEP_PHASES) and len(set(below.values())) == 6
+    assert all(below[phase] == above[phase] for phase in STEP_PHASES)
+
+
+def test_a_reward_outside_0_to_1_is_no_percentage_and_a_step_axis_has_whole_steps():
+    (axes,) = draw_evaluation({"r": {"eval/t/avg@8": (np.array([3]), np.array([41.5]))}}).axes
+    axes.figure.draw_without_rendering()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert not any("%" in label for label in labels) and len(set(labels)) == len(labels)
+    assert {"2", "3", "4"} >= {label.get_text() for label in axes.get_xticklabels()} >= {"3"}
+    (axes,) = draw_evaluation({"r": {"eval/t/avg@8": (np.array([3, 4]), np.array([0.25, 0.5]))}}).axes
+    assert axes.yaxis.get_major_formatter()(0.25).endswith("%")
 
 
 def test_nothing_recorded_is_no_figure():

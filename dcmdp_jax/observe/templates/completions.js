@@ -24,7 +24,7 @@
   const bound = (id, otherwise) => (get(id).value.trim() === "" || isNaN(+get(id).value) ? otherwise : +get(id).value);
   const ORDERS = {
     order: () => 0,
-    discrepancy: (a, b) => (b.discrepancy || 0) - (a.discrepancy || 0),
+    step: (a, b) => (a.step || 0) - (b.step || 0),
     reward: (a, b) => (b.reward || 0) - (a.reward || 0),
     length: (a, b) => (b.length || 0) - (a.length || 0),
   };
@@ -41,7 +41,7 @@
   }
   const whole = (row) => (row.tokens ? row.tokens.map((id) => data.words[id]).join("") : row.text);
   const color = (p, q) => {
-    const delta = p - q, strength = Math.min(1, Math.abs(delta) / 0.2);
+    const delta = p - q, strength = Math.min(1, Math.abs(delta) / data.full_color);
     return strength < 0.02 ? "" : `rgba(${delta > 0 ? "230,159,0" : "86,180,233"},${(0.85 * strength).toFixed(2)})`;
   };
 
@@ -68,9 +68,9 @@
         row.tokens.forEach((id, t) => {
           const span = html("span", "", text, data.words[id]);
           if (row.p[t] === null) { span.className = "given"; span.title = "given, not sampled"; return; }
-          const p = row.p[t] / 1000, q = row.q[t] / 1000;
+          const p = row.p[t] / data.unit, q = row.q[t] / data.unit;
           span.style.background = color(p, q);
-          span.title = `p ${p.toFixed(3)}, q ${q.toFixed(3)}` + (row.versions ? `, sampled by the weights of step ${row.versions[t]}` : "");
+          span.title = `p ${p.toFixed(5)}, q ${q.toFixed(5)}` + (row.versions ? `, sampled by the weights of step ${row.versions[t]}` : "");
         });
         if (row.more) html("span", "given", text, ` … ${row.more} more tokens`);
       }
