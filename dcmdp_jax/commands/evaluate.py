@@ -42,7 +42,7 @@ from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.average import EvaluationResult
+from dcmdp_jax.evaluation.average import EvaluationResult, describe
 from dcmdp_jax.evaluation.log import EvaluationLog, open_output, write_json
 from dcmdp_jax.evaluation.overlap import Overlap
 from dcmdp_jax.evaluation.resumable import default_part, evaluate_in_parts
@@ -142,6 +142,7 @@ def main(argv: list[str]) -> None:
         print(f"left out, prompt over --max_prompt_tokens={settings['max_prompt_tokens']}: {said}")
     for line in _describe_overlaps(results, tasks, overlaps, settings):
         print(line)
+    print(f"completions: dcmdp view {log.path}")
     print(f"wrote {out}")
 
 
@@ -178,6 +179,8 @@ def _evaluate(
             )
             results.append(result)
             _report_progress(result, len(tasks), len(results), time.monotonic() - began)
+            asked = [tokenizer.decode(ids) for ids in prompts.token_ids]
+            print("\n".join(describe(result, asked, [problem.answer for problem in prompts.problems])), file=sys.stderr)
     return results
 
 

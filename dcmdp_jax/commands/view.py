@@ -1,27 +1,32 @@
 """Look at completions, their tokens colored by mismatch, and at the curves of runs, on one self-contained page.
 
-    python -m bin.view RUNDIR [RUNDIR ...] [--out FILE]
-    python -m bin.view RECORDING [...] [--tokenizer DIR]            what any framework recorded, as for bin.probe
+    dcmdp view RUNDIR [RUNDIR ...] [--out DIR]
+    dcmdp view RECORDING [...] [--tokenizer DIR]            what any framework recorded, as for `dcmdp probe`
+    dcmdp view PROBE                                        the output directory of a probe
+    dcmdp view evaluation-NAME.problems.jsonl               the completions of an evaluation
 
 A run shows every recorded token (rollouts/) or, without a recording, its sample completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.arguments import output_file, whole
+from dcmdp_jax.commands.arguments import output_directory, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.prompts import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.lab.mismatch.columns import LeftOut, checked_row
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
+from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.completions import Completion, completions_data
 from dcmdp_jax.observe.html_page import render_page
@@ -30,26 +35,29 @@ from dcmdp_jax.observe.report_content import report_content
 from dcmdp_jax.observe.run_files import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
 
 _MOST = 2000
-_PROBE_PAGE = "probe.html"
+_PAGE_FILE = "view.html"
+_EVALUATION = ".problems.jsonl"
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the page, print where it is."""
     parser = Parser("view", description="Completions and curves on one page, without any request to anywhere.")
     add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="run directories, or files or directories of recordings")
-    add("--out", type=output_file, default=Path("view.html"), metavar="FILE", help="default: %(default)s")
+    add("paths", nargs="+", metavar="PATH", help="run directories, recordings, a probe, or an evaluation's lines")
+    add("--out", type=output_directory, metavar="DIR", help="where to write (default: a run's own; else view/)")
     add("--tokenizer", metavar="DIR", help="shows tokens as text (default: a run's own, else ids)")
     add(
         "--completions", type=whole(1), default=_MOST, metavar="N", help="at most, an even share (default: %(default)s)"
     )
     arguments = parser.parse_args(argv[1:])
-    runs = [path for path in map(Path, arguments.paths) if (path / METRICS_FILE).is_file()]
-    if runs and len(runs) < len(arguments.paths):
+    paths = [Path(path) for path in arguments.paths]
+    runs = [path for path in paths if (path / METRICS_FILE).is_file()]
+    if runs and len(runs) < len(paths):
         raise UserError("PATH: run directories and recordings in one call; give one kind")
-    for path in map(Path, arguments.paths):
-        if (path / _PROBE_PAGE).is_file():
-            raise UserError(f"{path}: a probe, whose own page is {path / _PROBE_PAGE}")
+    out = arguments.out or (runs[0] if len(runs) == 1 else Path("view"))
+    if out.suffix == ".html":
+        raise UserError(f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it")
+    found, probes = [], []
     content: dict[str, Any] = {"verdicts": [], "provenance": [], "problems": [], "figures": []}
     if runs:
         labels = labels_of([path.resolve() for path in runs])
@@ -58,21 +66,27 @@ def main(argv: list[str]) -> None:
         content["figures"] = run_figures(read)
         found = [each for path, label in zip(runs, labels, strict=True)
                  for each in _of_run(path, label if len(runs) > 1 else None, arguments)]  # fmt: skip
+    elif all(path.name.endswith(_EVALUATION) for path in paths):
+        found = list(_kept(_evaluated(paths), arguments.completions))
+    elif probes := [path for path in paths if (path / COMPLETIONS_FILE).is_file()]:
+        if len(paths) > 1:
+            raise UserError(f"PATH: {probes[0]} is a probe beside others; give it alone")
     else:
-        found = list(_kept(_recorded(arguments.paths, None, _words(arguments.tokenizer)), arguments.completions))
-    title = " / ".join(Path(path).resolve().name for path in arguments.paths)
+        found = list(_kept(_recorded(arguments.paths, None, _Words(arguments.tokenizer)), arguments.completions))
+    data = read_json_object(probes[0] / COMPLETIONS_FILE) if probes else completions_data(found)
+    title = " / ".join(path.resolve().name for path in paths)
     page = render_page(
-        "view.html", scripts=["completions.js"] if found else [], title=title[:200],
-        completions=completions_data(found), **content,
-    )  # fmt: skip
-    atomic_write(arguments.out, page)
-    print(f"wrote {arguments.out}: {len(found):,} completions")
+        _PAGE_FILE, scripts=["completions.js"] if data["rows"] else [], title=title[:200], completions=data, **content
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    atomic_write(out / _PAGE_FILE, page)
+    print(f"wrote {out / _PAGE_FILE}: {len(data['rows']) + data['left_out']:,} completions")
 
 
 def _of_run(path: Path, label: str | None, arguments: Any) -> list[Completion]:
     if any((path / ROLLOUTS_DIRECTORY).glob("*.parquet")):
         own = path / "tokenizer"
-        words = _words(arguments.tokenizer or (str(own) if own.is_dir() else None))
+        words = _Words(arguments.tokenizer or (str(own) if own.is_dir() else None))
         return list(_kept(_recorded([str(path)], label, words), arguments.completions))
     return list(_kept(_samples(path, label), arguments.completions))
 
@@ -86,17 +100,27 @@ def _samples(path: Path, label: str | None) -> Iterator[Completion]:
         )  # fmt: skip
 
 
-def _recorded(paths: list[str], label: str | None, word: Callable[[int], str]) -> Iterator[Completion]:
+def _evaluated(paths: list[Path]) -> Iterator[Completion]:
+    for path in paths:
+        for record in jsonl.read(path):
+            texts = record.get("completions") or ()
+            for text, score, found in zip(texts, record.get("scores", ()), record.get("found", ()), strict=True):
+                yield Completion(
+                    source=_text(record.get("task")), prompt=_text(record.get("prompt")), text=_text(text),
+                    answer=_text(record.get("answer")), found=_text(found), reward=_number(score),
+                )  # fmt: skip
+
+
+def _recorded(paths: list[str], label: str | None, words: _Words) -> Iterator[Completion]:
     left_out = LeftOut()
     for file in find_files(paths, left_out):
         for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
             row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
             if not len(row["token"]):
                 continue
-            prompt = cells.get("prompt_id")
             yield Completion(
-                run=label, step=place.step, source=source, prompt="" if prompt is None else f"problem {prompt}",
-                tokens=[word(token) for token in row["token"].tolist()],
+                run=label, step=place.step, source=source, prompt=words.prompt(cells),
+                tokens=[words.word(token) for token in row["token"].tolist()],
                 train_probs=np.exp(row["train"].astype(np.float64)),
                 rollout_probs=np.exp(row["rollout"].astype(np.float64)),
                 reward=_number(cells.get(columns.reward or "reward")),
@@ -118,10 +142,21 @@ def _kept(completions: Iterator[Completion], most: int) -> Iterator[Completion]:
     yield from kept
 
 
-def _words(tokenizer: str | None) -> Callable[[int], str]:
-    if tokenizer is None:
-        return lambda token: f" {token}"
-    return token_text(load_tokenizer(tokenizer))
+class _Words:
+    """Texts of tokens by a tokenizer, or their ids without one."""
+
+    def __init__(self, tokenizer: str | None) -> None:
+        loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+        self._text = (lambda ids: "".join(f" {each}" for each in ids)) if loaded is None else loaded.decode
+        self.word = (lambda token: f" {token}") if loaded is None else token_text(loaded)
+        self._prompt = functools.cache(self._text)
+
+    def prompt(self, cells: dict[str, Any]) -> str:
+        """The prompt of a recorded row: its tokens where they were recorded, else the number of its problem."""
+        ids, number = cells.get("prompt_token_ids"), cells.get("prompt_id")
+        if ids is not None:
+            return self._prompt(tuple(np.asarray(ids).tolist()))
+        return "" if number is None else f"problem {number}"
 
 
 def _text(value: Any) -> str:

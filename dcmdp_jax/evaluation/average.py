@@ -13,6 +13,7 @@ from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
+from dcmdp_jax.inputs import shorten
 from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.rewards.protocol import BEGINNING, MATH, Problem, TrainerState
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, add_logged
@@ -28,6 +29,8 @@ class EvaluationResult:
         lengths: int32, sampled tokens.
         truncated: bool, cut by the length limit.
         unparsed: bool, without a box or an Answer line, which `math` scores 0; false where it is no reward.
+        texts: objects, each completion's text.
+        found: objects, the answer that `math` found in it; None where there is none, or `math` is no reward.
         verifier_timeouts, verifier_errors, verifier_over_budget: answers over the time limit, answers that the verifier
             raised on, answers undecided when the budget of the batch ran out; they count as wrong.
         values: with several rewards, short name of each -> float32, NaN where it has no value.
@@ -39,6 +42,8 @@ class EvaluationResult:
     lengths: np.ndarray
     truncated: np.ndarray
     unparsed: np.ndarray
+    texts: np.ndarray
+    found: np.ndarray
     verifier_timeouts: int
     verifier_errors: int
     verifier_over_budget: int
@@ -112,9 +117,31 @@ class EvaluationResult:
         return dataclasses.replace(self, **chosen, values=values)
 
 
-_PER_COMPLETION = ("scores", "lengths", "truncated", "unparsed")
+_PER_COMPLETION = ("scores", "lengths", "truncated", "unparsed", "texts", "found")
+_SHOWN = 200
 VERIFIER_COUNTS = ("verifier_timeouts", "verifier_errors", "verifier_over_budget")
 """Fields of a result that count what the verifier gave up on."""
+
+
+def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence[str | None]) -> list[str]:
+    """The shares of a task's completions without an answer and cut, and an example of a wrong and of an unread one.
+
+    Args:
+        result: of the task.
+        prompts: text of each problem's prompt.
+        answers: its reference answer.
+    """
+    said = [f"{result.task}: {result.unparsed_fraction:.1%} without an answer, {result.truncated_fraction:.1%} cut"]
+    for kind, wanted in (("wrong", ~result.unparsed & (result.scores <= 0)), ("without an answer", result.unparsed)):
+        if wanted.any():
+            problem, place = np.argwhere(wanted)[0].tolist()
+            text, found = (each[problem, place] for each in (result.texts, result.found))
+            read = "" if found is None else f"; read as {shorten(found)}"
+            said.append(
+                f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> {shorten(text[-_SHOWN:])}{read}; reference "
+                f"{shorten(answers[problem])}"
+            )
+    return said
 
 
 def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -186,12 +213,15 @@ def evaluate(
         scoring.add_played(turns.played)
     texts, scores = scoring.finish(check_stop)
     judged = scores.grades is not None
+    found = np.array([extract_answer(text) if judged else None for text in texts], object).reshape(shape)
     return EvaluationResult(
         task=task,
         scores=scores.totals.reshape(shape),
         lengths=lengths,
         truncated=truncated,
-        unparsed=np.array([judged and extract_answer(text) is None for text in texts], bool).reshape(shape),
+        unparsed=np.array([judged and each is None for each in found.flat], bool).reshape(shape),
+        texts=np.array(texts, object).reshape(shape),
+        found=found,
         verifier_timeouts=scores.grades.timeouts if judged else 0,
         verifier_errors=scores.grades.errors if judged else 0,
         verifier_over_budget=scores.grades.over_budget if judged else 0,

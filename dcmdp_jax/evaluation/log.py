@@ -1,4 +1,4 @@
-"""Per-problem JSON lines of an evaluation, written part by part: what a killed evaluation continues from.
+"""Per-problem JSON lines of an evaluation, written part by part: `dcmdp view` shows them, a killed one continues.
 
 The first line says what is evaluated. Then, for each part of a task, one line per problem and one that closes the part.
 Nothing in the file depends on time, so a continued evaluation ends with the same bytes as an uninterrupted one.
@@ -38,7 +38,7 @@ class EvaluationLog:
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._parts: dict[tuple[str, int], EvaluationResult] = {}
-        self._path = path
+        self.path = path
         self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,35 +58,37 @@ class EvaluationLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._parts:  # nothing to continue from
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         self._file.close()
 
     def finished(self, task: str, part: int) -> EvaluationResult | None:
         """A part's result if the file has all of it."""
         return self._parts.get((task, part))
 
-    def append(self, part: int, rows: Sequence[int], result: EvaluationResult) -> None:
+    def append(self, part: int, asked: Sequence[Mapping[str, Any]], result: EvaluationResult) -> None:
         """Write a finished part, and wait until it is on the disk.
 
         Args:
             part: 0-based within the task.
-            rows: each problem's row in its file.
+            asked: of each problem its row in its file, and what else is to be kept of it.
             result: of these problems.
         """
         lines = [
             {
                 "task": result.task,
-                "row": row,
+                **problem,
                 "average": float(result.problem_averages[index]),
                 "scores": [int(score) if score == int(score) else score for score in result.scores[index].tolist()],
                 "lengths": result.lengths[index].tolist(),
                 "truncated": result.truncated[index].astype(int).tolist(),
                 "unparsed": result.unparsed[index].astype(int).tolist(),
+                "completions": result.texts[index].tolist(),
+                "found": result.found[index].tolist(),
             }
-            for index, row in enumerate(rows)
+            for index, problem in enumerate(asked)
         ]
         counts = {name: getattr(result, name) for name in VERIFIER_COUNTS}
-        lines.append({"task": result.task, "part": part, "problems": len(rows), **counts})
+        lines.append({"task": result.task, "part": part, "problems": len(asked), **counts})
         self._write(lines)
         self._parts[result.task, part] = result
 
@@ -153,7 +155,8 @@ def _check_header(path: Path, found: Mapping[str, Any], header: Mapping[str, Any
 
 def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> EvaluationResult:
     def column(name: str, dtype: type) -> np.ndarray:
-        return np.array([problem[name] for problem in problems], dtype)
+        # An earlier version kept no texts.
+        return np.array([problem.get(name, [None] * len(problem["scores"])) for problem in problems], dtype)
 
     return EvaluationResult(
         task=closing["task"],
@@ -161,6 +164,8 @@ def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -
         lengths=column("lengths", np.int32),
         truncated=column("truncated", bool),
         unparsed=column("unparsed", bool),
+        texts=column("completions", object),
+        found=column("found", object),
         **{name: closing[name] for name in VERIFIER_COUNTS},
     )
 

@@ -70,7 +70,11 @@ def evaluate_in_parts(
                 seed=part_seed(seed, part),
                 turns=turns,
             )
-            log.append(part, [problem.index for problem in chosen], result)
+            asked = [
+                {"row": problem.index, "prompt": tokenizer.decode(ids), "answer": problem.answer}
+                for problem, ids in zip(chosen, prompts[start : start + problems_per_part], strict=True)
+            ]
+            log.append(part, asked, result)
         results.append(result)
         report(part + 1, len(starts))
     return join(results)

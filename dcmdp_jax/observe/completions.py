@@ -30,7 +30,7 @@ class Completion:
     Attributes:
         run, source: names.
         step: finished training steps.
-        prompt, answer: texts; "" if not known.
+        prompt, answer, found: texts, the last what was read as the completion's answer; "" if not known.
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
@@ -44,6 +44,7 @@ class Completion:
     source: str | None = None
     prompt: str = ""
     answer: str = ""
+    found: str = ""
     text: str = ""
     tokens: Sequence[str] | None = None
     train_probs: np.ndarray | None = None
@@ -63,7 +64,7 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
         most_tokens: on the page.
 
     Returns:
-        Values that JSON can hold: `words`; `rows`, those of the largest mean |p - q| first; `left_out`; `unit`, by which
+        Values that JSON can hold: `words`; `rows`, the largest mean |p - q| first; `left_out`; `unit`, by which
         probabilities are multiplied; and `full_color`, the |p - q| from which on a token has the full color.
     """
     sizes = np.array([len(each.tokens or ()) or len(each.text) // 4 for each in completions], np.int64)
@@ -87,6 +88,7 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
     row: dict[str, Any] = {
         "run": each.run, "step": each.step, "source": each.source, "prompt": each.prompt[:_LONGEST_PROMPT],
         "reward": _finite(each.reward), "advantage": _finite(each.advantage), "answer": each.answer,
+        "found": each.found,
     }  # fmt: skip
     if each.tokens is None:
         return row | {"discrepancy": _finite(each.discrepancy), "text": each.text, "length": len(each.text)}

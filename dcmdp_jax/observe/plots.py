@@ -318,7 +318,8 @@ def draw_timeline(runs: Runs) -> Figure | None:
         axes.set_title(f"{label}: numbers are steps", **_PANEL_TITLE)
         style_axes(axes)
         axes.set_xlabel("seconds", color=MUTED, fontsize=9)
-        axes.legend(**_LEGEND, ncols=len(_TIMELINE), loc="upper left")
+        if drawn:
+            axes.legend(**_LEGEND, ncols=len(_TIMELINE), loc="upper left")
         axes.set_ylim(-0.6, 2.2)
     return figure
 

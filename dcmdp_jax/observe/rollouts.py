@@ -1,7 +1,8 @@
 """Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run directory.
 
-One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the other columns are almost
-constant, or repeat in a group, and take little. A run whose batches lag adds 4 bytes. `dcmdp probe` and `view` read them.
+One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the other columns are
+almost constant, or repeat in a group, and take little. A run whose batches lag adds 4 bytes. `dcmdp probe` and
+`dcmdp view` read them.
 
 | column | type | |
 |---|---|---|

@@ -126,7 +126,14 @@ def test_greedy_scores_are_exact(hf_dir, tasks, tmp_path, capsys):
     output = capsys.readouterr()
     assert [cell.strip() for cell in output.out.splitlines()[2].split("|")] == ["coin, greedy", "33.3", "33.3"]
     assert output.out.splitlines()[-1] == f"wrote {tmp_path / 'out.json'}"
-    assert output.err.startswith("[1/1] three: avg@3 33.3, 3 problems, 9 completions, ")
+    progress, shares, wrong = output.err.splitlines()
+    assert progress.startswith("[1/1] three: avg@3 33.3, 3 problems, 9 completions, ")
+    assert shares == "three: 0.0% without an answer, 0.0% cut"
+    assert wrong.startswith("  wrong: ") and wrong.endswith("; read as '4'; reference '7'")
+    lines = [json.loads(line) for line in (tmp_path / "out.problems.jsonl").read_text().splitlines()]
+    four, seven, nine = lines[1:4]
+    assert (seven["answer"], seven["found"], seven["scores"]) == ("7", ["4"] * 3, [0, 0, 0])
+    assert "4" in four["completions"][0]
 
 
 def test_sampled_scores_follow_the_models_probabilities_and_the_seed(hf_dir, tasks, tmp_path):

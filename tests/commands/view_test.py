@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.probe import main as probe
 from dcmdp_jax.commands.view import main
 from dcmdp_jax.observe.metrics_io import MetricsWriter
 
@@ -32,32 +33,68 @@ def test_a_run_without_recorded_tokens_shows_its_samples_and_curves(tmp_path, ca
         writer.write(1, {"reward/mean": 0.5, "discrepancy/mean": 0.25})
         sample = {"prompt": "1+1?", "completion": "so 2", "answer": "2", "reward": 1.0, "discrepancy_mean": 0.125}
         writer.write_samples(1, [sample, {**sample, "completion": "so 3", "reward": 0.0}])
-    code, said, _ = _view(capsys, tmp_path / "run", "--out", tmp_path / "page.html")
-    assert code == 0 and said == f"wrote {tmp_path / 'page.html'}: 2 completions\n"
-    rows = _rows(tmp_path / "page.html")["rows"]
+    code, said, _ = _view(capsys, tmp_path / "run")
+    assert code == 0 and said == f"wrote {tmp_path / 'run' / 'view.html'}: 2 completions\n"
+    rows = _rows(tmp_path / "run" / "view.html")["rows"]
     assert [(row["text"], row["reward"], row["discrepancy"], row["step"]) for row in rows] == [
         ("so 2", 1.0, 0.125, 1), ("so 3", 0.0, 0.125, 1),
     ]  # fmt: skip
-    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert "<svg" in (tmp_path / "run" / "view.html").read_text()
 
 
 def test_a_recording_of_another_framework_shows_each_token_with_both_probabilities(tmp_path, capsys):
     directory = next(path for path in sorted(_RECORDED.iterdir()) if path.is_dir() and any(path.rglob("*.jsonl")))
-    code, _, error = _view(capsys, directory, "--out", tmp_path / "page.html", "--completions", "3")
+    code, _, error = _view(capsys, directory, "--out", tmp_path / "page", "--completions", "3")
     assert code == 0, error
-    data = _rows(tmp_path / "page.html")
+    data = _rows(tmp_path / "page" / "view.html")
     assert 1 <= len(data["rows"]) <= 3
     for row in data["rows"]:
-        p, q = np.array(row["p"], float) / 1000, np.array(row["q"], float) / 1000
+        p, q = np.array(row["p"], float) / 1e5, np.array(row["q"], float) / 1e5
         assert len(p) == len(row["tokens"]) and ((p >= 0) & (p <= 1)).all()
-        assert row["discrepancy"] == pytest.approx(np.abs(p - q).mean(), abs=1e-3)
+        assert row["discrepancy"] == pytest.approx(np.abs(p - q).mean(), abs=1e-5)
+
+
+def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
+    """Ids as text, without a tokenizer: the prompt 5 6, then 7 with p 0.5 and q 0.25, and an 8 that was given."""
+    with MetricsWriter(tmp_path / "run", rollouts_every_steps=1, rollouts_max_bytes=1e9) as writer:
+        writer.write(1, {"reward/mean": 0.5})
+        half = np.log(np.array([0.5, 1], np.float32))
+        writer.write_rollouts(1, [{
+            "completion": 0, "prompt_id": 1098, "source": "s", "prompt_token_ids": [5, 6], "token_ids": [7, 8],
+            "mask": [True, False], "train_logprobs": half, "rollout_logprobs": 2 * half, "policy_versions": [0, -1],
+            "reward": 1.0, "advantage": 0.5,
+        }])  # fmt: skip
+    code, _, error = _view(capsys, tmp_path / "run", "--out", tmp_path / "page")
+    assert code == 0, error
+    (row,) = _rows(tmp_path / "page" / "view.html")["rows"]
+    assert (row["prompt"], row["p"], row["q"]) == (" 5 6", [50_000], [25_000])
+
+
+def test_an_evaluation_shows_every_completion_with_what_was_found(tmp_path, capsys):
+    path = tmp_path / "evaluation-m.problems.jsonl"
+    problem = {"task": "t", "row": 0, "prompt": "1+1?", "answer": "2", "scores": [1, 0], "completions": ["so 2", "hm"],
+               "found": ["2", None]}  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"model": "m"}, problem, {"task": "t", "part": 0})))
+    assert _view(capsys, path, "--out", tmp_path / "page")[0] == 0
+    rows = _rows(tmp_path / "page" / "view.html")["rows"]
+    assert [(row["prompt"], row["text"], row["found"], row["answer"], row["reward"]) for row in rows] == [
+        ("1+1?", "so 2", "2", "2", 1.0), ("1+1?", "hm", "", "2", 0.0),
+    ]  # fmt: skip
+
+
+def test_a_probe_shows_its_completions_those_of_the_largest_mismatch_first(tmp_path, capsys):
+    directory = next(path for path in sorted(_RECORDED.iterdir()) if path.is_dir() and any(path.rglob("*.jsonl")))
+    with pytest.raises(SystemExit) as ended:
+        run_main(probe, ["probe", str(directory), "--out", str(tmp_path / "probe")])
+    assert ended.value.code == 0
+    assert _view(capsys, tmp_path / "probe", "--out", tmp_path / "page")[0] == 0
+    means = [row["discrepancy"] for row in _rows(tmp_path / "page" / "view.html")["rows"]]
+    assert means == sorted(means, reverse=True) and means[0] > 0
 
 
 def test_what_it_cannot_show_is_one_line(tmp_path, capsys):
-    (tmp_path / "probe").mkdir()
-    (tmp_path / "probe" / "probe.html").write_text("")
-    code, _, error = _view(capsys, tmp_path / "probe")
-    assert code == 2 and "a probe, whose own page is" in error
+    code, _, error = _view(capsys, tmp_path / "other.jsonl", "--out", tmp_path / "page.html")
+    assert code == 2 and "page.html, a directory is written; name one" in error
     with MetricsWriter(tmp_path / "run") as writer:
         writer.write(1, {"reward/mean": 0.5})
     shutil.copy(tmp_path / "run" / "metrics.jsonl", tmp_path / "other.jsonl")

@@ -21,6 +21,8 @@ def _part(seed, problems=2, task="t"):
         lengths=random.integers(1, 9, (problems, 3)).astype(np.int32),
         truncated=random.random((problems, 3)) < 0.5,
         unparsed=random.random((problems, 3)) < 0.5,
+        texts=np.array([[f"text {seed} {row} {place}" for place in range(3)] for row in range(problems)], object),
+        found=np.array([["7", None, "x"]] * problems, object),
         verifier_timeouts=seed,
         verifier_errors=0,
         verifier_over_budget=1,
@@ -31,7 +33,7 @@ def _write(path):
     with EvaluationLog(path, _HEADER) as log:
         for part in range(3):
             if log.finished("t", part) is None:
-                log.append(part, [2 * part, 2 * part + 1], _part(part))
+                log.append(part, [{"row": 2 * part}, {"row": 2 * part + 1}], _part(part))
     return path.read_bytes()
 
 
@@ -47,6 +49,8 @@ def test_lines_hold_every_problem(tmp_path):
         "lengths": first.lengths[0].tolist(),
         "truncated": first.truncated[0].tolist(),
         "unparsed": first.unparsed[0].tolist(),
+        "completions": ["text 0 0 0", "text 0 0 1", "text 0 0 2"],
+        "found": ["7", None, "x"],
     }
     assert lines[6] == {
         "task": "t", "part": 1, "problems": 2, "verifier_timeouts": 1, "verifier_errors": 0, "verifier_over_budget": 1,
@@ -100,7 +104,7 @@ def test_an_evaluation_without_a_part_leaves_no_file(tmp_path):
 def test_names_are_free_or_unfinished(tmp_path):
     def opened(header=_HEADER, out=None, finish=False):
         path, log = open_output(out, tmp_path, "evaluation-m", header)
-        log.append(0, [0, 1], _part(0))
+        log.append(0, [{"row": 0}, {"row": 1}], _part(0))
         if finish:
             path.write_text("{}")
             log.close_finished()

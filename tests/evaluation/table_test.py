@@ -29,6 +29,8 @@ def _result(task, average, *, samples=4, problems=250):
         lengths=np.where(every % 2 == 0, 1000, 1469).astype(np.int32),
         truncated=every % 16 == 0,
         unparsed=every % 8 == 0,
+        texts=np.full((problems, samples), ""),
+        found=np.full((problems, samples), None),
         verifier_timeouts=1,
         verifier_errors=2,
         verifier_over_budget=3,

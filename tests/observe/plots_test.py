@@ -199,7 +199,7 @@ def test_every_figure_draws_non_finite_and_constant_values(values):
     names = [
         *("reward/mean", "discrepancy/mean", "dual/tolerance", "dual/multiplier", "dual/violation", "mismatch/k3"),
         *("completion/length_mean", "completion/truncated_fraction", "policy/entropy", "time/step", "eval/a/avg@8"),
-        *("reward/source/a/mean", "staleness/log_ratio_abs_mean", "mismatch/log_ratio_abs_mean"),
+        *("time/total", "reward/source/a/mean", "staleness/log_ratio_abs_mean", "mismatch/log_ratio_abs_mean"),
         *(f"time/{start}{phase}" for start in ("", "start_") for phase in ("wait", *STEP_PHASES)),
     ]
     runs = {"r": {name: _series(values) for name in names}, "empty": {}}

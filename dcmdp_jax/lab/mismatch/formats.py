@@ -166,7 +166,7 @@ def _load_torch(path: Path) -> Any:
         raise UnreadableError(f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})") from None
 
 
-_ALSO = ("reward", "prompt_id", "step", "rank", "framework", "export_step")
+_ALSO = ("reward", "prompt_id", "prompt_token_ids", "step", "rank", "framework", "export_step")
 """Columns that a row's place and framework are taken from, and what a page shows of a completion."""
 
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
+from dcmdp_jax.lab.mismatch.statistics import means_by_completion
 from dcmdp_jax.number_format import number, percent
+from dcmdp_jax.observe.completions import Completion, completions_data
 from dcmdp_jax.observe.html_page import inline_svg, render_page
 
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
 """Label, in a pair's source, of what a recording holds and was not read."""
 _DPI = 110
-# |p - q| that gets the full color.
-_FULL_COLOR = 0.2
+COMPLETIONS_FILE = "completions.json"
+"""The completions of each pair with the largest mean |p - q|, as `observe.completions` has them for a page."""
+_MOST_COMPLETIONS = 500
 
 
 def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
-    """Write `out_dir`/probe.json, probe.html and plots/*.png; existing ones are replaced.
+    """Write `out_dir`/probe.json, probe.html, completions.json and plots/*.png; existing ones are replaced.
 
     Args:
         title: of the page.
@@ -48,10 +53,21 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
         images.append(drawn)
     record = {"title": title, "pairs": [analysis.to_json() for analysis in analyses]}
     atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    shown = completions_data([each for one in measured for each in _completions(one)])
+    atomic_write(out_dir / COMPLETIONS_FILE, json.dumps(shown, allow_nan=False) + "\n")
     page = out_dir / PAGE_FILE
     parts = list(zip(analyses, images, strict=True))
     atomic_write(page, render_page("mismatch.html", title=title, parts=parts, color=_color))
     return page
+
+
+def _completions(one: Measured) -> Iterator[Completion]:
+    pairs, text = one.pairs, one.text
+    for row in np.argsort(-means_by_completion(pairs), kind="stable")[:_MOST_COMPLETIONS]:
+        span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
+        words = [f" {token}" if text is None else text(token) for token in pairs.token_ids[span].tolist()]
+        p, q = (np.exp(each[span].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
+        yield Completion(run=one.name, tokens=words, train_probs=p, rollout_probs=q)
 
 
 def table(analyses: Sequence[Analysis]) -> str:
@@ -109,9 +125,9 @@ def _over_training(over: OverTraining) -> list[str]:
     return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
 
 
-def _color(train: float, rollout: float) -> str:
-    """Orange where the training stack finds the token likelier, blue where the engine does; full from 0.2 on."""
-    strength = min(abs(train - rollout) / _FULL_COLOR, 1.0)
+def _color(train: float, rollout: float, full: float) -> str:
+    """Orange where the training stack finds the token likelier, blue where the engine does; full from `full` on."""
+    strength = min(abs(train - rollout) / full, 1.0) if full > 0 else 0.0
     return f"rgba({'213,94,0' if train > rollout else '0,114,178'},{strength:.2f})"
 
 

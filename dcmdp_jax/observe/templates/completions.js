@@ -74,6 +74,7 @@
         });
         if (row.more) html("span", "given", text, ` … ${row.more} more tokens`);
       }
+      if (row.found) { html("div", "label", box, "answer found"); html("pre", "", box, row.found); }
       if (row.answer) { html("div", "label", box, "reference answer"); html("pre", "", box, row.answer); }
     };
     box.addEventListener("toggle", build);
