@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.commands.flags import parse
@@ -26,6 +28,7 @@ _SETTINGS = (
     "--config=configs/demo.py:debug", "--config.rollout.precision=float32", f"--config.rollout.engine={_ENGINE}",
     f"--config.training.steps={_STEPS}", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=0",
     "--config.warmup.steps=0", "--config.checkpoint.keep_last=9", "--config.optimizer.learning_rate=1e-2",
+    "--config.observe.rollouts_every_steps=3",
     # Rewards that differ, or the policy would stay where it is.
     f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
 )  # fmt: skip
@@ -60,6 +63,22 @@ def test_each_step_trains_on_tokens_of_the_weights_before(whole):
         assert parts[0] == pytest.approx(parts[1] + parts[2], abs=1e-6)
         assert (records[step]["staleness/log_ratio_abs_mean"] > 1e-4) == (step > 1)
     assert contradictions(whole) == []
+
+
+def test_the_gap_can_be_added_from_the_recorded_tokens(whole):
+    """log p_now - log p_v and log p_v - log q of step 4's sampled tokens have the means that the step recorded."""
+    rows = pyarrow.parquet.read_table(whole / "rollouts" / "step_4.parquet").to_pylist()
+    mask = np.concatenate([row["mask"] for row in rows])
+    now, then, engine = (
+        np.concatenate([row[f"{name}_logprobs"] for row in rows])[mask] for name in ("start", "train", "rollout")
+    )
+    recorded = _records(whole)[4]
+    assert np.abs(now - then).mean() > 1e-4
+    for name, values in {"staleness": now - then, "mismatch": then - engine, "gap": now - engine}.items():
+        assert values.mean() == pytest.approx(recorded[f"{name}/log_ratio_mean"], abs=2e-6), name
+        assert np.abs(values).max() == pytest.approx(recorded[f"{name}/log_ratio_max"], abs=2e-6), name
+    # The prompt is the one that was asked: all completions of a group have the same.
+    assert len({tuple(row["prompt_token_ids"]) for row in rows}) == len({row["prompt_id"] for row in rows})
 
 
 def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
