@@ -82,6 +82,7 @@ def with_options(config: ConfigDict, arg: str, own: Iterable[str] = ()) -> Confi
         config.task.train = "arithmetic:difficulty=1,count=64"
         config.task.prompt_suffix = ""
         config.task.max_prompt_tokens = 64
+        config.task.verifier_workers = 1
         config.rollout.group_size = 4
         config.rollout.max_completion_tokens = 16
         config.rollout.max_rows = 32

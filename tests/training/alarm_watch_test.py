@@ -21,8 +21,7 @@ from tests.waiting import HANGS_S
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-# One compiled step serves these, in thirty steps together.
-_SHORT = ("noise", "mismatch", "staleness")
+_SHORT = ("mismatch",)
 _LONG = tuple(name for name in FAULTS if name not in _SHORT)
 
 
