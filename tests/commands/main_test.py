@@ -78,6 +78,7 @@ def test_the_wheel_holds_one_package_and_the_presets(wheel):
     assert (wheel / "installed" / "dcmdp_jax" / "py.typed").exists()
 
 
+@pytest.mark.long
 def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     done = dcmdp("train", "--config=demo:debug")
     assert done.returncode == 0, done.stderr

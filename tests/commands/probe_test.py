@@ -165,6 +165,7 @@ def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, mo
     assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error
 
 
+@pytest.mark.long
 def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsys, monkeypatch):
     # A random model never answers right: a reward that it can earn.
     rewards = lambda texts, answers: [sum(map(ord, text)) % 3 == 0 for text in texts]  # noqa: E731

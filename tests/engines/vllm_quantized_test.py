@@ -73,7 +73,8 @@ def _assert_as_documented(family: str, regime: Regime, found: float) -> None:
     assert documented / 1.5 < found < documented * 1.5
 
 
-@pytest.mark.parametrize("regime", [BF16, *(pytest.param(each, marks=pytest.mark.long) for each in REGIMES)], ids=_name)
+@pytest.mark.long
+@pytest.mark.parametrize("regime", (BF16, *REGIMES), ids=_name)
 def test_an_engine_differs_as_documented(regime):
     """In 8 bits by clearly more than in BF16; and from a trainer that repeats its roundings, by less."""
     measured = measure("qwen3", regime)

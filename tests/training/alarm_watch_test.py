@@ -1,7 +1,6 @@
 """Alarms while a run goes on: each fault planted in the real trainer raises its own, as soon as its rule can hold."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -21,35 +20,24 @@ from tests.waiting import HANGS_S
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-_SHORT = ("mismatch",)
-_LONG = tuple(name for name in FAULTS if name not in _SHORT)
-
-
 @pytest.fixture(scope="module")
 def runs(run_environment, tmp_path_factory):
-    """runs(faults) -> the directory of their runs, and the program's lines by fault; made once."""
+    """Directory of the runs, and the program's lines by fault."""
     directory = tmp_path_factory.mktemp("planted")
-
-    @functools.cache
-    def made(faults):
-        environment = dict(run_environment)
-        if faults == _LONG:  # compiled as for a user: several hundred steps are worth it
-            environment.pop("XLA_FLAGS")
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.training.planted_alarms", str(directory), *faults],
-            cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=3 * HANGS_S,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        return directory, {line.split()[0]: line for line in done.stdout.splitlines() if line.split()[0] in FAULTS}
-
-    return made
+    # Compiled as for a user: several hundred steps are worth it.
+    environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.planted_alarms", str(directory)],
+        cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=3 * HANGS_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return directory, {line.split()[0]: line for line in done.stdout.splitlines() if line.split()[0] in FAULTS}
 
 
-@pytest.mark.parametrize(
-    "fault", [*_SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in _LONG if name != "clean")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "clean"])
 def test_a_planted_fault_raises_its_own_alarm_and_stops_the_run(runs, fault):
-    directory, ends = runs(_SHORT if fault in _SHORT else _LONG)
+    directory, ends = runs
     records = [json.loads(line) for line in (directory / fault / "metrics.jsonl").read_text().splitlines()]
     *before, last = [record for record in records if "reward/mean" in record]
     step = last["step"]
@@ -67,7 +55,7 @@ def test_a_planted_fault_raises_its_own_alarm_and_stops_the_run(runs, fault):
 
 @pytest.mark.long
 def test_a_clean_run_of_fifty_steps_raises_none(runs):
-    directory, ends = runs(_LONG)
+    directory, ends = runs
     assert ends["clean"] == "clean ended"
     records = [json.loads(line) for line in (directory / "clean" / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 50

@@ -156,6 +156,7 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
     assert sorted(sample["source"] for sample in samples if sample["step"] == 1) == ["arithmetic", "nq", "nq", "sums"]
 
 
+@pytest.mark.long
 def test_the_calculator_trains_in_turns(run_environment, tmp_path):
     records = _run(
         run_environment, tmp_path / "run", "--config=configs/calculator.py:debug", "--config.mesh.cpu_devices=1",

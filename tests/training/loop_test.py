@@ -212,6 +212,7 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environ
     assert (broken / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     # At another temperature than the run below, which keeps its step 0 as well.
     process = _start(

@@ -46,6 +46,7 @@ def _assert_two_steps(records: list[dict[str, float]], discrepancy: float) -> No
         assert 2 <= record["moe/balance_loss"] <= 8
 
 
+@pytest.mark.long
 def test_with_the_embedded_engine(run_environment: dict[str, str], tmp_path: Path) -> None:
     balancing = "algorithm.router_aux_loss=0.01"
     records = _train(run_environment, tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
