@@ -57,6 +57,7 @@ def _fails(capsys, *argv):
     return lines[0].removeprefix("error: ")
 
 
+@pytest.mark.long
 def test_a_stopped_study_continues_and_compares(tmp_path):
     study, out = tmp_path / "tiny.py", tmp_path / "out"
     study.write_text(_HEAD + _TINY)

@@ -346,7 +346,7 @@ def test_published_qwen3_30b_a3b_by_shape() -> None:
     assert num_params(config) - unused == 3_353_032_704
 
 
-MESHES = [(1, 4, 2, 1), (2, 2, 1, 2), (1, 1, 2, 4)]
+MESHES = [(2, 2, 1, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((1, 4, 2, 1), (1, 1, 2, 4)))]
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "data{} fsdp{} tensor{} expert{}".format(*shape))

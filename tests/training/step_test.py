@@ -490,6 +490,7 @@ def test_several_devices_equal_one(shape, mini_batches):
     assert one[1]["dual/violation"] == pytest.approx(one[1]["discrepancy/mean"] - 0.05, rel=1e-5)
 
 
+@pytest.mark.long
 def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
     settings = dataclasses.replace(
@@ -518,6 +519,7 @@ def test_a_users_remedies_and_their_statistics_are_the_same_on_a_mesh_and_in_one
         _same_metrics(other[0], one[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["reward", pytest.param("state", marks=pytest.mark.long)])
 def test_charges_of_a_whole_batch_are_the_same_on_a_mesh(level):
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
