@@ -44,3 +44,9 @@ def test_named_metrics_exist():
     prefixes = "|".join(sorted({name.partition("/")[0] for name in METRICS} - {"eval"}))
     for page, text in _TEXTS.items():
         assert set(re.findall(rf"`((?:{prefixes})/\w+)`", text)) - set(METRICS) == set(), page
+
+
+def test_the_slow_files_exist_slowest_first():
+    lines = [line.split() for line in (_ROOT / "tests" / "slow_files.txt").read_text().splitlines()[1:]]
+    assert all((_ROOT / name).is_file() for _, name in lines)
+    assert [int(seconds) for seconds, _ in lines] == sorted((int(seconds) for seconds, _ in lines), reverse=True)
