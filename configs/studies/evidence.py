@@ -5,7 +5,7 @@
     python -m bin.sweep --study=configs/studies/evidence.py:vllm    vLLM: BF16, FP8 cache
 
 The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is the paper's 0.0037.
-docs/evidence.md has the commands with the policy that all runs start from.
+docs/evidence_appendix.md has the commands with the policy that all runs start from.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@
 
 Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6 (chance alone), and
 GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where these differ most, have charges too. The
-argument names the setting, 3bits without one; docs/evidence.md has the tables of those that were run.
+argument names the setting, 3bits without one; docs/evidence_appendix.md has the tables of those that were run.
 """
 
 from typing import Any

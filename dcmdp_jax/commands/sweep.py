@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
         notes = [] if arguments.oracle is None else ["\n".join(oracle_order(arguments.oracle, series, study.baseline))]
         _write_results(study, series, notes, [], out)
         if arguments.oracle is not None:
-            figure = draw_oracle("Bias against variance of each charge's gradient", oracle_panels(arguments.oracle))
+            figure = draw_oracle("Each charge's gradient against the exact one", oracle_panels(arguments.oracle))
             figure.savefig(out / "figures" / "oracle.png", dpi=_DPI)
         return 0
     if arguments.oracle is not None:

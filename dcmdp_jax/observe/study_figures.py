@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -117,32 +117,32 @@ def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, M
     style_axes(axes)
 
 
-def draw_oracle(title: str, panels: Mapping[str, tuple[str, Mapping[str, tuple[float, float, float]]]]) -> Figure:
-    """Plot an oracle's bias against its variance: a panel for each engine, the smallest squared error marked.
+def draw_oracle(title: str, panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Figure:
+    """Plot an oracle's errors, and bias^2 and variance: a row of panels for each engine, a gradient of zero as a line.
 
     Args:
         title: heading.
-        panels: engine -> the best, and remedy -> variance, bias, the bias's standard error.
+        panels: engine -> remedy, in order -> error, half of its interval, bias^2, half of its interval, variance.
     """
-    figure = Figure(figsize=(3.6 * len(panels) + 0.4, 3.9), layout="constrained")
-    places = figure.subplots(1, len(panels), squeeze=False).flat
-    for axes, (engine, (best, points)) in zip(places, panels.items(), strict=True):
-        for name, (variance, bias, error) in points.items():
-            color = color_of(name)
-            axes.errorbar(variance, bias, yerr=error, fmt="o", color=color, markersize=4, elinewidth=0.8)
-            # The others are within the circle or beside it.
-            if max(variance, bias) > 1.5 * points[best][0]:
-                axes.annotate(
-                    name, (variance, bias), xytext=(4, 3), textcoords="offset points", fontsize=6, color=MUTED
-                )
-        axes.plot(*points[best][:2], "o", markersize=12, fillstyle="none", color=INK)
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(bottom=-0.6)
-        axes.set_xlabel("variance of one batch's gradient / |G|^2", color=MUTED, fontsize=8)
-        axes.set_title(f"{engine}\nbias |E g - G| / |G|; best: {best}", fontsize=8, color=INK, loc="left")
-        style_axes(axes)
-    figure.suptitle(title, fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+    sizes = [len(points) + 4 for points in panels.values()]
+    figure = Figure(figsize=(9.6, 0.17 * sum(sizes) + 0.6), layout="constrained")
+    places = figure.subplots(len(panels), 2, squeeze=False, sharey="row", height_ratios=sizes)
+    for (left, right), (engine, points) in zip(places, panels.items(), strict=True):
+        error, width, squared, spread, variance = np.array(list(points.values()), float).T
+        rows = np.arange(len(points))
+        for axes, values, widths in ((left, error, width), (right, squared, spread)):
+            axes.errorbar(values, rows, xerr=widths, fmt="o", color=COLORS[0], markersize=4, elinewidth=0.8)
+            style_axes(axes)
+            axes.axvline(1, color=COLORS[1], linestyle="--", linewidth=1.2, label="a gradient of zero")
+        right.plot(variance, rows, "x", color=INK, markersize=4, label="variance of one batch")
+        right.set_xscale("symlog", linthresh=1)
+        left.set_xlim(min(0.0, np.nanmin(error, initial=0.0)) - 0.05, 1.25)
+        left.set_yticks(rows, list(points), fontsize=7)
+        left.invert_yaxis()
+        left.set_title(f"{engine}\nerror at the best length, 95% interval", fontsize=8, color=INK, loc="left")
+        right.set_title("bias^2 with its 95% interval; x: variance", fontsize=8, color=INK, loc="left")
+    places[0, 1].legend(frameon=False, fontsize=7, labelcolor=INK)
+    figure.suptitle(title, fontsize=9, color=INK, x=0.01, ha="left")
     return figure
 
 

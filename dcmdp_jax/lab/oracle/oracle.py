@@ -17,13 +17,15 @@ from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries, without_remedy
 from dcmdp_jax.lab.oracle.gradients import Gradients, Sampled, token_slopes
-from dcmdp_jax.lab.oracle.moments import Quality, errors, moments, quality
+from dcmdp_jax.lab.oracle.moments import Moments, Quality, half_width, leave_one_out, moments, quality
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
@@ -40,22 +42,22 @@ class Verdict:
 
     Attributes:
         name: of the remedy.
-        quality, error: against the exact control, and its standard errors.
+        moments: that all but the intervals is computed from.
+        quality, half_width: against the exact control, and half of the 95% interval of each figure.
+        gain, gain_half_width: error without remedy less this one's, batch by batch on the same samples.
         effective: effective number of samples: completions of a batch times (sum e)^2 / (n sum e^2), e being the factor
             that the remedy gives the loss's slope in each token that has one without remedy.
         dropped: share of those tokens whose slope is 0.
     """
 
     name: str
+    moments: Moments
     quality: Quality
-    error: Quality
+    half_width: Quality
+    gain: float
+    gain_half_width: float
     effective: float
     dropped: float
-
-    @property
-    def squared_error(self) -> float:
-        """bias^2 + variance of one batch: E |g - G|^2 / |G|^2."""
-        return self.quality.bias**2 + self.quality.variance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Verdicts:
         discrepancy: mean |p - q| of the engine's tokens.
         reward, control_reward: mean rewards.
         control: the exact control against itself, from two halves of its batches: what noise alone looks like.
-        remedies: in order of the squared error, the smallest first.
+        remedies: in order of the error (see `moments`), the smallest first.
     """
 
     model: str
@@ -111,10 +113,15 @@ def ask(
     gradients = Gradients(lambda params, rows: row_logprobs(params, rows).logprobs, session.model.params)
     truth, control_reward = _control(session, gradients, algorithm, batches, grade)
     samples, half = len(session.problems) * session.sampling.group_size, batches // 2
-    own = _verdict("exact control", truth[:half], truth[half : 2 * half], [(1.0, 0.0)], samples)
+    halves = truth[:half], truth[half : 2 * half]
+    own = _verdict("exact control", *halves, [(1.0, 0.0)], samples, plain=halves[0])
     for spec in specs:
         collected, spreads, seen = _under_remedies(session, spec, gradients, algorithm, batches, grade, arms)
-        verdicts = [_verdict(name, np.stack(rows), truth, spreads[name], samples) for name, rows in collected.items()]
+        plain = np.stack(collected[NOTHING])
+        verdicts = [
+            _verdict(name, np.stack(rows), truth, spreads[name], samples, plain=plain)
+            for name, rows in collected.items()
+        ]
         yield Verdicts(
             model=session.model.name, engine=str(spec), prompts=len(session.problems),
             group_size=session.sampling.group_size, batches=batches, control_reward=control_reward, control=own,
@@ -192,15 +199,24 @@ def _under_remedies(
 
 
 def _verdict(
-    name: str, rows: np.ndarray, truth: np.ndarray, spreads: Sequence[tuple[float, float]], samples: int
-) -> Verdict:
+    name: str, rows: np.ndarray, truth: np.ndarray, spreads: Sequence[tuple[float, float]], samples: int, *,
+    plain: np.ndarray,
+) -> Verdict:  # fmt: skip
     effective, dropped = np.mean(spreads, axis=0) if spreads else (0.0, 1.0)
-    error = errors(rows, truth) if len(rows) > 2 else Quality(*(math.nan,) * 4)
-    return Verdict(name, quality(moments(rows, truth)), error, float(effective * samples), float(dropped))
+    found = moments(rows, truth)
+    judged, before = quality(found), quality(moments(plain, truth))
+    left, widths, width = [], Quality(*(math.nan,) * 5), math.nan
+    if len(rows) > 2:
+        left = leave_one_out(rows, truth)
+        widths = Quality(*map(half_width, left.T))
+        width = half_width(leave_one_out(plain, truth)[:, 0] - left[:, 0])
+    return Verdict(
+        name, found, judged, widths, before.error - judged.error, width, float(effective * samples), float(dropped)
+    )
 
 
 def _order(verdict: Verdict) -> float:
-    return verdict.squared_error if math.isfinite(verdict.squared_error) else math.inf
+    return verdict.quality.error if math.isfinite(verdict.quality.error) else math.inf
 
 
 def _program(settings: AlgorithmSettings, limit: int) -> Callable:
@@ -273,40 +289,30 @@ def _rows(prompts: Sequence[np.ndarray], found: engines.Sampled, length: int) ->
 
 
 def summary(verdicts: Verdicts) -> Mapping[str, str]:
-    """The result in words: the best remedy, and what it costs."""
+    """The result in words: the best remedy if it is told from none, and what it costs."""
     best, plain = verdicts.remedies[0], next(v for v in verdicts.remedies if v.name == NOTHING)
-    now, before = best.quality, plain.quality
-    if not math.isfinite(best.squared_error):
+    if not math.isfinite(best.quality.error):
         return {"best": "not known: noise hides the exact engine's gradient itself; give more --batches or --prompts"}
-    words = {
-        "best": f"{best.name}: its gradient has the smallest squared error, bias^2 + variance, on this model and engine"
-    }
     if best is plain:
-        words["best"] = "no remedy: none of them brings the gradient nearer to the exact engine's at this batch size"
-    words["direction"] = (
-        f"it is {_angle(now)} off the exact engine's and {_length(now)} (without remedy: {_angle(before)}, "
-        f"{_length(before)})"
-    )
-    change = now.variance / before.variance - 1
-    more = f"{abs(change):.0%} {'more' if change > 0 else 'less'} variance than without" if abs(change) > 0.005 else (
-        "no more variance than without"
+        return {"best": "no remedy: none of them brings the gradient nearer to the exact engine's at this batch size"}
+    others, batches = len(verdicts.remedies) - 1, verdicts.batches
+    # The best of several is ahead by chance: Bonferroni's interval.
+    width = best.gain_half_width * t_quantile(batches, 1 - 0.05 / others) / t_quantile(batches)
+    lead = f"{best.quality.error:.2f} against {plain.quality.error:.2f} without remedy and 1 of a gradient of zero"
+    words = {
+        "best": f"{best.name}: its gradient has the smallest error at its best length, {lead}, on this model and engine"
+    }
+    if not best.gain > width:
+        words["best"] = (
+            f"not told: {best.name} has the smallest error at its best length, {lead}, but a lead of {best.gain:.2f} "
+            f"is within what chance gives the first of {others} ({number(width, '.2f')}); more --batches would tell"
+        )
+    noise, before = (one.quality.variance / one.quality.length**2 for one in (best, plain))
+    more = "" if math.isnan(noise / before) else (
+        f"{abs(noise / before - 1):.0%} {'more' if noise > before else 'less'} variance at equal length; "
     )  # fmt: skip
     words["cost"] = (
-        f"{more}; {best.dropped:.1%} of the tokens have no gradient; {best.effective:.0f} effective samples of "
+        f"{more}{best.dropped:.1%} of the tokens have no gradient; {best.effective:.0f} effective samples of "
         f"{verdicts.prompts * verdicts.group_size}"
     )
-    noise = max(best.error.bias, plain.error.bias)
-    if abs(now.bias - before.bias) < 2 * noise and best is not plain:
-        words["noise"] = (
-            f"the difference in bias, {before.bias:.2f} to {now.bias:.2f}, is within its noise ({noise:.2f}): more "
-            "--batches would tell"
-        )
     return words
-
-
-def _angle(found: Quality) -> str:
-    return "an unresolved angle" if math.isnan(found.angle) else f"{found.angle:.0f} degrees"
-
-
-def _length(found: Quality) -> str:
-    return "of unresolved length" if math.isnan(found.length) else f"{found.length:.2f} times as long"

@@ -7,34 +7,32 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dcmdp_jax.algorithm.losses import TRUST_REGIONS
-from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.oracle.entries import CONFIGURED as _OWN
-from dcmdp_jax.lab.oracle.entries import NOTHING
-from dcmdp_jax.lab.oracle.oracle import Verdicts, summary
+from dcmdp_jax.lab.oracle.moments import ZERO, Quality
+from dcmdp_jax.lab.oracle.oracle import Verdict, Verdicts, summary
 from dcmdp_jax.number_format import number
-from dcmdp_jax.observe.plots import COLORS, INK, MUTED, style_axes
+from dcmdp_jax.observe.study_figures import draw_oracle
 
 JSON_FILE, FIGURE_FILE = "remedies.json", "remedies.png"
-_LABELED = 8
+_NO_WIDTH = Quality(*(math.nan,) * 5)
 
 
 def table(verdicts: Verdicts) -> str:
-    """A row for each remedy, the best first, and the result in words."""
-    rows = [("remedy", "bias", "+-", "angle", "length", "variance", "effective", "stopped")]
-    for one in (*verdicts.remedies, verdicts.control):
-        found = one.quality
-        rows.append((
-            one.name, number(found.bias, ".3f"), number(one.error.bias, ".3f"), number(found.angle, ".1f"),
-            number(found.length, ".3f"), number(found.variance, ".3f"), f"{one.effective:.1f}", f"{one.dropped:.1%}",
-        ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    """A row for each remedy, the best first, what a gradient of zero has among them, and the result in words."""
+    heading = (
+        "remedy", "error", "+-", "less none's", "+-", "bias^2", "+-", "variance", "length", "angle", "effective",
+        "stopped",
+    )  # fmt: skip
+    worse = [one for one in verdicts.remedies if not one.quality.error < 1]
+    rows = [_row(one) for one in (*verdicts.remedies, verdicts.control)]
+    rows.insert(len(verdicts.remedies) - len(worse), ("a gradient of zero", *_figures(ZERO), "0.0", "100.0%"))
+    rows.insert(0, heading)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heading))]
     lines = [
         f"{verdicts.engine} on {verdicts.model}: {verdicts.batches} batches of {verdicts.prompts} prompts x "
         f"{verdicts.group_size}, mean |dp| {verdicts.discrepancy:.2g}, reward {verdicts.reward:.3f} "
@@ -48,37 +46,31 @@ def table(verdicts: Verdicts) -> str:
     return "\n".join(lines)
 
 
+def _row(one: Verdict) -> tuple[str, ...]:
+    figures = _figures(one.quality, one.half_width, -one.gain, one.gain_half_width)
+    return one.name, *figures, f"{one.effective:.1f}", f"{one.dropped:.1%}"
+
+
+def _figures(
+    found: Quality, width: Quality = _NO_WIDTH, change: float = math.nan, change_width: float = math.nan
+) -> Iterator[str]:
+    values = (found.error, width.error, change, change_width, found.squared_bias, width.squared_bias, found.variance)
+    yield from (number(value, ".3f") for value in (*values, found.length))
+    yield number(found.angle, ".1f")
+
+
 def draw(verdicts: Verdicts) -> Figure:
-    """Bias against variance of each remedy, the best marked and its cost in the title."""
-    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
-    axes = figure.subplots()
-    style_axes(axes)
-    shown = [one for one in verdicts.remedies if math.isfinite(one.squared_error)]
-    groups = {NOTHING: INK, "penalty": COLORS[1], "correction": COLORS[0], "trust region": COLORS[2], _OWN: COLORS[4]}
-    for kind, color in groups.items():
-        if not (own := [one for one in shown if _kind(one.name) == kind]):
-            continue
-        axes.errorbar(
-            [one.quality.variance for one in own], [one.quality.bias for one in own],
-            [one.error.bias for one in own], [one.error.variance for one in own],
-            fmt="o", color=color, markersize=5, elinewidth=0.7, label=kind,
-        )  # fmt: skip
-    for place, one in enumerate(shown):
-        if place < _LABELED or one.name == NOTHING:
-            axes.annotate(
-                one.name, (one.quality.variance, one.quality.bias), xytext=(5, 4), textcoords="offset points",
-                fontsize=7, color=MUTED,
-            )  # fmt: skip
-    if shown:
-        best = shown[0].quality
-        axes.plot(best.variance, best.bias, "o", markersize=13, fillstyle="none", color=COLORS[3], label="best")
-        axes.legend(frameon=False, fontsize=8)
-    axes.set_xlabel("variance of one batch's gradient / |G|^2", fontsize=9)
-    axes.set_ylabel("bias |E g - G| / |G|", fontsize=9)
+    """The error of each remedy, and its bias^2 and variance, beside those of a gradient of zero; the best in words."""
     said = summary(verdicts)
-    cost = textwrap.fill(f"best: {verdicts.remedies[0].name}, {said['cost']}" if "cost" in said else said["best"], 100)
-    axes.set_title(f"{verdicts.engine} on {verdicts.model}\n{cost}", fontsize=8, loc="left")
-    return figure
+    title = textwrap.fill("; ".join(said.values()), 130)
+    points = {
+        one.name: (
+            one.quality.error, one.half_width.error, one.quality.squared_bias, one.half_width.squared_bias,
+            one.quality.variance,
+        )
+        for one in verdicts.remedies
+    }  # fmt: skip
+    return draw_oracle(title, {f"{verdicts.engine} on {verdicts.model}": points})
 
 
 def write(results: Sequence[Verdicts], out_dir: Path) -> list[Path]:
@@ -94,13 +86,6 @@ def write(results: Sequence[Verdicts], out_dir: Path) -> list[Path]:
         atomic_write(out_dir / name, buffer.getvalue())
         paths.append(out_dir / name)
     return paths
-
-
-def _kind(name: str) -> str:
-    if name in (NOTHING, _OWN):
-        return name
-    short = name.partition("(")[0].partition(",")[0]
-    return "penalty" if short in PENALTIES else "trust region" if short in TRUST_REGIONS else "correction"
 
 
 def _plain(value: object) -> object:

@@ -35,7 +35,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
-    """Lines of Markdown: an oracle's table, and the rank correlation of its squared errors with training results.
+    """Lines of Markdown: an oracle's table, and the rank correlation of its errors with training results.
 
     Args:
         path: remedies.json of `dcmdp probe --remedies --study`.
@@ -48,11 +48,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
     try:
         oracles = json.loads(path.read_text(encoding="utf-8"))
         errors = [
-            {
-                one["name"]: one["quality"]["bias"] ** 2 + one["quality"]["variance"]
-                for one in oracle["remedies"]
-                if one["quality"]["bias"] is not None
-            }
+            {one["name"]: one["quality"]["error"] for one in oracle["remedies"] if one["quality"]["error"] is not None}
             for oracle in oracles
         ]
         lines = [*_table(oracles), ""]
@@ -73,35 +69,29 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
     return lines
 
 
-def oracle_panels(path: Path) -> dict[str, tuple[str, dict[str, tuple[float, float, float]]]]:
-    """What `study_figures.draw_oracle` draws of a file that `oracle_order` read.
+def oracle_panels(path: Path) -> dict[str, dict[str, tuple[float | None, ...]]]:
+    """What `study_figures.draw_oracle` draws of a file that `oracle_order` read."""
+    return {
+        oracle["engine"]: {one["name"]: _judged(one) for one in oracle["remedies"]}
+        for oracle in json.loads(path.read_text(encoding="utf-8"))
+    }
 
-    Returns:
-        Engine -> the remedy with the smallest squared error, and remedy -> variance, bias, the bias's standard error.
-    """
-    panels = {}
-    for oracle in json.loads(path.read_text(encoding="utf-8")):
-        found = {
-            one["name"]: (one["quality"]["variance"], one["quality"]["bias"], one["error"]["bias"])
-            for one in oracle["remedies"]
-            if one["quality"]["bias"] is not None and one["error"]["bias"] is not None
-        }
-        panels[oracle["engine"]] = min(found, key=lambda name, of=found: of[name][1] ** 2 + of[name][0]), found
-    return panels
+
+def _judged(one: Mapping[str, Any]) -> tuple[float | None, ...]:
+    """error, half of its interval, bias^2, half of its interval, variance of a remedy in remedies.json."""
+    found, width = one["quality"], one["half_width"]
+    return found["error"], width["error"], found["squared_bias"], width["squared_bias"], found["variance"]
 
 
 def _table(oracles: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each remedy in the order of the first engine; bias with its standard error, and variance, of each."""
+    """A row for each remedy in the order of the first engine: error and bias^2 with their 95% intervals, of each."""
     rows = []
     for first in oracles[0]["remedies"]:
         cells = []
         for oracle in oracles:
             (one,) = (one for one in oracle["remedies"] if one["name"] == first["name"])
-            bias, error, variance = (
-                "-" if value is None else f"{value:.2f}"
-                for value in (one["quality"]["bias"], one["error"]["bias"], one["quality"]["variance"])
-            )
-            cells += [f"{bias} ± {error}", variance]
+            error, width, squared, spread = ("-" if value is None else f"{value:.2f}" for value in _judged(one)[:4])
+            cells += [f"{error} ± {width}", f"{squared} ± {spread}"]
         rows.append([f"`{first['name']}`", *cells])
-    engines = [heading for oracle in oracles for heading in (f"{oracle['engine']}: bias", "variance")]
+    engines = [heading for oracle in oracles for heading in (f"{oracle['engine']}: error", "bias^2")]
     return markdown(["charge", *engines], rows)

@@ -58,12 +58,3 @@ def falling_share(noise: float, *, follows: bool, states: int = 4000, actions: i
     policy, engine = random_states(noise, states=states, actions=actions)
     slope = discrepancy_slope(policy, engine, charge_direction(policy, engine), follows=follows)
     return float(np.mean(slope < 0))
-
-
-def direction_page() -> list[str]:
-    """The documentation's table, lines of Markdown."""
-    lines = ["| actions | noise of the logits | the engine stays | the engine follows |", "| --- | --- | --- | --- |"]
-    for actions, noise in ((2, 0.1), (2, 1.0), (ACTIONS, 0.1), (ACTIONS, 1.0)):
-        shares = (falling_share(noise, follows=follows, actions=actions) for follows in (False, True))
-        lines.append(f"| {actions} | {noise:g} | {' | '.join(f'{share:.0%}' for share in shares)} |")
-    return lines

@@ -20,7 +20,7 @@ import pytest
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.lab.oracle.gradients import SKETCH, Gradients, Sampled, sketch, token_slopes
-from dcmdp_jax.lab.oracle.moments import Moments, errors, moments, quality
+from dcmdp_jax.lab.oracle.moments import ZERO, Moments, half_width, leave_one_out, moments, quality
 from dcmdp_jax.types import Rows
 
 P = np.array([2, 3, 2, 1]) / 8.0
@@ -119,7 +119,7 @@ def test_the_control_is_the_policy_gradient(control):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bias_angle_length_and_variance_are_those_of_the_formula(name, control):
+def test_error_bias_angle_length_and_variance_are_those_of_the_formula(name, control):
     changes, weights, penalty = CASES[name]
     gradients = _gradients(dataclasses.replace(PLAIN, **changes), Q)
     mean, variance = _by_formula(weights, penalty)
@@ -130,8 +130,12 @@ def test_bias_angle_length_and_variance_are_those_of_the_formula(name, control):
     cosine = mean @ truth / math.sqrt((mean @ mean) * squared)
     assert found.angle == pytest.approx(math.degrees(math.acos(min(cosine, 1.0))), abs=2e-3)
     assert found.length == pytest.approx(math.sqrt(mean @ mean / squared), abs=1e-5)
-    assert found.bias == pytest.approx(np.linalg.norm(mean - truth) / math.sqrt(squared), abs=1e-5)
+    assert found.squared_bias == pytest.approx((mean - truth) @ (mean - truth) / squared, abs=1e-5)
     assert found.variance == pytest.approx(variance / squared, rel=1e-5)
+    # The least over scalings, by looking at many of them.
+    left = [np.mean(np.sum((s * gradients - truth) ** 2, axis=1)) / squared for s in np.linspace(0, 3, 3001)]
+    assert found.error == pytest.approx(min(left), abs=1e-5)
+    assert left[0] == ZERO.error and left[1000] == pytest.approx(found.squared_bias + found.variance, rel=1e-4)
 
 
 def test_importance_weights_without_a_bound_leave_no_bias(control):
@@ -140,8 +144,21 @@ def test_importance_weights_without_a_bound_leave_no_bias(control):
         for name in ("none", "unbounded tis", "tis")
     }
     # E_q[w s] = E_p[s] = 0 and E_q[r w s] = E_p[r s]. A cut of 1.5 leaves part of the bias.
-    assert figures["unbounded tis"].bias == pytest.approx(0.0, abs=1e-5)
-    assert 0.05 < figures["tis"].bias < figures["none"].bias
+    assert figures["unbounded tis"].squared_bias == pytest.approx(0.0, abs=1e-5)
+    assert 0.0025 < figures["tis"].squared_bias < figures["none"].squared_bias
+
+
+def test_a_shorter_gradient_is_not_a_better_one():
+    rng = np.random.default_rng(3)
+    truth = np.eye(1, 30)[0]
+    noisy, control = (truth + 2 * rng.normal(size=(40, 30)) for _ in range(2))
+    one, short = quality(moments(noisy, control)), quality(moments(noisy / 100, control))
+    # The scale-free error stays; at the gradient's own length the short one would win, as one of zero does.
+    assert short.error == pytest.approx(one.error, rel=1e-12) and one.error < ZERO.error
+    assert short.squared_bias + short.variance < 1.01 < one.squared_bias + one.variance
+    assert quality(moments(0 * noisy, control))[:3] == pytest.approx(ZERO[:3])
+    # No scaling of a gradient of the wrong sign beats none at all.
+    assert quality(moments(-noisy, control)).error == 1
 
 
 def test_products_of_different_batches_are_not_inflated_by_noise():
@@ -156,21 +173,27 @@ def test_products_of_different_batches_are_not_inflated_by_noise():
     assert moments(noisy, control, whole=True).own > 1.3
 
 
-def test_the_jackknife_knows_the_spread_of_the_bias():
+def test_the_jackknife_knows_the_spread_of_the_squared_bias_where_there_is_none_too():
     rng = np.random.default_rng(1)
     truth, off = np.eye(1, 10)[0], np.eye(1, 10, 1)[0]
-    biases, said = [], []
-    for _ in range(60):
-        mine, control = (v + 0.5 * rng.normal(size=(24, 10)) for v in (truth + 0.8 * off, truth))
-        biases.append(quality(moments(mine, control)).bias)
-        said.append(errors(mine, control).bias)
-    assert np.mean(biases) == pytest.approx(0.8, abs=0.06)
-    assert np.mean(said) == pytest.approx(np.std(biases), rel=0.35)
+    for bias in (0.8, 0.0):
+        found, said = [], []
+        for _ in range(80):
+            mine, control = (v + 0.5 * rng.normal(size=(24, 10)) for v in (truth + bias * off, truth))
+            found.append(quality(moments(mine, control)).squared_bias)
+            said.append(half_width(leave_one_out(mine, control)[:, 1]))
+        # Without a bias the estimate is below 0 as often as above: clipped, its mean would be half its spread.
+        assert np.mean(found) == pytest.approx(bias**2, abs=3.5 * np.std(found) / np.sqrt(80) + 0.01)
+        inside = np.mean(np.abs(np.array(found) - bias**2) <= said)
+        assert min(said) > 0 and 0.85 < inside <= 1
+        assert bias or 0.25 < np.mean(np.array(found) < 0) < 0.75
 
 
 def test_no_direction_is_told_where_noise_hides_the_gradient():
-    assert all(math.isnan(x) for x in quality(Moments(-0.1, 0.0, 1.0, 3.0))[:3])
-    assert quality(Moments(-0.1, 0.0, 1.0, 3.0)).variance == 3.0
+    found = quality(Moments(-0.1, 0.0, 1.0, 3.0))
+    assert math.isnan(found.length) and math.isnan(found.angle)
+    assert found[:3] == (1.0, pytest.approx(0.9), 3.0)
+    assert all(math.isnan(x) for x in quality(Moments(1.0, 0.5, -0.1, 3.0)))
     with pytest.raises(ValueError, match="got 1 batches, needs at least 2"):
         moments(np.ones((1, 3)), np.ones((5, 3)))
 

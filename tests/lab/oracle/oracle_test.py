@@ -1,7 +1,6 @@
 """Remedies without mismatch, the sizes of filters, what is refused, and the words."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries
 from dcmdp_jax.lab.oracle.gradients import Sampled, token_slopes
-from dcmdp_jax.lab.oracle.moments import Quality
+from dcmdp_jax.lab.oracle.moments import Moments, quality
 from dcmdp_jax.lab.oracle.oracle import EXACT, Verdict, Verdicts, ask, summary
-from dcmdp_jax.lab.oracle.page import table
+from dcmdp_jax.lab.oracle.page import draw, table
 from dcmdp_jax.lab.probe.models import Model
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.types import Rows
@@ -107,41 +106,52 @@ def test_what_it_can_not_compare_is_one_line_before_anything_is_sampled(changes,
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
-def _verdict(name, bias, variance, angle=10.0, length=0.9, error=0.001, effective=12.0, dropped=0.0):
+def _verdict(name, cosine, variance, *, length=1.0, gain=0.0, width=0.1, effective=12.0, dropped=0.0):
+    """At |G| = 1."""
+    found = quality(Moments(length**2, length * cosine, 1.0, variance))
     return Verdict(
-        name, Quality(angle, length, bias, variance), Quality(1.0, 0.1, error, 0.1), effective, dropped
+        name, Moments(length**2, length * cosine, 1.0, variance), found, found._replace(error=0.1, squared_bias=0.2),
+        gain, width, effective, dropped,
     )  # fmt: skip
 
 
-def _verdicts(*remedies):
-    return Verdicts("m", "local:int4", 3, 4, 5, 0.01, 0.5, 0.5, _verdict("exact control", 0.0, 1.0), remedies)
+def _verdicts(*remedies, batches=5):
+    return Verdicts("m", "local:int4", 3, 4, batches, 0.01, 0.5, 0.5, _verdict("exact control", 1, 1.0), remedies)
 
 
 def test_the_words_name_the_best_and_its_price():
+    # 1 - 0.9^2 / (1 + 0.62) = 0.5 and 1 - 0.6^2 / (1 + 0.775) = 0.8; 0.62 / 0.775 = 0.8 of the variance.
     found = _verdicts(
-        _verdict("tis(high=2)", 0.1, 1.1, angle=5, length=1.0, effective=9, dropped=0.25), _verdict(NOTHING, 0.6, 1.0)
+        _verdict("tis(high=2)", 0.9, 0.62, gain=0.3, effective=9, dropped=0.25), _verdict(NOTHING, 0.6, 0.775)
     )  # fmt: skip
     said = summary(found)
-    assert said["best"].startswith("tis(high=2): ")
-    assert said["direction"] == (
-        "it is 5 degrees off the exact engine's and 1.00 times as long (without remedy: 10 degrees, 0.90 times as long)"
+    assert said["best"] == (
+        "tis(high=2): its gradient has the smallest error at its best length, 0.50 against 0.80 without remedy and 1 "
+        "of a gradient of zero, on this model and engine"
     )
-    assert (
-        said["cost"]
-        == "10% more variance than without; 25.0% of the tokens have no gradient; 9 effective samples of 12"
+    assert said["cost"] == (
+        "20% less variance at equal length; 25.0% of the tokens have no gradient; 9 effective samples of 12"
     )
-    assert "noise" not in said and "tis(high=2)" in table(found)
+    rows = [line.split()[0] for line in table(found).splitlines()]
+    assert rows[1:6] == ["remedy", "tis(high=2)", "no", "a", "exact"]  # a gradient of zero is after what beats it
+    axes = draw(found).axes
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["tis(high=2)", NOTHING]
+    assert all([1.0, 1.0] in [list(line.get_xdata()) for line in panel.lines] for panel in axes)  # zero is marked
 
 
-def test_a_difference_within_its_noise_is_called_that():
-    found = _verdicts(_verdict("tis", 0.5, 1.0, error=0.2), _verdict(NOTHING, 0.6, 1.0, error=0.2))
-    assert "is within its noise (0.20)" in summary(found)["noise"]
+def test_a_lead_that_the_best_of_many_has_by_chance_is_called_that():
+    # A lead of 0.2 is beyond an interval of 0.1; of 32 others in 5 batches that is nearly three times as wide.
+    others = [_verdict(f"other{i}", 0.6, 0.8) for i in range(31)]
+    found = _verdicts(_verdict("tis", 0.9, 0.62, gain=0.2), _verdict(NOTHING, 0.6, 0.8), *others)
+    assert summary(found)["best"].startswith("not told: tis has the smallest error at its best length, 0.50 against")
+    assert "a lead of 0.20 is within what chance gives the first of 32 (0.28)" in summary(found)["best"]
     assert summary(_verdicts(_verdict(NOTHING, 0.6, 1.0)))["best"].startswith("no remedy: none of them")
 
 
 def test_what_noise_hides_has_no_number_and_no_best():
-    found = _verdicts(_verdict(NOTHING, math.nan, 1.0, angle=math.nan, length=math.nan))
+    hidden = dataclasses.replace(_verdict(NOTHING, 0.6, 1.0), quality=quality(Moments(1.0, 0.5, -0.1, 1.0)))
+    found = _verdicts(hidden)
     assert summary(found) == {
         "best": "not known: noise hides the exact engine's gradient itself; give more --batches or --prompts"
     }
-    assert np.isnan(found.remedies[0].squared_error) and "not known" in table(found)
+    assert np.isnan(found.remedies[0].quality.error) and "not known" in table(found)

@@ -10,8 +10,11 @@ from dcmdp_jax.lab.studies.dose import (
     dose_panels,
     dose_table,
     fit_relation,
+    holm,
     measure_doses,
+    p_values,
 )
+from dcmdp_jax.lab.studies.results import estimate
 from dcmdp_jax.observe.study_figures import color_of, draw_answer, draw_doses
 
 _STEPS = np.arange(1, 21)
@@ -78,6 +81,15 @@ def test_a_claim_is_more_than_twice_its_interval_and_three_times_chance():
     assert small == "- `small_1` (5 runs): no difference that they carry."
     assert large.startswith("- `large_1` (5 runs): delta, 1e-3 +0.0") and "at equal entropy, % +7 ±" in large
     assert wide.endswith("no difference that they carry.") and few.endswith("no difference that they carry.")
+
+
+def test_holm_and_p_by_hand():
+    # 0.01 <= 0.05 / 4, 0.015 <= 0.05 / 3, 0.03 > 0.05 / 2: what comes after the first miss does not hold either.
+    assert holm({"a": 0.03, "b": 0.01, "c": 0.015, "d": 0.04}) == {"b", "c"}
+    # 1, 2 and 3: mean 2, standard error 1 / sqrt(3), t = 3.46 with two degrees: p = 1 - t / sqrt(2 + t^2) = 0.0742.
+    three = estimate({0: 1.0, 1: 2.0, 2: 3.0})
+    found = {"reward": {"grpo": (three, three), "one": (three, three)}}
+    assert p_values(found, ("grpo",)) == {("reward", "one"): pytest.approx(0.0742, abs=1e-4)}
 
 
 def test_the_figure_has_a_panel_for_each_response_and_a_color_for_each_name():

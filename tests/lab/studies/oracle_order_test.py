@@ -27,19 +27,20 @@ def _run(reward):
     return series | {"eval/arithmetic/avg@2": (np.array([4]), np.array([reward]))}
 
 
-def test_the_order_is_that_of_the_squared_error(tmp_path):
-    def remedy(name, bias, variance):
-        return {"name": name, "quality": {"bias": bias, "variance": variance}, "error": {"bias": 0.25}}
+def test_the_order_is_that_of_the_error_at_the_best_length(tmp_path):
+    def remedy(name, error, bias, variance):
+        found = {"error": error, "squared_bias": bias, "variance": variance}
+        return {"name": name, "quality": found, "half_width": {"error": 0.5, "squared_bias": 0.25}}
 
     path = tmp_path / "remedies.json"
-    # Squared errors 0.5, 1.25, 4.1: bias alone would put token_1 last.
-    remedies = [remedy("no remedy", 0.5, 0.25), remedy("token_1", 1.1, 0.04), remedy("token_9", 1.0, 3.1)]
+    # By bias^2 + variance token_9, the shortest, would be first.
+    remedies = [remedy("no remedy", 0.5, 0.2, 0.9), remedy("token_1", 0.6, -0.1, 3.0), remedy("token_9", 0.9, 0.9, 0.1)]
     path.write_text(json.dumps([{"engine": "local:int4", "model": "m", "remedies": remedies}]))
     rewards = {"grpo": 0.5, "token_1": 0.4, "token_9": 0.1}
     runs = {arm: {0: _run(value), 1: _run(value + 0.01)} for arm, value in rewards.items()}
     *shown, empty, line = oracle_order(path, {**runs, "token_99": {}}, "grpo")
-    assert shown[0] == "| charge | local:int4: bias | variance |" and empty == ""
-    assert shown[3] == "| `token_1` | 1.10 ± 0.25 | 0.04 |"
+    assert shown[0] == "| charge | local:int4: error | bias^2 |" and empty == ""
+    assert shown[3] == "| `token_1` | 0.60 ± 0.50 | -0.10 ± 0.25 |"
     assert line.startswith(
         "- `local:int4` on m, 3 arms: rank correlation with reward -1.00, held-out score -1.00, delta +1.00."
     )

@@ -8,7 +8,6 @@ from scipy.special import softmax
 
 from dcmdp_jax.lab.theory.direction import (
     charge_direction,
-    direction_page,
     discrepancy_slope,
     falling_share,
     random_states,
@@ -53,7 +52,9 @@ def test_with_two_actions_and_an_engine_that_stays_the_policy_never_moves_toward
 
 def test_the_shares_of_the_page_are_those_of_other_states_within_chance():
     page = (Path(__file__).resolve().parents[3] / "docs" / "theory.md").read_text()
-    assert "\n".join(direction_page()) in page
+    for actions, noise in ((2, 0.1), (2, 1.0), (8, 0.1), (8, 1.0)):
+        shares = [falling_share(noise, follows=follows, actions=actions) for follows in (False, True)]
+        assert f"| {actions} | {noise:g} | {shares[0]:.0%} | {shares[1]:.0%} |" in page
     for noise, stays, follows in ((0.1, 0.44, 0.71), (1.0, 0.13, 0.64)):
         for share, moving in ((stays, False), (follows, True)):
             # 20,000 states: a standard error of 0.35% at most; the figures above are rounded to 1%.
