@@ -158,7 +158,11 @@ def _evaluate(
     results: list[EvaluationResult] = []
     # No budget: a score depends on the answers, not on how fast this machine is.
     with (
-        Verifier(num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS), budget_s=0) as verifier,
+        Verifier(
+            num_workers=min(os.cpu_count() or 1, _MOST_VERIFIERS),
+            budget_s=0,
+            extraction=settings.get("answer_extraction", "strict"),
+        ) as verifier,
         contextlib.closing(_scorer(tasks, verifier, settings)) as scorer,
     ):
         for name, prompts in tasks.items():

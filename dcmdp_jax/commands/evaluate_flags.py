@@ -77,6 +77,8 @@ def settings_of(arguments: argparse.Namespace, run: dict[str, Any] | None) -> di
     if given["rewards"] == "math" and not given["reward_weights"]:
         # Not named where they say nothing: an evaluation that an earlier version began has no such setting.
         del given["rewards"], given["reward_weights"]
+    if (extraction := run["rewards"].get("answer_extraction", "strict")) != "strict":
+        given["answer_extraction"] = extraction
     takes, needs = "server" in declared(kind.settings), not given["engine_args"] and kind in ENGINES.values()
     if (given["server"] is not None and not takes) or (given["server"] is None and takes and needs):
         raise UserError("--server: goes with --engine http, which needs it: http(s)://HOST:PORT or a socket's path")

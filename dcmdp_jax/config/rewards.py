@@ -49,6 +49,15 @@ class RewardSettings:
         choices=("error", "none"), free=True,
     )  # fmt: skip
 
+    answer_extraction: str = setting(
+        "strict",
+        "What the reward math takes for a completion's answer: strict, the last \\boxed{} or, without one, what "
+        "follows the last 'Answer:'; flexible, without either, the last '#### 72' or 'The answer is 72', which small "
+        "models write.",
+        source="paper: the final answer in a box; names as in lm-evaluation-harness and verl",
+        choices=("strict", "flexible"),
+    )  # fmt: skip
+
     @property
     def names(self) -> tuple[str, ...]:
         """The functions, one by one."""

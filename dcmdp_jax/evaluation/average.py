@@ -14,7 +14,6 @@ from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.rewards.protocol import BEGINNING, MATH, Problem, TrainerState
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, add_logged
 
@@ -28,7 +27,7 @@ class EvaluationResult:
         scores: float32, the weighted sum of the rewards; with `math` alone 1 where the answer is right.
         lengths: int32, sampled tokens.
         truncated: bool, cut by the length limit.
-        unparsed: bool, without a box or an Answer line, which `math` scores 0; false where it is no reward.
+        unparsed: bool, without an answer, which `math` scores 0; false where it is no reward.
         texts: objects, each completion's text.
         found: objects, the answer that `math` found in it; None where there is none, or `math` is no reward.
         verifier_timeouts, verifier_errors, verifier_over_budget: answers over the time limit, answers that the verifier
@@ -213,7 +212,8 @@ def evaluate(
         scoring.add_played(turns.played)
     texts, scores = scoring.finish(check_stop)
     judged = scores.grades is not None
-    found = np.array([extract_answer(text) if judged else None for text in texts], object).reshape(shape)
+    find = scorer.verifier.found_answer
+    found = np.array([find(text) if judged else None for text in texts], object).reshape(shape)
     return EvaluationResult(
         task=task,
         scores=scores.totals.reshape(shape),

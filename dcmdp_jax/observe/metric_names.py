@@ -35,7 +35,7 @@ _TABLE = (
         "completions",
         "answers undecided when the verifier's budget for the batch ran out; they get reward 0",
     ),
-    Metric("reward/no_answer_fraction", "fraction", "completions without a box or an Answer line; they get reward 0"),
+    Metric("reward/no_answer_fraction", "fraction", "completions without an answer, which get reward 0"),
     Metric("completion/length_mean", "tokens", "mean sampled tokens of a completion, end-of-sequence included"),
     Metric("completion/length_min", "tokens", "shortest completion"),
     *(Metric(f"completion/length_p{p}", "tokens", f"{p}th percentile of the lengths") for p in (10, 25, 50, 75, 90)),

@@ -1,4 +1,7 @@
-"""The reward `math_verify`: the library math-verify unchanged, without our parsing of answers."""
+r"""The reward `math_verify`: the library math-verify, without our parsing of answers.
+
+Factors set upright lose their commands first: the library takes `\mathrm{e}` in `3\mathrm{e}` for a unit and drops it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import math_verify as library
 
+from dcmdp_jax.rewards.math.notation import upright
 from dcmdp_jax.rewards.verl_signature import completion_text
 
 # It warns about each time limit that it is given.
@@ -29,8 +33,8 @@ def math_verify(
         columns: not used.
     """
     del columns
-    golds = [None if text is None else library.parse(rf"\boxed{{{text}}}") for text in reference_answer]
+    golds = [None if text is None else library.parse(upright(rf"\boxed{{{text}}}")) for text in reference_answer]
     return [
-        float(library.verify(gold, library.parse(completion_text(completion)))) if gold else None
+        float(library.verify(gold, library.parse(upright(completion_text(completion))))) if gold else None
         for gold, completion in zip(golds, completions, strict=True)
     ]

@@ -149,10 +149,11 @@ class WorkerPool:
                     continue
                 short = tries == 0 and task.cpu_s is not None and task.cpu_s > _FIRST_TRY_CPU_SECONDS
                 cpu_s = _FIRST_TRY_CPU_SECONDS if short else task.cpu_s
+                wall_s = task.wall_s / 3 if short else task.wall_s
                 outcome = None
                 for _ in range(2):  # a call that kills its worker gets a second one
                     worker = worker or self._start()
-                    outcome = worker.call(task.args, cpu_s, task.wall_s)
+                    outcome = worker.call(task.args, cpu_s, wall_s)
                     if not worker.usable:
                         self._discard(worker)
                         worker = None

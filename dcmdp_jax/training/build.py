@@ -162,7 +162,12 @@ def share_parts(plan: Plan, stack: contextlib.ExitStack) -> SharedParts:
     engine = make_engine(plan)
     stack.callback(engine.close)
     verifier = stack.enter_context(
-        Verifier(config.task.verifier_workers, config.task.verifier_timeout, config.task.verifier_budget)
+        Verifier(
+            config.task.verifier_workers,
+            config.task.verifier_timeout,
+            config.task.verifier_budget,
+            config.rewards.answer_extraction,
+        )  # fmt: skip
     )
     return SharedParts(engine, verifier, make_step_programs(config, plan.model, plan.compute, plan.mesh))
 

@@ -36,6 +36,7 @@ def test_weights_belong_to_the_functions_in_order():
         ({"weights": [1, 2]}, "weights: got 2 for the 1 functions math, must be one for each, or empty"),
         ({"functions": "math,a:f", "weights": [1]}, "weights: got 1 for the 2 functions math,a:f, must be one for"),
         ({"functions": "math,a:f", "weights": [0, 0]}, "weights: got only 0, nothing would be learned"),
+        ({"answer_extraction": "loose"}, "answer_extraction: got 'loose', allowed are strict, flexible"),
         ({"weights": [2e6]}, r"weights: got 2000000.0, must be in \[-1e\+06, 1e\+06\]"),
         ({"weights": [float("nan")]}, "weights: got nan, must be a finite number"),
         ({"on_error": "non"}, "on_error: got 'non', allowed are error, none; did you mean 'none'?"),

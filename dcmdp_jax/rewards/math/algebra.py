@@ -81,7 +81,9 @@ def same_value(left: str, right: str, factor: Any = 1) -> bool:
     decided = []
     for a in left_values:
         for b in right_values:
-            if _is_expression(a) and _is_expression(b):
+            if getattr(a, "is_Float", False) and getattr(b, "is_NumberSymbol", False):
+                decided.append(False)  # digits are not e or pi
+            elif _is_expression(a) and _is_expression(b):
                 decided.append(same_expression(a * factor if factor != 1 else a, b, seed))
             elif factor == 1 and _is_relation(a) and _is_relation(b):
                 decided.append(_same_relation(a, b, seed))

@@ -23,7 +23,7 @@ from dcmdp_jax.rewards.math.notation import (
     without_special_tokens,
 )
 from dcmdp_jax.rewards.math.numbers import parse_number, same_number
-from dcmdp_jax.rewards.math.units import factors, measures
+from dcmdp_jax.rewards.math.units import factors, measures, vocabulary
 
 __all__ = [
     "answer_defect",
@@ -38,7 +38,11 @@ __all__ = [
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is not graded."""
 
-_ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+:[\s*]{0,8}+([^\n]*+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+[:：][\s*]{0,8}+([^\n]*+)", re.IGNORECASE)
+# What `flexible` reads besides: `#### 72` to the line's end, `The answer is: $72$.` to the sentence's.
+_STATED = re.compile(
+    r"####[ \t]*+([^\n]*+)|\banswer\b(?: to [^\n.:]{1,80}?)? is\b[\s:*]{0,8}+((?:[^\n.]|\.(?=[0-9]))*+)", re.IGNORECASE
+)
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
@@ -49,20 +53,29 @@ _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
     r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
 )
+# `E: the square`; a word that may deny it or name another (`A: false`, `A. or B`) makes it no choice.
+_CHOICE_AND_WORDS = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):]) ?(?=[a-z0-9])((?:[a-z0-9,'\-]++ ?)++)", re.DOTALL)
+_DENIALS = vocabulary(
+    "and or is are was not no nor neither either false wrong incorrect except but unless if never none cannot"
+)
+_CHOICES = re.compile(r"\(?[A-H]\)?(?: ?[,;] ?\(?[A-H]\)?)++")
+_OPTION = re.compile(r"\A(?:option|choice|answer) ?:? ?(?=\(?[A-Z]\)?(?![a-zA-Z]))", re.IGNORECASE)
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
 _PREDICATE = re.compile(r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE)
 _CAPITALS = re.compile(r"[A-Z]{2,}+")
 
 
-def extract_answer(completion: str) -> str | None:
+def extract_answer(completion: str, extraction: str = "strict") -> str | None:
     r"""The answer a completion commits to: its last `\boxed{...}`, else its last "Answer:" line.
 
     The line may be written in any case and in bold, as in `**Answer:** 42`, and may put the answer on the line after.
-    Bare statements ("the answer is 42", a last number, an \fbox) are not answers.
+    Bare statements ("the answer is 42", a last number, an \fbox) are not answers. Where `extraction` is "flexible", the
+    last "#### 42" or "the answer is 42" counts if there is neither box nor line.
 
     Args:
         completion: decoded text of one completion, of any length.
+        extraction: the setting `rewards.answer_extraction`.
 
     Returns:
         The answer as written, stripped; None when there is none, when it is empty, has an unclosed box (a truncated
@@ -72,11 +85,16 @@ def extract_answer(completion: str) -> str | None:
     if answer is None and has_box(completion):
         return None
     if answer is None:
-        lines = collections.deque(_ANSWER_LINE.finditer(completion), maxlen=1)
-        if not lines or "\\boxed" in lines[0][1]:
+        line = _last(_ANSWER_LINE, completion) or (_last(_STATED, completion) if extraction == "flexible" else None)
+        if line is None or "\\boxed" in (answer := line[1] or line[line.re.groups] or ""):
             return None
-        answer = without_special_tokens(lines[0][1]).strip().strip("*").strip()
+        answer = without_special_tokens(answer).strip().strip("*").strip()
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = collections.deque(pattern.finditer(text), maxlen=1)
+    return found[0] if found else None
 
 
 def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
@@ -204,14 +222,20 @@ def _compare_based(left: str, right: str) -> bool | None:
 def _compare_words(left: str, right: str) -> bool | None:
     left_words, right_words = unwrap_text(left).strip(), unwrap_text(right).strip()
     wrapped = (left_words, right_words) != (left, right)
+    left_words, right_words = _OPTION.sub("", left_words, count=1), _OPTION.sub("", right_words, count=1)
     choice = _CHOICE.fullmatch(right_words)
     if choice:
         picked = _CHOICE.fullmatch(left_words)
         if picked is None:
-            picked = _CHOICE_AND_VALUE.fullmatch(left_words)
+            picked = _CHOICE_AND_VALUE.fullmatch(left_words) or _CHOICE_AND_WORDS.fullmatch(left_words)
+            if picked and picked.re is _CHOICE_AND_WORDS and _DENIALS & set(picked[3].replace(",", " ").split()):
+                return None
             return None if picked is None else (picked[1] or picked[2]) == choice[1]
         in_any_case = wrapped or "(" in left_words + right_words
         return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())
+    for listed, joined, least in ((left_words, right_words, 2), (right_words, left_words, 3)):  # `A, C, D` and `ACD`
+        if _CHOICES.fullmatch(listed) and _CAPITALS.fullmatch(joined) and len(joined) >= least:
+            return re.findall("[A-H]", listed) == list(joined) == sorted(set(joined))
     if _CAPITALS.fullmatch(left_words) and _CAPITALS.fullmatch(right_words):
         return left_words == right_words
     if not (_WORDS.fullmatch(left_words) and _WORDS.fullmatch(right_words)):

@@ -16,7 +16,7 @@ from dcmdp_jax.rewards.math import algebra
 from dcmdp_jax.rewards.math.answers import compare_literals, split_tolerance
 from dcmdp_jax.rewards.math.intervals import as_intervals
 from dcmdp_jax.rewards.math.labels import equation_parts, is_name, named_elements, split_label
-from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, split_tuple, without_spaces
+from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, split_tuple, unwrap_text, without_spaces
 from dcmdp_jax.rewards.math.numbers import parse_number
 from dcmdp_jax.rewards.math.units import factors, measures
 
@@ -30,6 +30,15 @@ _OPERATION = re.compile(
     r"\\(?:operatorname ?\{ ?)?(i*+nt|lim|sum|prod|gcd|lcm|det|max|min|bmod)(?![a-zA-Z])|\\begin ?\{(vmatrix)\}"
     r"|\\frac ?\{ ?(d|\\partial) ?(?:\^ ?[0-9] ?)?+\} ?\{ ?(?:d|\\partial) ?[a-zA-Z]"
 )
+_MODULUS = re.compile(r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z]) ?\{? ?([0-9]++|[a-zA-Z]) ?\}? ?\)?\Z")
+_CHOICE_AND_VALUE = re.compile(r"(?:\(([A-H])\)[.:]?|([A-H])[.):]) (.+)", re.DOTALL)
+_TO = re.compile(r":|(?<=[0-9]) ?(?:\\text ?\{ ?to ?\}|(?<= )to(?= )) ?(?=[0-9])")
+_QUOTIENT = re.compile(r"\\frac ?\{ ?([0-9]++) ?\} ?\{ ?([0-9]++) ?\}|([0-9]++) ?/ ?([0-9]++)")
+_CUT_DECIMAL = re.compile(r"([+-]?[0-9]*+\.([0-9]{3,15}+))\\ldots")
+_ABOUT = re.compile(r"\A\s*+(?:\\text ?\{)?\s*+(?:about|approximately|approx\.?)\s*+\}?\s*+(?=[0-9])")
+_CLOCK = re.compile(r"[0-9]{1,2} ?: ?[0-9]{2}")
+_SMALL_INTEGER = re.compile(r"-?[0-9]{1,9}")
+_MAX_SPELLED_OUT = 1000
 _EMPTY_SETS = (r"\emptyset", r"\varnothing")
 _APPROXIMATES = 0.05
 
@@ -46,6 +55,7 @@ def equivalent(prediction: str, gold: str) -> bool:
     if decided is not None:
         return decided
     gold, tolerance = split_tolerance(gold)
+    gold = _ABOUT.sub("", gold, count=1)
     left = _without_approximation(normalize_answer(prediction))
     right = _without_approximation(normalize_answer(gold), trusted=True)
     if left is None or right is None or _leaves_work(left, right):
@@ -55,7 +65,10 @@ def equivalent(prediction: str, gold: str) -> bool:
         if not any(a == b for a, b in factors(left_measure, right_measure)):
             return False
         return algebra.within(split_label(left_measure.text)[1], right_measure.text, float(tolerance))
-    return _same(*as_intervals(prediction, left, right))
+    if cut := _CUT_DECIMAL.fullmatch(right):  # `3.14159\\ldots` is what begins so
+        half = (-1 if cut[1].startswith("-") else 1) * Fraction(4995, 10 ** (len(cut[2]) + 4))
+        return algebra.within(left, str(float((parse_number(cut[1]) or 0) + half)), abs(float(half)) * 1.0001)
+    return _same(*as_intervals(prediction, gold, left, right))
 
 
 def _leaves_work(left: str, right: str) -> bool:
@@ -68,25 +81,86 @@ def _leaves_work(left: str, right: str) -> bool:
 
 
 def _same(left: str, right: str) -> bool:
+    left, right = _pooled(left), _pooled(right)
     if without_spaces(left) == without_spaces(right):
         return True
+    residues = _residues(left, right)
+    if residues is not None:
+        return residues
     nested = _nested_sets(left, right)
     if nested is not None:
         return nested
-    left_items, right_items = named_elements(_elements(left)), named_elements(_elements(right))
+    left_items, right_items = (_spelled_out(named_elements(_elements(text))) for text in (left, right))
     if len(left_items) > 1 or len(right_items) > 1:
         if len(left_items) == 1 and _INTEGER_LIST.fullmatch(left):
             left_items = left.split(",")  # `5,113` may be the list 5, 113
         return _same_lists(left_items, right_items)
     # a set of one is its element; a list in brackets is what it was
     left, right = (items[0] if len(items) == 1 else text for items, text in ((left_items, left), (right_items, right)))
-    for comparison in (compare_literals, _measured, _ordered, _matrices, _equations, _ratios, _unions):
+    for comparison in (compare_literals, _choices, _measured, _ordered, _matrices, _equations, _ratios, _unions):
         decided = comparison(left, right)
         if decided is not None:
             return decided
     if bool(_RELATION.search(left)) != bool(_RELATION.search(right)) and not _is_set(left) and not _is_set(right):
         return False
-    return algebra.same_value(left, right)
+    try:
+        return algebra.same_value(left, right)
+    except RecursionError:  # sympy, of a sum to n
+        return False
+
+
+def _residues(left: str, right: str) -> bool | None:
+    r"""Compare `3 \pmod{7}`, `x \equiv 10 (mod 7)` and the like as residues; None unless one answer has a modulus."""
+    if "mod" not in left + right:
+        return None
+    texts = unwrap_text(left), unwrap_text(right)
+    found = [_MODULUS.search(text) for text in texts]
+    if found[0] is None or found[1] is None:
+        return None if found == [None, None] else False
+    parts = [text[: match.start()].split(r"\equiv") for text, match in zip(texts, found, strict=True) if match]
+    names = {without_spaces(part[0]) for part in parts if len(part) > 1}
+    if found[0][1] != found[1][1] or len(names) > 1 or max(map(len, parts)) > 2 or not all(map(is_name, names)):
+        return False
+    values = [part[-1].strip() for part in parts]
+    if all(map(_SMALL_INTEGER.fullmatch, values)) and found[0][1].isdigit() and int(found[0][1]):
+        return (int(values[0]) - int(values[1])) % int(found[0][1]) == 0
+    return all(values) and _same(*values)
+
+
+def _choices(left: str, right: str) -> bool | None:
+    """A reference `(B) 42` is matched by `B`, by `42` and by both."""
+    gold = _CHOICE_AND_VALUE.fullmatch(unwrap_text(right))
+    if gold is None or gold[1] is None:
+        return None
+    given = _CHOICE_AND_VALUE.fullmatch(unwrap_text(left))
+    if given is not None:
+        return (given[1] or given[2]) == gold[1] and _same(given[3], gold[3])
+    return _same(left, gold[1]) or _same(left, gold[3])
+
+
+def _spelled_out(items: list[str]) -> list[str]:
+    r"""`1, 2, \ldots, 5` as its five numbers where they are integers in even steps; any other list as it is."""
+    place = items.index(r"\ldots") if items.count(r"\ldots") == 1 else 0
+    ends = [item for item in items if item != r"\ldots"]
+    if place < 2 or place == len(ends) or not all(map(_SMALL_INTEGER.fullmatch, ends)):
+        return items
+    numbers = list(map(int, ends))
+    step = numbers[1] - numbers[0]
+    whole = range(numbers[0], numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
+    if not len(numbers) <= len(whole) <= _MAX_SPELLED_OUT:
+        return items
+    fits = [*whole[:place], *whole[place - len(numbers) :]] == numbers
+    return list(map(str, whole)) if fits else items
+
+
+def _pooled(text: str) -> str:
+    r"""A union with its finite sets as one: `\{1\} \cup \{2, 3\}` is `\{1, 2, 3\}`."""
+    parts = [part.strip() for part in _UNION.split(text)]
+    finite = [part for part in parts if _inside_set(part) and not re.search(r"[|:]|\\mid", part)]
+    if len(finite) < 2:
+        return text
+    items = dict.fromkeys(item for part in finite for item in split_elements(_inside_set(part) or "", ","))
+    return r" \cup ".join([rf"\{{{', '.join(items)}\}}", *(part for part in parts if part not in finite)])
 
 
 def _measured(left: str, right: str) -> bool | None:
@@ -240,10 +314,16 @@ def _equations(left: str, right: str) -> bool | None:
 
 
 def _ratios(left: str, right: str) -> bool | None:
-    """Compare `11:21` and `12:00` part by part; ratios in other terms do not match."""
-    left_parts, right_parts = left.split(":"), right.split(":")
+    """Compare `11:21`, `11 to 21` and `11/21` part by part; ratios in other terms do not match, nor times of day."""
+    left_parts, right_parts = _TO.split(left), _TO.split(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
+    if len(left_parts) != len(right_parts) and not any(map(_CLOCK.fullmatch, (left, right))):
+        quotients = [_QUOTIENT.fullmatch(text) for text in (left, right)]
+        left_parts, right_parts = (
+            [match[1] or match[3], match[2] or match[4]] if match else parts
+            for match, parts in zip(quotients, (left_parts, right_parts), strict=True)
+        )
     return len(left_parts) == len(right_parts) and all(
         _same(a.strip(), b.strip()) for a, b in zip(left_parts, right_parts, strict=True) if (a or b)
     )

@@ -14,6 +14,7 @@ from typing import Any
 DIGITS = 60
 _POINTS = 6
 _MAX_DECADES = 2000
+_MAX_EXACT_DIGITS = 1_000_000
 _MAX_SPREAD = 200
 _MAX_SPREAD_OF_EXPONENTS = 3
 
@@ -38,7 +39,7 @@ def same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None = 
     symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
     decades = _decades(left, right)
     if decades > _MAX_DECADES:
-        return bool(left == right)
+        return bool(left == right or (not symbols and _same_integers(left, right)))
     # A constant however small beside the others must show.
     digits = DIGITS + 2 * decades
     agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
@@ -60,6 +61,14 @@ def same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None = 
     if False in verdicts:
         return no
     return True if verdicts.count(True) >= _POINTS else None
+
+
+def _same_integers(left: Any, right: Any) -> bool:
+    """Whether two constants of at most `_MAX_EXACT_DIGITS` digits are one rational: `2024!` and `2024(2023!)`."""
+    if max(_size(left), _size(right)) > _MAX_EXACT_DIGITS:
+        return False
+    left, right = left.doit(), right.doit()
+    return bool(left.is_Rational and left == right)
 
 
 def is_exact(left: Any, right: Any) -> bool:
@@ -166,14 +175,15 @@ def sample_points(
 
 def _decades(left: Any, right: Any) -> int:
     """Number of powers of ten that the constants of two expressions span together, with a margin."""
+    return int(min(2.0 + _size(left) + _size(right), _MAX_DECADES)) + 1
+
+
+def _size(value: Any) -> float:
+    """Number of powers of ten that the constants of an expression span."""
     from sympy import log
 
-    decades = 2.0
-    for value in (left, right):
-        for part in {part for part in _parts(value) if part.is_number and part.is_finite and part != 0}:
-            size = float(abs(log(abs(part)).evalf(5))) / 2.302585 if part.is_number else 0.0
-            decades += size
-    return int(min(decades, _MAX_DECADES)) + 1
+    parts = {part for part in _parts(value) if part.is_number and part.is_finite and part != 0}
+    return sum(float(abs(log(abs(part)).evalf(5))) / 2.302585 for part in parts)
 
 
 def _parts(value: Any) -> list[Any]:

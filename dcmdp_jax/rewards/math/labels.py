@@ -10,7 +10,7 @@ import re
 from dcmdp_jax.rewards.math.notation import split_tuple, unwrap_text, without_spaces
 from dcmdp_jax.rewards.math.units import vocabulary
 
-_EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)|\\in(?![a-zA-Z])")
+_EQUALS = re.compile(r"(?<![<>!\\:=])(?<!_\{[a-z])(?<!_\{[a-z] )=(?!=)|\\in(?![a-zA-Z])")
 _LETTERS = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|"
     "upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega|ell|hbar"
@@ -19,7 +19,7 @@ _QUANTITIES = vocabulary(
     "answer area length width height volume perimeter circumference radius diameter distance speed velocity rate time "
     "probability cost price sum product difference ratio total number average mean median mode range max min maximum "
     "minimum value result slope angle degree side base age weight mass gcd lcm det rank order period amplitude domain "
-    "solution solutions root roots the of is a an surface final"
+    "solution solutions root roots the of is a an surface final ans"
 )
 _INDEX = r"(?: ?_ ?(?:\{[^{}=<>]*+\}|\\[a-zA-Z]++|[a-zA-Z0-9]))?+"
 _NAME = re.compile(

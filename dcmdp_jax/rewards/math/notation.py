@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dcmdp_jax.rewards.math.unicode_math import to_latex
-from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, unit_words, vocabulary
+from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, is_unit, unit_words, vocabulary
 
 _BOXED = re.compile(r"\\boxed\s*+\{")
 # What brackets nothing or balances at once, then braces that matter. It matches wherever it is tried.
@@ -55,38 +55,64 @@ _BRACED_INDEX = re.compile(r"_ ?\{ ?([a-zA-Z0-9]) ?\}")
 _PRIMES = re.compile(r"\^ ?(?:\{ ?((?:\\prime ?)++)\}|(\\prime(?![a-zA-Z])))")
 _DIGIT_GROUPS = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))++")
 
-_REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"[−–]", "-"),
-        (r"×", r"\\times "),
-        (r"(?<!\\)\\n(?![a-zA-Z])", " "),
-        (r"(?<=[0-9]) ?(?:,\\!|\{,\}) ?(?=[0-9]{3})", ","),
-        (r"(?<!\\)\\(?:\!|,)", ""),
-        (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " "),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}"),
-        (r"\\sqrt ?([0-9])", r"\\sqrt{\1}"),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?= ?[\[\](){}|.\\])(?!\\[a-zA-Z]) ?(?:\.(?![0-9]))?", ""),
-        (r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{))(?![a-zA-Z])", ""),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:leqslant|le)(?![a-zA-Z])|<=|≤", r"\\leq "),
-        (r"\\(?:geqslant|ge)(?![a-zA-Z])|>=|≥", r"\\geq "),
-        (r"\\ne(?![a-zA-Z])|!=|≠", r"\\neq "),
-        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°", r"\\degree "),
-        (r"\\pounds(?![a-zA-Z])|\\£", "£"),
-        (r"\\euro(?![a-zA-Z])|\\€", "€"),
-        (r"(?<=[0-9])\.(?= ?[/*])", ""),
-        (r"\b(?:np|math)\.(?=[a-z])", r"\\"),
-        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
-        (r"\\%", "%"),
-    )
+# (pattern, what takes its place, a case, what becomes of it), in this order.
+_RULES: tuple[tuple[str, str, str, str], ...] = (
+    (r"[−–]", "-", "−3", "-3"),
+    (r"×", r"\\times ", "2×3", r"2\times 3"),
+    (r"(?<!\\)\\n(?![a-zA-Z])", " ", r"5\n", "5 "),
+    (r"(?<=[0-9]) ?(?:,\\!|\{,\}) ?(?=[0-9]{3})", ",", "1{,}000", "1,000"),
+    (r"(?<!\\)\\(?:\!|,)", "", r"5\,", "5"),
+    (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " ", r"5\;cm", "5 cm"),
+    (r"\\colon(?![a-zA-Z])", ":", r"2\colon3", "2:3"),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", r"\dfrac12", r"\frac12"),
+    (r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}", r"\frac12", r"\frac{1}{2}"),
+    (r"(?<![\\a-zA-Z])sqrt(?![a-zA-Z])", r"\\sqrt", "2sqrt(3)", r"2\sqrt(3)"),
+    (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])|\\(?:uppi|textpi)(?![a-zA-Z])", r"\\pi ", "2pi/3", r"2\pi /3"),
+    (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty ", "(0,inf)", r"(0,\infty )"),
+    (r"\\sqrt ?([0-9])", r"\\sqrt{\1}", r"\sqrt2", r"\sqrt{2}"),
+    (r"\\sqrt ?\(([^()]*+)\)", r"\\sqrt{\1}", r"\sqrt(x+1)", r"\sqrt{x+1}"),
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?= ?[\[\](){}|.\\])(?!\\[a-zA-Z]) ?(?:\.(?![0-9]))?", "", r"\left(5", "(5"),
+    (r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{)|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
+     r"(?![a-zA-Z])", "", r"\large 5", " 5"),
+    (r"\\lt(?![a-zA-Z])", "<", r"x\lt 5", "x< 5"),
+    (r"\\gt(?![a-zA-Z])", ">", r"x\gt 5", "x> 5"),
+    (r"\\(?:leqslant|le)(?![a-zA-Z])|<=|≤", r"\\leq ", "x<=5", r"x\leq 5"),
+    (r"\\(?:geqslant|ge)(?![a-zA-Z])|>=|≥", r"\\geq ", "x>=5", r"x\geq 5"),
+    (r"\\ne(?![a-zA-Z])|!=|≠", r"\\neq ", "x!=5", r"x\neq 5"),
+    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°", r"\\degree ", r"5^\circ", r"5\degree "),
+    (r"\\pounds(?![a-zA-Z])|\\£", "£", r"\pounds 5", "£ 5"),
+    (r"\\euro(?![a-zA-Z])|\\€", "€", r"\euro 5", "€ 5"),
+    (r"\\(?:dots[cbmio]?|cdots|hdots)(?![a-zA-Z])|(?<=,) ?\.\.\.", r"\\ldots ", "1,2,...,9", r"1,2,\ldots ,9"),
+    (r"(?<![0-9])([0-9]*+\.[0-9]++) ?(?:\.\.\.|\\ldots(?![a-zA-Z]))", r"\1\\ldots ", "0.33...", r"0.33\ldots "),
+    (r"(?<=[0-9])\.(?= ?[/*])", "", "5./2", "5/2"),
+    (r"\b(?:np|math)\.(?=[a-z])", r"\\", "np.exp(5)", r"\exp(5)"),
+    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset ", r"\varnothing", r"\emptyset "),
+    (r"\\(?:operatorname|mathrm|textrm|text|rm) ?\{ ?(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|ln|log|lg|exp) ?\}",
+     r"\\\1 ", r"\mathrm{ln}2", r"\ln 2"),
+    (r"\\lg(?![a-zA-Z])", r"\\log_{10}", r"\lg 2", r"\log_{10} 2"),
+    (r"\\mathrm ?\{ ?C ?\} ?_ ?(?:\{([^{}]*+)\}|([0-9a-z])) ?\^ ?(?:\{([^{}]*+)\}|([0-9a-z]))", r"\\binom{\1\2}{\3\4}",
+     r"\mathrm{C}_{5}^2", r"\binom{5}{2}"),
+    (r"(^|\\cup ?|\\in ?|=) ?\](?=[^\[\](),;]*+[,;][^\[\]()]*+[\[\]])", r"\1(", "]0,1]", "(0,1]"),
+    (r"(?<=[\[(])(?=[^\[\](),;]*+[,;])([^\[\]()]*+)\[(?= ?(?:$|\\cup))", r"\1)", "(0,1[", "(0,1)"),
+    (r"\\%", "%", r"5\%", "5%"),
+)  # fmt: skip
+_REPLACEMENTS = tuple((re.compile(pattern), replacement) for pattern, replacement, _, _ in _RULES)
+# A factor set upright or bold: `2+3\mathrm{i}` is `2+3i`. What may be a unit (`5\mathrm{m}`) or a choice stays.
+_UPRIGHT = re.compile(
+    r"(?P<factor>(?<=[0-9})]) ?)?+"
+    r"\\(?:(?P<bold>mathbf|bm|textbf)|(?P<text>text(?:rm|it)?)|mathrm|mathit|operatorname|rm) ?"
+    r"\{ ?(?P<name>[a-zA-Z]|\\[a-zA-Z]++) ?\}(?P<applied>(?= ?(?P<index>_)|\())?+"
 )
+_ALIGNED = re.compile(r" ?\\(?:begin|end) ?\{(?:aligned|align\*?|gathered|gather\*?|split)\} ?")
+_QUOTES = {'"': '"', "'": "'", "`": "`'", "*": "*", "“": "”", "‘": "’", "«": "»", "„": "“”"}
+_IN_TEXT = r"\A(\\(?:text|mathrm|textbf) ?\{)? ?"
+_VALUE_NEXT = r"(?=[0-9+\-.$\\(])"
+_LABEL = re.compile(rf"{_IN_TEXT}([A-Za-z]{{3,}}+(?: [A-Za-z]++)*+) ?:(?(1) ?\}}) ?{_VALUE_NEXT}")
+_EXACTLY = re.compile(rf"{_IN_TEXT}(?:exactly|precisely)(?(1) ?\}}| ) ?{_VALUE_NEXT}", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` without surrounding space; None when there is none or it is not closed.
+    r"""Content of the last `\boxed{...}` without surrounding space; None when there is none, or one is not closed.
 
     A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take part in the balance.
     """
@@ -110,8 +136,7 @@ def last_boxed(text: str) -> str | None:
                 if begin > start:
                     start, end = begin, token.start("close") + depth - inside
             depth = after
-    unclosed = boxes[-1][1] if boxes else -1
-    return text[start:end].strip() if start > unclosed else None
+    return text[start:end].strip() if start >= 0 and not boxes else None
 
 
 def has_box(text: str) -> bool:
@@ -135,18 +160,33 @@ def normalize_answer(answer: str) -> str:
     boxed = last_boxed(text)
     if boxed is not None:
         text = boxed
+    text = _without_rows(_unquoted(text))
     text = _outside_delimiters(_without_ornament(to_latex(text)))
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
-    text = _SPACE.sub(" ", text)
+    text = _SPACE.sub(" ", upright(text))
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
     text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = _POWER_BEFORE_INDEX.sub(r"\1\3\2", _BRACED_INDEX.sub(r"_\1", text))
-    text = _unwrapped_value(text.strip())
+    text = _EXACTLY.sub("", _LABEL.sub(r"\2 = ", _unwrapped_value(text.strip()), count=1), count=1)
     plain = unwrap_text(text)
     if not _WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
         text = _CONJUNCTION.sub(", ", text)
     return _SPACE.sub(" ", text).strip().rstrip(" ,;.\\")
+
+
+def upright(text: str) -> str:
+    r"""Variables and constants without their commands: `\mathrm{e}`, `\operatorname{i}`, `2\text{x}`, `5\text{k}`."""
+    return _UPRIGHT.sub(lambda match: _plain(match, whole=len(text)), text)
+
+
+def _plain(match: re.Match[str], whole: int) -> str:
+    name, stands_alone = match["name"], match["factor"] is None and match["applied"] is None
+    if len(name) > 1:
+        return match[0] if match["bold"] else f"{name} "
+    keeps = (is_unit(name) and match["index"] is None) or (match["bold"] is not None and name != "e")
+    keeps |= stands_alone and (name.isupper() or (match["text"] is not None and len(match[0]) == whole))
+    return match[0] if keeps else name
 
 
 def without_spaces(text: str) -> str:
@@ -226,6 +266,23 @@ def _closing_braces(text: str) -> dict[int, int]:
             closes[opened.pop()] = position
         position += 1
     return closes
+
+
+def _unquoted(text: str) -> str:
+    """The text without quotes, backticks or asterisks around the whole."""
+    start, end = 0, len(text.rstrip(" ."))
+    while end - start > 2 and text[end - 1] in _QUOTES.get(text[start], ""):
+        start, end = start + 1, end - 1
+    return text[start:end].strip() if start else text
+
+
+def _without_rows(text: str) -> str:
+    r"""`\begin{aligned} x &= 2 \\\\ y &= 3 \end{aligned}` as `x = 2, y = 3`; a row that begins with `=` goes on."""
+    plain = _ALIGNED.sub(" ", text)
+    if plain == text or r"\begin" in plain:
+        return text
+    rows = [row.replace("&", "").strip(" ,;.") for row in plain.split(r"\\")]
+    return "".join(row if row.startswith("=") else f", {row}" for row in rows if row).removeprefix(", ")
 
 
 def _unwrapped_value(text: str) -> str:

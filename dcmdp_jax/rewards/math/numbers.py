@@ -10,7 +10,13 @@ _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
 _GROUPED = re.compile(r"([+-]?)([1-9][0-9]{0,2}(?:(?:,[0-9]{3})++|(?: [0-9]{3})++))((?:\.[0-9]++)?)")
 _DECIMAL = re.compile(r"([+-]?)([0-9]*+)(?:\.([0-9]*+))?(?:[eE]([+-]?[0-9]++))?")
-_REPEATING = re.compile(r"([+-]?)([0-9]*+)\.([0-9]*+)\\(?:overline|bar) ?\{([0-9]++)\}")
+# `0.1\overline{6}`, `0.1(6)`, `0.1\dot{6}`, `0.\dot{1}4\dot{2}`, and `0.1666\ldots` with its period thrice, or twice.
+_REPEATING = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)\.(?P<fixed>[0-9]*+)"
+    r"(?:\\(?:overline|bar) ?\{(?P<over>[0-9]++)\}|\((?P<round>[0-9]++)\)|(?P<dots>\\ldots)"
+    r"|\\dot ?\{?(?P<first>[0-9])\}?(?:(?P<between>[0-9]*+)\\dot ?\{?(?P<last>[0-9])\}?)?+)"
+)
+_PERIOD = re.compile(r"(?P<fixed>[0-9]{0,20}?)(?P<period>(?P<one>[0-9]{1,20}?)(?P=one){1,40}+)")
 _SCIENTIFIC = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<mantissa>[0-9]++(?:\.[0-9]*+)?|\.[0-9]++) ?(?:\\times|\\cdot|\*|×) ?)?"
     r"10 ?(?:\^|\*\*) ?(?:\{ ?(?P<braced>[+-]? ?[0-9]++) ?\}|\( ?(?P<round>[+-]?[0-9]++) ?\)|(?P<bare>[+-]?[0-9]++))"
@@ -98,6 +104,12 @@ def _read_repeating(text: str) -> Fraction | None:
     match = _REPEATING.fullmatch(text)
     if match is None:
         return None
-    whole, fixed, period = int(match[2] or 0), match[3], match[4]
+    fixed = match["fixed"]
+    period = match["over"] or match["round"] or "".join(match[name] or "" for name in ("first", "between", "last"))
+    if match["dots"]:
+        repeated = _PERIOD.fullmatch(fixed)
+        if repeated is None or len(repeated["period"]) < 3:
+            return None
+        fixed, period = repeated["fixed"], repeated["one"]
     repeating = Fraction(int(period), 10 ** len(period) - 1)
-    return _sign(match[1]) * (whole + (int(fixed or 0) + repeating) / 10 ** len(fixed))
+    return _sign(match["sign"]) * (int(match["whole"] or 0) + (int(fixed or 0) + repeating) / 10 ** len(fixed))

@@ -28,6 +28,7 @@ _SYMBOLS = str.maketrans(
         "″": "''", "…": r"\ldots ", "⋯": r"\cdots ", "∣": r"\mid ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
         "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
         "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "⟨": r"\langle ", "⟩": r"\rangle ", "⩽": r"\leq ", "⩾": r"\geq ",
+        "：": ":", "，": ", ", "；": "; ", "（": "(", "）": ")",
         **{letter: rf"\{name} " for letter, name in zip(_GREEK, _GREEK_NAMES, strict=True)},
     }
 )  # fmt: skip

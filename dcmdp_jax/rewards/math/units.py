@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from fractions import Fraction
 
@@ -36,6 +37,7 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     (_MASS, "g gram", "1"),
     (_MASS, "mg milligram", "1/1000"),
     (_MASS, "kg kilogram", "1000"),
+    (_MASS, "Mg megagram tonne", "1000000"),
     (_MASS, "lb pound", "453.59237"),
     (_MASS, "oz ounce", "28.349523125"),
     (_TIME, "s sec second", "1"),
@@ -44,7 +46,7 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     (_TIME, "ns nanosecond", "1/1000000000"),
     (_TIME, "min minute", "60"),
     (_TIME, "h hr hour", "3600"),
-    (_TIME, "day", "86400"),
+    (_TIME, "d day", "86400"),
     (_TIME, "week", "604800"),
     ("months", "month", "1"),
     ("months", "year yr", "12"),
@@ -76,6 +78,7 @@ _MEASURES: tuple[tuple[str, str, str], ...] = (
     ("current", "A ampere", "1"),
     ("frequency", "Hz hertz", "1"),
     ("pressure", "Pa pascal", "1"),
+    ("field", "T tesla", "1"),
     ("amount", "mol mole", "1"),
     ("acre", "acre", "1"),
     ("hectare", "hectare", "1"),
@@ -106,7 +109,11 @@ _CHANGES_A_VALUE = vocabulary(
     "except factorial fewer fifth fourth from greater half halves hex if inf infinite infinity least less log many "
     "maybe minus mod modulo more most neither never no nor not of off or out over percent percentage plus power "
     "quarter raised root score sixth some square squared sqrt tenth than third times to triple twice under up when "
-    "where with without wrong"
+    "where with without wrong "
+    # functions; parts and multiples of a number
+    "arc arg cos cosec cosh cot csc det exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs "
+    "hundredth thousandth millionth billionth seventh eighth ninth ten one gross fold grand "
+    "quadrillion quintillion"
 )
 
 
@@ -129,6 +136,9 @@ _AMBIGUOUS = frozenset(
 ).difference(_CLEAR)
 """Without a text command around it, a lone letter or a pair such as `mA` is variables."""
 
+_NOUN = re.compile(r"(?=[a-z]{0,40}[aeiouy])[a-z]{3,40}+")
+"""A noun of a reference that no list has; `5\\text{k}` or `3\\mathrm{e}` has a factor instead."""
+_PROSE = re.compile(r"\\(?:text|mbox)")
 TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline) ?\{"
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
@@ -140,6 +150,8 @@ _PIECE = re.compile(
 )
 _TEXT_CONTENT = re.compile(r"\{([^{}]*+)\}$")
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
+_TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
+_AMOUNT = re.compile(r" ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
 _CURRENCY = re.compile(r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)) ?")
 _CURRENCIES = ("money", "euro", "sterling", "yen")
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
@@ -216,6 +228,11 @@ def unit_words(text: str) -> bool:
     return _read(text, any_noun=False, letters=True) is not None
 
 
+def is_unit(word: str) -> bool:
+    """Whether a word is the name of a unit as it is written."""
+    return word in _BY_NAME
+
+
 @functools.lru_cache(maxsize=4096)
 def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
     found = Quantity(text)
@@ -224,9 +241,12 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
         kind = next(name for name, group in zip(_CURRENCIES, currency.groups()[1:], strict=True) if group)
         text = currency[1] + text[currency.end() :]
         found = Quantity(text, dimension=((kind, 1),))
+    if (together := _sum_of_amounts(text)) is not None:
+        return together
     start = _tail_start(text, letters)
     for begin in start:
-        unit = _read(text[begin:], any_noun=any_noun, letters=letters)
+        spaced = text[begin - 1 : begin] == " " or "{ " in text[begin:]  # else a factor
+        unit = _read(text[begin:], any_noun=any_noun and spaced, letters=letters)
         value = text[:begin].rstrip()
         if unit is None or not value or (unit.percent and value.endswith("%")):
             continue
@@ -239,6 +259,21 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
             return dataclasses.replace(unit, text=value, dimension=tuple(sorted(joined.items())))
         return dataclasses.replace(unit, text=value)
     return found
+
+
+def _sum_of_amounts(text: str) -> Quantity | None:
+    r"""`1 hour 30 minutes`, `5\text{ feet }3\text{ inches}` in the dimension's own unit; None for anything else."""
+    plain, position, total, sizes = " ".join(_TEXT.sub(r" \1 ", text).split()), 0, Fraction(0), []
+    while match := _AMOUNT.match(plain, position):
+        known, value = _look_up(match[2]), parse_number(match[1])
+        if known is None or value is None:
+            return None
+        sizes.append(known)
+        total, position = total + value * known[1], match.end()
+    falling = all(a[0] == b[0] and a[1] > b[1] for a, b in itertools.pairwise(sizes))
+    if len(sizes) < 2 or position < len(plain) or not falling:
+        return None
+    return Quantity(str(total), dimension=((sizes[0][0], 1),))
 
 
 def _tail_start(text: str, letters: bool) -> list[int]:
@@ -270,10 +305,11 @@ def _tail_start(text: str, letters: bool) -> list[int]:
 
 def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is no unit."""
-    plain, in_text = [], False
+    plain, in_text, in_prose = [], False, False
     for piece in _PIECE.finditer(tail):
         if piece.lastgroup == "text":
             in_text = True
+            in_prose |= _PROSE.search(piece[0]) is not None
             content = _TEXT_CONTENT.search(piece[0])
             plain.append(f" {content[1]} " if content else "")
         elif piece.lastgroup == "scale":
@@ -282,7 +318,7 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             return None
         else:
             plain.append(piece[0])
-    return _read_words("".join(plain), any_noun=any_noun and in_text, letters=letters or in_text)
+    return _read_words("".join(plain), any_noun=any_noun and in_prose, letters=letters or in_text)
 
 
 def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
@@ -292,7 +328,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     sign, next_power, last = 1, 1, None
     nouns, lone_letters, joined, position = [], 0, False, 0
     for token in _UNIT_TOKEN.finditer(text):
-        if text[position : token.start()].strip(" }·"):
+        if text[position : token.start()].strip(" }·()"):
             return None
         position = token.end()
         word = token[0]
@@ -320,8 +356,9 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             scale *= _SCALES.get(word) or _SCALES[word[:-1]]
         else:
             known = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
-            if known is None and any_noun and word.lower().rstrip(".") not in _CHANGES_A_VALUE:
-                nouns.append(_singular(word.lower().rstrip(".")))
+            noun = word.lower().rstrip(".")
+            if known is None and any_noun and _NOUN.fullmatch(noun) and not {noun, noun[:-1]} & _CHANGES_A_VALUE:
+                nouns.append(_singular(noun))
                 continue
             if known is None:
                 return None
@@ -331,7 +368,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             powers[name] = powers.get(name, 0) + power
             size *= one**power
             sign, next_power, last = 1, 1, (name, power, one)
-    if text[position:].strip(" .,}") or next_power != 1 and not powers:
+    if text[position:].strip(" .,})") or next_power != 1 and not powers:
         return None
     if lone_letters and not letters and not joined:
         return None
@@ -350,7 +387,8 @@ def _look_up(word: str) -> tuple[str, Fraction] | None:
     word = word.rstrip(".")
     lower = word.lower()
     for name in (word, lower, lower.removesuffix("s"), lower.removesuffix("es")):
-        if name in _BY_NAME and (name == word or len(name) > 1):
+        # `Km` is `km`, but `Mg` is not `mg`, `Nm` not `nm`.
+        if name in _BY_NAME and (name == word or len(name) > 2 or (len(name) > 1 and word[0] not in "MNU")):
             return _BY_NAME[name]
     singular = _singular(lower)
     return (singular, Fraction(1)) if singular in _COUNTED else None

@@ -5,7 +5,7 @@ Most of a batch is decided in the trainer's process by `answers`: completions wi
 
 A reward is a function of the completion and its reference answer, with two exceptions that are counted:
 - The time limit of a comparison counts its own processor time. An answer that needs almost exactly the limit can get
-  either reward; so can a slow answer on a machine so busy that ten times the limit passes first.
+  either reward; so can a slow answer on a machine so busy that the limit of its wall-clock time passes first.
 - The budget of a batch is wall-clock time. When it is used up, undecided answers get reward 0, so rewards depend on the
   machine and a resumed run need not repeat them. The default is far above the need of ordinary batches. Only slow
   answers wait long: each gets its whole limit after all others had a first try.
@@ -26,6 +26,8 @@ from dcmdp_jax.rewards.worker_pool import Outcome, Task, WorkerPool
 
 _LOG = logging.getLogger(__name__)
 _PROGRAM = ("-m", "dcmdp_jax.rewards.math.verifier_worker")
+# Of a comparison on the wall, where another process has the processor: a loaded machine gets it done, a sleeper ends.
+_WALL_FACTOR, _WALL_SECONDS = 3, 15.0
 _OVER_BUDGET = "over budget"
 _Pair = tuple[str, str]
 
@@ -62,15 +64,18 @@ class Verifier:
 
     Args:
         num_workers: worker processes, at least 1.
-        timeout_s: seconds of processor time one comparison may take in a worker, above 0. On a busy machine it may take
-            ten times as long in wall-clock time, and 10 seconds more.
+        timeout_s: seconds of processor time one comparison may take in a worker, above 0. In wall-clock time it may
+            take three times as long, and 15 seconds more; its short first try a third of that.
         budget_s: longest time `grade` waits for the comparisons of one batch, in seconds; 0 for no budget.
+        extraction: what is a completion's answer, the setting `rewards.answer_extraction`.
 
     Raises:
         ValueError: if an argument is out of range.
     """
 
-    def __init__(self, num_workers: int = 2, timeout_s: float = 5.0, budget_s: float = 120.0) -> None:
+    def __init__(
+        self, num_workers: int = 2, timeout_s: float = 5.0, budget_s: float = 120.0, extraction: str = "strict"
+    ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers = {num_workers}: at least 1 verifier process is needed")
         if not timeout_s > 0:
@@ -80,7 +85,8 @@ class Verifier:
         self._pool = WorkerPool(_PROGRAM, num_workers)
         self._timeout_s = timeout_s
         self._budget_s = budget_s
-        self._warned = False
+        self._extraction = extraction
+        self._warned = self._graded = False
         self._closed = False
         # Every started pair that is not yet graded is in one of the two.
         self._decided: dict[_Pair, bool | str] = {}
@@ -123,6 +129,9 @@ class Verifier:
         self._wait_for({pair for pair in pairs if pair in self._tasks})
         results = [None if pair is None else self._decided[pair] for pair in pairs]
         self._decided.clear()
+        if results and not self._graded:
+            self._graded = True
+            self._say_where_answers_are(completions, pairs)
         over_budget = results.count(_OVER_BUDGET)
         if over_budget and not self._warned:
             self._warned = True
@@ -141,6 +150,21 @@ class Verifier:
             unparsed=pairs.count(None),
         )
 
+    def found_answer(self, completion: str) -> str | None:
+        """The answer that a completion is judged by; None without one."""
+        return extract_answer(completion, self._extraction)
+
+    def _say_where_answers_are(self, completions: Sequence[str], pairs: Sequence[_Pair | None]) -> None:
+        """Log once if no completion of the first batch has an answer: they all get reward 0."""
+        if any(pair is not None for pair in pairs):
+            return
+        stated = sum(extract_answer(completion, "flexible") is not None for completion in completions)
+        _LOG.warning(
+            'none of the first %d completions has an answer in \\boxed{} or after "Answer:", so all get reward 0; %d '
+            'have one as "#### 72" or "The answer is 72", which rewards.answer_extraction=flexible reads (it is %s)',
+            *(len(completions), stated, self._extraction),
+        )
+
     def close(self) -> None:
         """Kill the workers. Harmless when called again."""
         self._closed = True
@@ -154,14 +178,16 @@ class Verifier:
             raise RuntimeError("the verifier is closed: make a new one")
         pairs: list[_Pair | None] = []
         for completion, answer in zip(completions, answers, strict=True):
-            prediction = extract_answer(completion)
+            prediction = self.found_answer(completion)
             pair = None if prediction is None else (prediction, answer)
             pairs.append(pair)
             if pair is None or pair in self._decided or pair in self._tasks:
                 continue
             equal = compare_literals(*pair)
             if equal is None:
-                self._tasks[pair] = Task(key=pair, args=pair, cpu_s=self._timeout_s, wall_s=10 * self._timeout_s + 10)
+                self._tasks[pair] = Task(
+                    key=pair, args=pair, cpu_s=self._timeout_s, wall_s=_WALL_FACTOR * self._timeout_s + _WALL_SECONDS
+                )
                 self._pool.submit(self._tasks[pair])
             else:
                 self._decided[pair] = equal

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcmdp_jax.rewards.math import notation
 from dcmdp_jax.rewards.math.answers import (
     MAX_ANSWER_CHARACTERS,
     answer_defect,
@@ -26,6 +28,9 @@ from dcmdp_jax.rewards.math.numbers import parse_number
         (r"\boxed{\{x_{1}, x_{2}\}}", r"\{x_{1}, x_{2}\}"),
         (r"\boxed{5} and then \boxed{6", None),  # the second was cut off
         (r"\boxed{we get \boxed{7}}", "7"),
+        (r"\boxed{7 \boxed{7}", None),  # the outer one is not closed
+        (r"so \boxed{3 or \boxed{5} it is", None),
+        ("Answer：42", "42"),
         (r"} stray \boxed {3} }", "3"),
         ("Answer: 41 was a guess.\nAnswer: 42", "42"),
         ("**Answer:** $42$", "$42$"),
@@ -42,6 +47,32 @@ from dcmdp_jax.rewards.math.numbers import parse_number
 )
 def test_extract_answer(completion: str, answer: str | None) -> None:
     assert extract_answer(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("6*7=42\n#### 42", "42"),
+        ("#### 41\nno:\n#### $1,042$<|im_end|>", "$1,042$"),
+        ("The answer is: 42.", "42"),
+        ("So the final answer is **4.5**. I am sure.", "4.5"),
+        ("the answer to the question is $x=3$, as said", "$x=3$, as said"),
+        ("the answer is 41\nAnswer: 42\nthe answer is 43", "42"),  # what is strict goes before
+        (r"the answer is 41, \boxed{42}", "42"),
+        (r"the answer is \boxed{42", None),
+        ("the answers are 42", None),
+        ("42", None),
+    ],
+)
+def test_the_flexible_extraction_reads_what_small_models_write(completion: str, answer: str | None) -> None:
+    assert extract_answer(completion, "flexible") == answer
+    strict = extract_answer(completion)
+    assert strict == (answer if "Answer:" in completion or "boxed" in completion else None)
+
+
+def test_every_rule_of_the_notation_does_what_its_case_says() -> None:
+    for pattern, replacement, case, result in notation._RULES:
+        assert re.sub(pattern, replacement, case) == result != case, pattern
 
 
 @given(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.rewards.math.equivalence import equivalent
+from dcmdp_jax.rewards.plain_math_verify import math_verify
 from tests.rewards.math.judging import judge
 
 _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "verifier"
@@ -102,6 +103,19 @@ def test_equivalent(prediction: str, gold: str) -> None:
 )
 def test_not_equivalent(prediction: str, gold: str) -> None:
     assert not equivalent(prediction, gold)
+
+
+def test_plain_math_verify_drops_no_factor_either() -> None:
+    pairs = [
+        (r"7-4\mathrm{i}", "3"),
+        (r"6\mathrm{e}", "6"),
+        (r"7\text{k}", "7"),
+        ("6", r"6\mathrm{e}"),
+        (r"8\text{M}", "8"),
+    ]
+    pairs += [(r"6\mathrm{e}", "6e"), (r"7-4\mathrm{i}", "7-4i"), (r"9\text{ cm}", "9")]
+    rewards = math_verify([rf"\boxed{{{right}}}" for _, right in pairs], [gold for gold, _ in pairs])
+    assert rewards == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_judge_takes_the_answer_from_the_completion() -> None:

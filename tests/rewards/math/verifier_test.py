@@ -90,6 +90,30 @@ def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(m
     assert (grades.rewards.tolist(), grades.timeouts) == ([1.0], 0)
 
 
+def test_an_answer_that_waits_ends_by_the_clock(monkeypatch) -> None:
+    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._PROGRAM", (*PROGRAM, "sleep", "20"))
+    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._WALL_SECONDS", 0.1)
+    with Verifier(num_workers=1, timeout_s=0.3) as pool:
+        grades = pool.grade([_boxed("x+1")], ["1+x"])  # rewarded, were it to wait
+    assert (grades.rewards.tolist(), grades.timeouts) == ([0.0], 1)
+
+
+def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_them(caplog) -> None:
+    texts, answers = ["#### 7", "the answer is 7.", "no idea"], ["7", "7", "7"]
+    with Verifier() as pool:
+        assert pool.grade(texts, answers).unparsed == 3 and pool.found_answer("#### 7") is None
+        pool.grade(texts, answers)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("none of the first 3 completions has an answer") and "2 have one" in said
+    assert "rewards.answer_extraction=flexible" in said
+    caplog.clear()
+    with Verifier(extraction="flexible") as pool:
+        assert pool.grade(texts, answers).rewards.tolist() == [1.0, 1.0, 0.0]
+        assert pool.found_answer("#### 7") == "7"
+        pool.grade(["none"], ["7"])
+    assert caplog.records == []
+
+
 def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path: Path) -> None:
     """All of what was begun is compared before `grade` is called, not only what the first idle worker was given."""
     log = tmp_path / "log"
