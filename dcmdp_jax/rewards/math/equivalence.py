@@ -30,7 +30,7 @@ _OPERATION = re.compile(
     r"\\(?:operatorname ?\{ ?)?(i*+nt|lim|sum|prod|gcd|lcm|det|max|min|bmod)(?![a-zA-Z])|\\begin ?\{(vmatrix)\}"
     r"|\\frac ?\{ ?(d|\\partial) ?(?:\^ ?[0-9] ?)?+\} ?\{ ?(?:d|\\partial) ?[a-zA-Z]"
 )
-_MODULUS = re.compile(r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z]) ?\{? ?([0-9]++|[a-zA-Z]) ?\}? ?\)?\Z")
+_MODULUS = re.compile(r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z]) ?\{? ?([1-9][0-9]*+|[a-zA-Z]) ?\}? ?\)?\Z")
 _CHOICE_AND_VALUE = re.compile(r"(?:\(([A-H])\)[.:]?|([A-H])[.):]) (.+)", re.DOTALL)
 _TO = re.compile(r":|(?<=[0-9]) ?(?:\\text ?\{ ?to ?\}|(?<= )to(?= )) ?(?=[0-9])")
 _QUOTIENT = re.compile(r"\\frac ?\{ ?([0-9]++) ?\} ?\{ ?([0-9]++) ?\}|([0-9]++) ?/ ?([0-9]++)")
@@ -122,7 +122,7 @@ def _residues(left: str, right: str) -> bool | None:
     if found[0][1] != found[1][1] or len(names) > 1 or max(map(len, parts)) > 2 or not all(map(is_name, names)):
         return False
     values = [part[-1].strip() for part in parts]
-    if all(map(_SMALL_INTEGER.fullmatch, values)) and found[0][1].isdigit() and int(found[0][1]):
+    if all(map(_SMALL_INTEGER.fullmatch, values)) and found[0][1].isdigit():
         return (int(values[0]) - int(values[1])) % int(found[0][1]) == 0
     return all(values) and _same(*values)
 
