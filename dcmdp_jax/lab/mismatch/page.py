@@ -79,7 +79,7 @@ def table(analyses: Sequence[Analysis]) -> str:
     ]
     fields = {
         "mean |dp|": "mean", "p50": "p50", "p99": "p99", "max": "max", "k1, nats": "k1", "k3, nats": "k3",
-        "Pearson": "pearson",
+        "|logit p - logit q|": "displacement_abs", "its 95th percentile": "displacement_p95", "Pearson": "pearson",
     }  # fmt: skip
     rows += [(label, [number(getattr(a.statistics, name), ".3g") for a in analyses]) for label, name in fields.items()]
     rows += [
