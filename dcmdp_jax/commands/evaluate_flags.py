@@ -77,8 +77,10 @@ def settings_of(arguments: argparse.Namespace, run: dict[str, Any] | None) -> di
     if given["rewards"] == "math" and not given["reward_weights"]:
         # Not named where they say nothing: an evaluation that an earlier version began has no such setting.
         del given["rewards"], given["reward_weights"]
-    if (extraction := run["rewards"].get("answer_extraction", "strict")) != "strict":
-        given["answer_extraction"] = extraction
+    given["answer_extraction"] = given["answer_extraction"] or run["rewards"].get("answer_extraction", "strict")
+    if given["answer_extraction"] == "strict":
+        # Not named where it says nothing, as above.
+        del given["answer_extraction"]
     takes, needs = "server" in declared(kind.settings), not given["engine_args"] and kind in ENGINES.values()
     if (given["server"] is not None and not takes) or (given["server"] is None and takes and needs):
         raise UserError("--server: goes with --engine http, which needs it: http(s)://HOST:PORT or a socket's path")
@@ -184,6 +186,11 @@ def _parser() -> Parser:
         type=_weights,
         metavar="W,W,...",
         help="as rewards.weights (default: those of a run's own rewards, else 1 for each)",
+    )
+    add(
+        "--answer_extraction",
+        choices=("strict", "flexible"),
+        help="what is an answer, as rewards.answer_extraction (default: a run's own, else strict)",
     )
     add("--environment", metavar="NAME", help="plays completions in turns, as task.environment (default: a run's own)")
     add("--max_turns", type=whole(1, 1024), metavar="N", help="as task.max_turns (default: a run's own, else 4)")

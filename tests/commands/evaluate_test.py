@@ -19,6 +19,7 @@ from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.evaluate import main
+from dcmdp_jax.commands.evaluate_flags import parse, settings_of
 from dcmdp_jax.config.settings import from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.memory import use as memory_plan
@@ -55,6 +56,21 @@ def _params(model, *digits):
         params["output"][ids[before], ids[after]] = 8
     params["output"][ids["}"], _TOKENIZER.eos_token_id] = 8
     return jax.tree.map(jnp.asarray, params)
+
+
+@pytest.mark.parametrize(
+    ("of_the_run", "flags", "settings"),
+    [
+        ("strict", [], {}),  # an evaluation that began before the setting goes on
+        ("flexible", [], {"answer_extraction": "flexible"}),
+        ("strict", ["--answer_extraction=flexible"], {"answer_extraction": "flexible"}),
+        ("flexible", ["--answer_extraction=strict"], {}),
+    ],
+)
+def test_answers_are_extracted_as_the_flag_says_or_else_the_run(of_the_run, flags, settings):
+    run = to_dict(from_config_dict({"task": {"train": "x.jsonl"}, "rewards": {"answer_extraction": of_the_run}}))
+    given = settings_of(parse(["run", "--tasks=x.jsonl", *flags]), run)
+    assert {name: value for name, value in given.items() if name == "answer_extraction"} == settings
 
 
 @pytest.fixture(scope="module")
