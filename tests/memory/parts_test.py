@@ -309,7 +309,6 @@ print(json.dumps({"announced": plan.memory.peak("host")[1], "grown": grown}))
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
 def test_a_small_run_grows_by_about_what_is_announced(tmp_path):
     # 51 million parameters, whose arrays outweigh libraries and compiler (0.3 to 0.7 GiB). Measured once: 2.5 GiB, with
