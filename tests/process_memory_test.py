@@ -84,6 +84,7 @@ def test_commands_keep_freed_memory(tmp_path: Path) -> None:
     assert kept["arguments"] == ["an argument"] and kept["tunables"] is None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> None:
     # 48 MiB are 12,288 pages. glibc by itself may keep blocks up to 32 MiB; with the settings but without a restart it
@@ -105,6 +106,7 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> Non
     assert (done.stdout, done.stderr) == (process_memory._tunables(), "")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_a_command_with_an_accelerator_is_unchanged(tmp_path: Path) -> None:
     # An empty plugin package: JAX finds no device behind it and computes on the CPU, but it might have.

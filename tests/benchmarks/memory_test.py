@@ -27,6 +27,7 @@ def test_a_published_step_has_a_row_on_each_device():
     assert config.model.remat == "full"
 
 
+@pytest.mark.long
 def test_a_toy_run_writes_a_table_and_a_plot(tmp_path, monkeypatch, capsys):
     loaded = []
 

@@ -39,6 +39,7 @@ def _run(hf_dir, out, *options):
     return result
 
 
+@pytest.mark.long
 def test_greedy_answers_are_those_of_the_embedded_engine(hf_dir, tmp_path):
     """Scores, lengths and truncations."""
     greedy = ("--temperature", "0")

@@ -225,6 +225,7 @@ def _no_room(*_):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.long
 def test_an_argument_that_vllm_refuses_is_one_line(start):
     with pytest.raises(EngineError, match="vLLM does not start: TypeError: .*no_such_argument") as caught:
         start(small_model(), engine_args='{"no_such_argument": 1}')

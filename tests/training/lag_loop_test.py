@@ -142,6 +142,7 @@ def test_killed_twenty_times_it_has_the_bits_of_the_undisturbed_run(run_environm
     assert _digests(tmp_path / "run", 40) == _digests(tmp_path / "whole", 40)
 
 
+@pytest.mark.long
 def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole):
     process = _start(run_environment, tmp_path / "run", "--config.rollout.lag=1")
     wait_until(lambda: len(_records(tmp_path / "run")) >= 3 or process.poll() is not None, "three steps")
