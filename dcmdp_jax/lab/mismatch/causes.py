@@ -8,14 +8,24 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.evidence import LARGE_LOG_RATIO, Evidence, Explanation, Lifted
+from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted
 
+FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
+"""With fewer, the columns alone give no verdict."""
 FLOAT32_ROUNDING = 1e-5
 """Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured (docs/probe.md)."""
 _TIMES = 3.0
-_ROUNDING_LOG_RATIO = 0.02
+# bfloat16 on real text: mean |d| 0.032, vLLM's median 0.024.
+_ROUNDING_LOG_RATIO, _ROUNDING_SQUARE = 0.04, 0.15**2
 _EXPLAINED, _EXPLAINED_ALONE = 0.5, 0.9
 _LIFTED_AT_ALL = 0.1
+_MISSING_MASS, _SAMPLE_SHARE = 0.005, 0.5
+_SHARPER_ALIGNED, _COLD_ALIGNED, _COLD = 0.85, 0.75, 0.2
+_FLATTER_ALIGNED, _FLATTEST = -0.96, -0.6
+_LEAST_POWER, _FEWEST_UNCERTAIN = 0.02, 32
+_CORRELATED, _LEAST_SPREAD, _SPREAD_TIMES = 0.97, 0.03, 5.0
+_LEAST_SURPRISE, _SURPRISE_TIMES = 0.01, 3.0
+_OLDER_TIMES = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +86,23 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "different prompts: chat template or special tokens",
         "Render each prompt once and pass its token ids to both engines.", True,
     ),
+    "sharper": Cause(
+        "tokens from a sharper distribution than the training stack's",
+        "Compare temperature, top-p and top-k of both sides; then probe with the model: weights can be sharper too.",
+        True,
+    ),
     "undetermined": Cause(
         "other weights or another precision",
         "Probe the two engines with the model (and with --earlier weights): re-scoring tells these causes apart.",
         False,
+    ),
+    "unchecked": Cause(
+        "no mismatch between the two columns; whether the tokens come from them was not checked",
+        "Record the training stack's entropies: with them, raw log-probs on both sides show.", False,
+    ),
+    "too_few": Cause(
+        "too few tokens for a verdict",
+        "Record more completions, or probe the two engines with the model.", False,
     ),
 })  # fmt: skip
 
@@ -112,43 +135,74 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
     The order of the rules, first match first:
 
-    1. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look sampled from p.
-    2. A re-scoring that explains at least 90% of the mismatch.
-    3. What the columns show alone: support, breaks within completions, age of the weights.
-    4. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
-    5. A re-scoring that explains at least 50%.
-    6. What the columns suggest: chat template, temperature, raw log-probs.
-    7. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
-       not measured and no setting of the engine has a price, median |d| within 0.02 nats.
-    8. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
-    9. undetermined.
+    1. too_few: below 200 tokens or 8 completions, unless a re-scoring or a setting says more.
+    2. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look sampled from p;
+       unchecked, where no entropy was recorded to look at.
+    3. A re-scoring that explains at least 90% of the mismatch.
+    4. What the columns show alone: support, breaks within completions, age of the weights, first tokens, a power.
+    5. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
+    6. A re-scoring that explains at least 50%.
+    7. raw log-probs on both sides, or tokens from a sharper distribution.
+    8. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
+       not measured and no setting of the engine has a price, median |d| within 0.04 nats.
+    9. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
+    10. undetermined.
+
+    Where no defect is found the last line says the least of each that would have been, and what could not be checked.
     """
     e = evidence
+    few = e.tokens < FEWEST_TOKENS or e.completions < FEWEST_COMPLETIONS
+    if few and not e.explanations and not e.lifted:
+        return [Finding("too_few", (
+            f"{e.tokens:,} tokens of {e.completions:,} completions are not enough: at least {FEWEST_TOKENS} of "
+            f"{FEWEST_COMPLETIONS} are.",
+        ))]  # fmt: skip
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
-        if e.surprise.below(0):
-            return [Finding("raw_logprobs", (
-                f"The two columns agree, but the tokens are {-e.surprise.mean:.3f} nats less surprising than the "
-                "distribution's entropy: they were sampled from a sharper or narrower one.",
-            ))]  # fmt: skip
-        bound = f"the noise floor {e.floor:.2g}" if e.floor and e.mean <= e.floor else "what float32 rounds"
-        return [Finding("clean", (f"Mean |dp| {e.mean:.2g} is within {bound}.",))]
+        return [_agreeing(e)]
+    by_columns = () if few else (
+        lambda: _support(e), lambda: _breaks(e), lambda: _lag(e), lambda: _start(e), lambda: _power(e),
+    )  # fmt: skip
     rules = (
-        lambda: _explained(e, _EXPLAINED_ALONE, 2.0), lambda: _support(e), lambda: _breaks(e), lambda: _lag(e),
-        lambda: _lifted(e), lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE), lambda: _start(e),
-        lambda: _sampling(e), lambda: _rounding(e),
+        lambda: _explained(e, _EXPLAINED_ALONE, 2.0), *by_columns, lambda: _lifted(e),
+        lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE),
     )  # fmt: skip
     found: dict[str, Finding] = {}
     for rule in rules:
         for finding in rule():
             found.setdefault(finding.cause, finding)
-    if not found:
-        found |= {finding.cause: finding for finding in _settings(e)}
+    for rule in (_others_tokens, _rounding, _settings):
+        if not found:
+            found = {finding.cause: finding for finding in rule(e)}
     if not found:
         found["undetermined"] = Finding("undetermined", (
-            f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats, no sign of a defect in "
-            "sampling, tokens or prompts.",
+            f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats.", *_temperature(e)[1],
         ))  # fmt: skip
+    if not any(CAUSES[cause].defect for cause in found):
+        cause, finding = found.popitem()
+        found[cause] = Finding(cause, (*finding.evidence, *_power_of_tests(e)))
     return list(found.values())
+
+
+def _agreeing(e: Evidence) -> Finding:
+    bound = f"the noise floor {e.floor:.2g}" if e.floor and e.mean <= e.floor else "what float32 rounds"
+    line = f"Mean |dp| {e.mean:.2g} is within {bound}."
+    if np.isnan(e.surprise.mean):
+        return Finding("unchecked", (line, "Not checked, for want of entropies: raw log-probs on both sides."))
+    if e.surprise.below(0) or e.surprise.above(0):
+        return Finding("raw_logprobs", (line, _sampled_elsewhere(e)))
+    return Finding("clean", (
+        line, f"Surprise less entropy {e.surprise}: raw log-probs on both sides would have shown from "
+        f"{e.surprise.margin + 0.003:.2g} nats on.",
+    ))  # fmt: skip
+
+
+def _sampled_elsewhere(e: Evidence) -> str:
+    less = "less" if e.surprise.mean < 0 else "more"
+    which = "sharper or narrower" if e.surprise.mean < 0 else "flatter"
+    return (
+        f"The tokens are {abs(e.surprise.mean):.3f} +- {e.surprise.error:.3f} nats {less} surprising than the training "
+        f"stack's entropy: they were sampled from a {which} distribution."
+    )
 
 
 def _explained(e: Evidence, least: float, most: float) -> Iterator[Finding]:
@@ -159,7 +213,8 @@ def _explained(e: Evidence, least: float, most: float) -> Iterator[Finding]:
     cause = best.cause
     lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
-        cause, said = _which_temperature(e)
+        whose, said = _which_temperature(e)
+        cause = whose or cause
         lines.append(said)
     if second := _runner_up(e, best):
         lines.append(f"Next best: {second.name}: {max(second.share, 0):.0%}.")
@@ -171,73 +226,175 @@ def _runner_up(e: Evidence, best: Explanation) -> Explanation | None:
     return max(rest, key=lambda each: each.share, default=None)
 
 
-def _which_temperature(e: Evidence) -> tuple[str, str]:
-    """Whose log-probs belong to another distribution than the tokens: the training stack's, or the engine's."""
+def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]:
+    """Whose log-probs belong to another distribution than the tokens: the training stack's, or the engine's.
+
+    Args:
+        e: the evidence.
+        expected: size of the surprise in nats if they are the training stack's.
+
+    Returns:
+        The cause and why; "" if the tokens are too few to tell.
+    """
     if not np.isnan(e.surprise.mean):
-        gap = f"Surprise minus entropy under the training stack: {e.surprise.mean:+.3f} +- {e.surprise.error:.3f} nats"
+        gap = f"Surprise less entropy under the training stack: {e.surprise} nats"
         off = e.surprise.below(0) or e.surprise.above(0)
+        told = off or e.surprise.margin < expected / 2
     else:
-        gap = f"Mean q / p: {e.inverse_ratio.mean:.3f} +- {e.inverse_ratio.error:.3f}"
+        gap = f"Mean q / p: {e.inverse_ratio}, mean p / q: {e.ratio}"
         off = e.inverse_ratio.below(1) or e.inverse_ratio.above(1)
+        told = off != (e.ratio.below(1) or e.ratio.above(1))
+    if not told:
+        return "", f"{gap}: too few tokens to tell whose."
     if off:
         return "temperature", f"{gap}: the tokens were not sampled from its distribution."
     return "raw_logprobs", f"{gap}: the tokens were sampled from its distribution, the engine reports another one."
 
 
+def _support_checked(e: Evidence) -> bool:
+    return e.sample_size >= max(FEWEST_TOKENS, _SAMPLE_SHARE * e.ratio_tokens)
+
+
 def _support(e: Evidence) -> Iterator[Finding]:
-    """q is renormalized over a smaller set: p / q = p(S), never above 1 but for noise, and on average below 1."""
-    one_sided = e.positive < 0.03 or (e.positive < 0.2 and e.median_log_ratio < LARGE_LOG_RATIO)
-    if one_sided and e.ratio.below(1) and e.correlation > 0.8:
+    """Tokens from q have E[p / q] = 1 whatever p is, unless q leaves tokens out."""
+    if _support_checked(e) and e.ratio.below(1, _MISSING_MASS) and e.inner_ratio.below(1, _MISSING_MASS):
         yield Finding("support", (
-            f"Mean p / q = {e.ratio.mean:.3f} +- {e.ratio.error:.3f}; it would be 1 if the engine could sample every "
-            "token.",
-            f"p is above q on {e.positive:.1%} of the tokens that differ: q is p divided by the mass that was kept, "
-            f"{e.smallest_ratio:.2f} or more of it.",
+            f"Mean p / q = {e.ratio}; it would be 1 if the engine could sample every token.",
+            f"So the engine leaves out tokens that hold {1 - e.ratio.mean:.1%} of p. Effective sample size "
+            f"{e.sample_size:,.0f} tokens.",
         ))  # fmt: skip
 
 
 def _breaks(e: Evidence) -> Iterator[Finding]:
-    rest_is_clean = not np.isnan(e.unbroken_mean) and e.unbroken_mean < 0.1 * e.mean
-    if e.broken > 0 and e.broken_share > 0.8 and rest_is_clean:
+    if e.broken > 0:
         yield Finding("retokenization", (
-            f"{e.broken:.1%} of the completions agree up to one token and disagree from there on; they hold "
-            f"{e.broken_share:.0%} of the mismatch.",
-            f"The other completions differ by {e.unbroken_mean:.2g} on average.",
+            f"In {e.broken:.1%} of the completions the columns agree up to one token and have nothing to do with each "
+            f"other from there on: correlation {e.broken_correlation:.2f}, elsewhere {e.whole_correlation:.2f}.",
         ))  # fmt: skip
 
 
 def _lag(e: Evidence) -> Iterator[Finding]:
-    old = {lag: mean for lag, mean in e.lag_means.items() if lag > 0}
-    if 0 in e.lag_means and old and max(old.values()) > 3 * e.lag_means[0]:
-        said = ", ".join(f"{lag}: {mean:.2g}" for lag, mean in sorted(e.lag_means.items()))
+    fresh = e.lag_means.get(0)
+    if fresh is None:
+        return
+    if any(old.mean - old.margin > _OLDER_TIMES * (fresh.mean + fresh.margin) for old in e.lag_means.values()):
+        said = ", ".join(f"{lag}: {each.mean:.2g}" for lag, each in sorted(e.lag_means.items()))
         yield Finding("stale_weights", (f"Mean |dp| by the age of the weights in steps: {said}.",))
 
 
-def _sampling(e: Evidence) -> Iterator[Finding]:
-    """One column is a power of the other, renormalized: almost a straight line of another slope."""
-    # Far from its entropy, a looser line is enough: at a low temperature nearly all tokens have log q near 0.
-    aligned = 0.7 if abs(e.surprise.mean) > 0.2 else 0.85
-    if e.correlation < aligned or abs(np.log(e.spread)) < 0.07:
-        return
-    from_train = not (e.inverse_ratio.below(1) or e.inverse_ratio.above(1))
-    from_rollout = not (e.ratio.below(1) or e.ratio.above(1))
-    if not np.isnan(e.surprise.mean):
-        from_train = not (e.surprise.below(0) or e.surprise.above(0))
-    line = (
-        f"log q spreads {e.spread:.2f} times as far as log p, at a correlation of {e.correlation:.2f}: the two are at "
-        "different temperatures."
-    )
-    if from_train != from_rollout or not from_train:
-        cause, said = _which_temperature(e)
-        yield Finding(cause, (line, said))
+def _power(e: Evidence) -> Iterator[Finding]:
+    cause, said = _temperature(e)
+    if cause:
+        yield Finding(cause, said)
+
+
+def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Whether one column is a power of the other, renormalized, and whose it is: the cause, "" if that is open."""
+    if e.uncertain < _FEWEST_UNCERTAIN:
+        return "", ()
+    if not np.isnan(e.alignment):
+        power, expected = e.power, abs(e.power) * e.variance
+        if power > 0:
+            # Far below the entropy, where no noise leads, a looser line is enough: nearly all log q are near 0.
+            fits = e.alignment >= (_COLD_ALIGNED if e.surprise.below(0, _COLD) else _SHARPER_ALIGNED)
+            signs = not e.surprise.above(0)
+        else:
+            # Where p is wild, log q - log p is -log p: a slope of -1, and the columns have little in common.
+            fits = e.alignment <= _FLATTER_ALIGNED and power > _FLATTEST and e.correlation >= _CORRELATED
+            signs = not e.surprise.below(0) or _cut(e)
+        fits = fits and signs and abs(power) >= _LEAST_POWER
+        line = f"log q - log p follows log p + entropy at a correlation of {e.alignment:.2f}"
+    else:
+        power, expected = float(np.expm1(e.spread.mean)), np.inf
+        fits = e.correlation >= _CORRELATED and abs(e.spread.mean) > _least_spread(e)
+        line = f"log q spreads {np.exp(e.spread.mean):.2f} times as far as log p, correlation {e.correlation:.3f}"
+    if not fits:
+        return "", ()
+    line += f": one is the other at a temperature of about {1 / (1 + power):.2f}."
+    if _cut(e):
+        return "temperature", (line, "The tokens are not sampled from p, whose support is larger.")
+    cause, said = _which_temperature(e, expected)
+    return cause, (line, said)
+
+
+def _cut(e: Evidence) -> bool:
+    return any(True for _ in _support(e))
+
+
+def _least_spread(e: Evidence) -> float:
+    """The spread's logarithm from which on a temperature is named without entropies.
+
+    A temperature moves the spread by its size and the correlation by its square; noise moves both by its square.
+    """
+    return max(_LEAST_SPREAD, _SPREAD_TIMES * (1 - e.correlation**2), e.spread.margin)
 
 
 def _start(e: Evidence) -> Iterator[Finding]:
-    if e.start > LARGE_LOG_RATIO and e.start > 5 * e.settled:
+    if e.start_stands_apart:
         yield Finding("chat_template", (
-            f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.settled:.2g} from "
-            "the 17th on: the completions begin in different contexts.",
+            f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.start_expected:.2g} "
+            "over later ones that the engine finds as likely: the completions begin in different contexts.",
         ))  # fmt: skip
+
+
+def _others_tokens(e: Evidence) -> Iterator[Finding]:
+    """Tokens that neither column's distribution would give; and tokens that are too unsurprising."""
+    if np.isnan(e.surprise.mean):
+        return
+    # Cauchy-Schwarz: tokens from q differ in surprise by at most sqrt(variance x chi^2), and chi^2 is about mean d^2.
+    most = _SURPRISE_TIMES * np.sqrt(e.variance * e.square)
+    off = e.surprise.below(0, most + _LEAST_SURPRISE) or e.surprise.above(0, most + _LEAST_SURPRISE)
+    if off and e.uncertain >= _FEWEST_UNCERTAIN:
+        yield Finding("raw_logprobs", (
+            f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own, which is too near for that.",
+        ))  # fmt: skip
+    elif e.surprise.below(0, _LEAST_SURPRISE):
+        yield Finding("sharper", (
+            _sampled_elsewhere(e),
+            "Noise of any kind makes them more surprising. A temperature below 1 beside other differences, or sharper "
+            "weights: the columns can't tell.",
+        ))  # fmt: skip
+
+
+def _power_of_tests(e: Evidence) -> list[str]:
+    """What each test would have seen at least, and what it could not look at."""
+    seen, unseen = [], []
+    if np.isnan(e.surprise.mean):
+        unseen.append("raw log-probs on both sides (no entropies)")
+    elif e.variance > 0:
+        raw = _SURPRISE_TIMES * np.sqrt(e.variance * e.square) + _LEAST_SURPRISE + e.surprise.margin
+        seen.append(f"raw log-probs on both sides that make tokens {raw:.2g} nats more or less surprising")
+    if e.uncertain < _FEWEST_UNCERTAIN:
+        unseen.append(f"a temperature ({e.uncertain} tokens with p and q below 0.9)")
+    elif not np.isnan(e.surprise.mean):
+        sharper = (e.surprise.margin + _LEAST_SURPRISE) / e.variance
+        flatter = max(_LEAST_POWER, 3.5 * np.sqrt(e.square / e.variance), 2 * e.surprise.margin / e.variance)
+        seen.append(f"a temperature below {1 / (1 + sharper):.2f}")
+        if flatter < -_FLATTEST:
+            seen.append(f"one above {1 / (1 - flatter):.2f}")
+        else:
+            unseen.append("a temperature above 1 (other differences hide it)")
+    elif e.correlation >= _CORRELATED:
+        least = np.exp(_least_spread(e))
+        seen.append(f"a temperature below {1 / least:.2f} or above {least:.2f}")
+    else:
+        unseen.append(f"a temperature (no entropies, correlation {e.correlation:.2f})")
+    if _support_checked(e):
+        missing = max(e.ratio.margin, e.inner_ratio.margin) + _MISSING_MASS
+        seen.append(f"a support that leaves out {missing:.1%} of p")
+    else:
+        unseen.append(f"the support (effective sample size {e.sample_size:,.0f} tokens)")
+    if e.whole_correlation > 0.8:
+        seen.append("a completion whose last 8 tokens or more are others")
+    else:
+        unseen.append(f"re-tokenized completions (correlation {e.whole_correlation:.2f})")
+    if np.isnan(e.start_expected):
+        unseen.append("the prompts (too few later tokens to compare the first with)")
+    else:
+        least = max(0.3, 3 * e.start_expected + e.start_excess.margin)
+        seen.append(f"first tokens {least:.2g} nats apart")
+    lines = [f"Looked for and not found; would have been seen: {', '.join(seen)}."] if seen else []
+    return lines + ([f"Not checked: {', '.join(unseen)}."] if unseen else [])
 
 
 def _lifted(e: Evidence) -> Iterator[Finding]:
@@ -262,11 +419,17 @@ def _settings(e: Evidence) -> Iterator[Finding]:
         if cause not in measured:
             scored = "is beyond rounding, no emulation reproduces it" if e.explanations else "was not scored again"
             yield Finding(cause, (
-                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}, and nothing speaks "
-                "of a defect in sampling, tokens or prompts.",
+                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}.",
             ))  # fmt: skip
         elif measured[cause].share > _LIFTED_AT_ALL:
-            yield Finding(cause, (_without(e, measured[cause]), "Nothing speaks of a defect."))
+            yield Finding(cause, (_without(e, measured[cause]),))
+
+
+def _as_small_as_rounding(e: Evidence) -> bool:
+    """Small on every token, and no sign that the tokens come from elsewhere, at three standard errors."""
+    expected = ((e.ratio, 1), (e.inverse_ratio, 1)) if np.isnan(e.surprise.mean) else ((e.ratio, 1), (e.surprise, 0))
+    near = all(abs(each.mean - value) <= 3 * each.error + 0.003 for each, value in expected)
+    return e.median_log_ratio <= _ROUNDING_LOG_RATIO and e.square <= _ROUNDING_SQUARE and near
 
 
 def _rounding(e: Evidence) -> Iterator[Finding]:
@@ -280,7 +443,8 @@ def _rounding(e: Evidence) -> Iterator[Finding]:
                 f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes "
                 "in the engine's dtype.",
             ))  # fmt: skip
-    elif not e.settings and e.median_log_ratio <= _ROUNDING_LOG_RATIO and not (e.ratio.below(1) or e.ratio.above(1)):
+    elif not e.settings and _as_small_as_rounding(e):
         yield Finding("rounding", (
-            f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits, on either side.",
+            f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits. Weights in 8 bits "
+            "can look the same.",
         ))  # fmt: skip

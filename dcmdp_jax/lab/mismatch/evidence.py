@@ -1,6 +1,8 @@
 """Evidence for why two columns of log-probs differ, measured without any model.
 
-p is the training stack's probability of a sampled token, q the engine's, d = log p - log q.
+p is the training stack's probability of a sampled token, q the engine's, d = log p - log q. H is the entropy of the
+training stack's distribution at the token, where it was recorded. Standard errors take completions, not tokens, as
+independent.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 
 LARGE_LOG_RATIO = 0.3
 """Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below it."""
-_NOTICEABLE = 0.01
+INNER_LOG_RATIO = 1.5
 _UNCERTAIN, _FEWEST_UNCERTAIN = 0.9, 16
-_SHORTEST_PART = 4
-_START_TOKENS, _SETTLED_FROM = 4, 16
+_SHORTEST_PART, _TIMES_BEFORE = 4, 5.0
+_RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
+_START_TOKENS, _SETTLED_FROM, _START_TIMES, _FEWEST_ALIKE = 4, 16, 3.0, 16
+_LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
+_ERRORS = 3.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,69 +59,118 @@ class Lifted:
 
 @dataclasses.dataclass(frozen=True)
 class TokenMean:
-    """A mean over tokens and its standard error; NaN if it was not measured."""
+    """A mean over tokens and its standard error, clustered by completion; NaN if it was not measured.
+
+    Attributes:
+        mean: the estimate.
+        error: sqrt(C / (C - 1) sum_c (sum_t (x - mean))^2) / tokens over C completions.
+        completions: C.
+    """
 
     mean: float
     error: float
+    completions: int = 1000
 
-    def above(self, value: float) -> bool:
-        """Above `value` by four standard errors and 0.3%."""
-        return self.mean - 4 * self.error > value + 0.003
+    @property
+    def margin(self) -> float:
+        """3.5 standard errors; for few completions the quantile of Student's t that is as rare (1 in 4,300)."""
+        z, df = _ERRORS, max(self.completions - 1, 1)
+        first, second = (z**2 + 1) / 4, (5 * z**4 + 16 * z**2 + 3) / 96
+        third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
+        return z * self.error * (1 + first / df + second / df**2 + third / df**3)
 
-    def below(self, value: float) -> bool:
-        """Below `value` by four standard errors and 0.3%."""
-        return self.mean + 4 * self.error < value - 0.003
+    def above(self, value: float, by: float = 0.003) -> bool:
+        """Above `value` by `by` and the margin."""
+        return self.mean - self.margin > value + by
+
+    def below(self, value: float, by: float = 0.003) -> bool:
+        """Below `value` by `by` and the margin."""
+        return self.mean + self.margin < value - by
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.error:.3f}"
+
+
+UNKNOWN = TokenMean(np.nan, np.nan)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """Measurements from which `causes.diagnose` names the cause.
 
+    What is sampled from q has E[p / q] = 1, whatever p is; E[p / q] = p(S) if q is cut to a set S of tokens; what is
+    sampled from p has E[q / p] = 1 and E[-log p - H] = 0. If q is a power of p, renormalized, q = p^(1 + b) / Z, then
+    log q - log p is b (log p + H) up to terms in b^2, and -log p - H is about -b times the variance of log p. Noise
+    of any kind, on either side, makes tokens more surprising, never less.
+
     Attributes:
+        tokens, completions: how many.
         mean: of |p - q|.
         median_log_ratio: median |d|, nats, of the tokens with p or q below 0.9; of all if those are fewer than 16. Near
-            1 the log-ratio of a token is small whatever differs.
-        ratio: mean of p / q. If the tokens were sampled from q and q covers p's support, its expectation is
-            sum_y q(y) p(y) / q(y) = 1. Where q is cut to a set S and renormalized, it is p(S) < 1.
-        inverse_ratio: mean of q / p; its expectation is 1 if the tokens were sampled from p.
-        surprise: mean of -log p - H(p). Its expectation is 0 if the tokens were sampled from p; below 0, from a
-            sharper distribution. NaN without entropies.
-        positive: share of d > 0 among the tokens with |d| > 0.01.
-        smallest_ratio: 0.1% quantile of p / q.
-        spread: standard deviation of log q over that of log p; above 1 where q is the sharper one.
+            1 a probability can't differ much.
+        square: mean of d^2.
+        ratio: of p / q.
+        inner_ratio: 1 + (p / q - 1), the tokens with |d| above 1.5 counted as 0: a few tokens that one side finds
+            impossible do not move it.
+        inverse_ratio: of q / p.
+        sample_size: effective number of tokens under weights p / q, of `ratio_tokens`.
+        surprise: of -log p - H; NaN without entropies, as are the next three.
+        variance: mean of (log p + H)^2.
+        power: b, the slope of log q - log p over log p + H.
+        alignment: their correlation; 1 or -1 for a power, in (-0.7, 0.3) for noise, other weights, other prompts.
+        spread: log of the standard deviation of log q over that of log p.
         correlation: of log p and log q.
-        broken: share of the completions that agree up to a token and disagree from there on.
-        broken_share: share of sum |p - q| that is theirs.
-        unbroken_mean: mean |p - q| of the other completions; NaN if there are none.
-        start: mean |d| of the first 4 tokens of a completion; `settled` from the 17th on, NaN if there are none.
-        lag_means: age of the weights in steps -> mean |p - q|; empty if not known.
+        uncertain: tokens with p and q below 0.9, the only ones that show a temperature.
+        broken: share of the completions whose columns agree up to a token and are unrelated from there on.
+        broken_correlation: of log p and log q after these tokens; `whole_correlation` of all others.
+        start: mean |d| of the first 4 tokens of a completion.
+        start_expected: the same for tokens from the 17th on with the same q; NaN if there are too few.
+        start_excess: of |d| less 3 times what is expected, over the first 4.
+        lag_means: age of the weights in steps -> mean of |p - q|; empty if not known.
         floor: the larger of both engines' noise floors; None if not measured.
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
         explanations: controlled re-scorings; empty without a model.
         settings: cause -> setting of the engine that has it as its price; empty for a recording.
         lifted: what is left without each of these settings; empty if not measured.
+
+    From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
+    token on where the first ones stand apart: what is planted on the rest then shows.
     """
 
+    tokens: int
+    completions: int
     mean: float
     median_log_ratio: float
+    square: float
     ratio: TokenMean
+    inner_ratio: TokenMean
     inverse_ratio: TokenMean
+    sample_size: float
+    ratio_tokens: int
     surprise: TokenMean
-    positive: float
-    smallest_ratio: float
-    spread: float
+    variance: float
+    power: float
+    alignment: float
+    spread: TokenMean
     correlation: float
+    uncertain: int
     broken: float
-    broken_share: float
-    unbroken_mean: float
+    broken_correlation: float
+    whole_correlation: float
     start: float
-    settled: float
-    lag_means: Mapping[int, float]
+    start_expected: float
+    start_excess: TokenMean
+    lag_means: Mapping[int, TokenMean]
     floor: float | None = None
     rounding: float | None = None
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifted: Sequence[Lifted] = ()
+
+    @property
+    def start_stands_apart(self) -> bool:
+        """Whether the first tokens differ far more than others that the engine finds as likely."""
+        return self.start > LARGE_LOG_RATIO and self.start_excess.above(0)
 
 
 def collect(
@@ -129,26 +183,25 @@ def collect(
     lifted: Sequence[Lifted] = (),
 ) -> Evidence:
     """Measure everything that the columns alone show, and add what only engines can."""
-    d, delta = pairs.log_ratio, pairs.discrepancy
-    log_p, log_q = pairs.train_logprobs.astype(np.float64), pairs.rollout_logprobs.astype(np.float64)
-    noticeable = np.abs(d) > _NOTICEABLE
-    spreads = log_p.std(), log_q.std()
-    position = pairs.position
-    surprise = TokenMean(np.nan, np.nan) if pairs.entropies is None else _estimate(-log_p - pairs.entropies)
-    lags = {} if pairs.lags is None else {int(lag): float(delta[pairs.lags == lag].mean()) for lag in set(pairs.lags)}
+    delta, rows = pairs.discrepancy, pairs.completion
+    broken, correlations = _breaks(pairs)
+    start = _start(pairs, ~broken[rows])
+    kept = ~broken[rows]
+    if start["start"] > LARGE_LOG_RATIO and start["start_excess"].above(0):
+        kept &= pairs.position >= _SETTLED_FROM
+    kept = kept if kept.any() else np.ones(len(rows), bool)
+    lags = {} if pairs.lags is None else {
+        int(lag): _estimate(delta[pairs.lags == lag], rows[pairs.lags == lag]) for lag in np.unique(pairs.lags)
+    }  # fmt: skip
     return Evidence(
+        tokens=len(delta),
+        completions=len(pairs.lengths),
         mean=float(delta.mean()),
-        median_log_ratio=_median_log_ratio(pairs),
-        ratio=_estimate(np.exp(d)),
-        inverse_ratio=_estimate(np.exp(-d)),
-        surprise=surprise,
-        positive=float(np.mean(d[noticeable] > 0)) if noticeable.any() else 0.5,
-        smallest_ratio=float(np.exp(np.quantile(d, 0.001))),
-        spread=float(spreads[1] / spreads[0]) if min(spreads) > 0 else 1.0,
-        correlation=float(np.corrcoef(log_p, log_q)[0, 1]) if min(spreads) > 0 else 0.0,
-        **_breaks(pairs),
-        start=float(np.abs(d[position < _START_TOKENS]).mean()),
-        settled=_mean(np.abs(d[position >= _SETTLED_FROM])),
+        **_sampling(pairs, kept),
+        broken=float(broken.mean()),
+        broken_correlation=correlations[0],
+        whole_correlation=correlations[1],
+        **start,
         lag_means=lags,
         floor=floor,
         rounding=rounding,
@@ -158,11 +211,39 @@ def collect(
     )
 
 
+def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
+    """What the kept tokens say of the distribution that they were sampled from."""
+    d, rows = pairs.log_ratio[kept], pairs.completion[kept]
+    log_p, log_q = (x[kept].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    weight, inner = np.exp(d), np.abs(d) <= INNER_LOG_RATIO
+    uncertain = np.minimum(log_p, log_q) < np.log(_UNCERTAIN)
+    found: dict[str, float | TokenMean] = {
+        "median_log_ratio": float(np.median(np.abs(d[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else d))),
+        "square": float(np.mean(d**2)),
+        "ratio": _estimate(weight, rows),
+        "inner_ratio": _estimate(1 + (weight - 1) * inner, rows),
+        "inverse_ratio": _estimate(np.exp(-d), rows),
+        "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)), "ratio_tokens": len(d),
+        "surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "alignment": np.nan,
+        "spread": TokenMean(0.0, np.inf), "correlation": _correlation(log_p, log_q),
+        "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
+    }  # fmt: skip
+    if pairs.entropies is not None:
+        x = log_p + pairs.entropies[kept]
+        found |= {"surprise": _estimate(-x, rows), "variance": float(np.mean(x**2))}
+        found |= {"power": float(np.cov(-d, x)[0, 1] / x.var()) if x.std() else 0.0, "alignment": _correlation(-d, x)}
+    if log_p.std() and log_q.std():
+        change = [(((x - x.mean()) / x.std()) ** 2 - 1) / 2 for x in (log_q, log_p)]
+        spread = _estimate(change[0] - change[1], rows)
+        found["spread"] = dataclasses.replace(spread, mean=float(np.log(log_q.std() / log_p.std())))
+    return found
+
+
 def break_at(log_ratio: np.ndarray) -> int | None:
-    """Where a completion's engines part: the first token of its wild part, or None.
+    """Where a completion's engines may part: the first token of its wild part, or None.
 
     The split that fits log |d| best by two levels, at least 4 tokens each. It counts if the median |d| after it is
-    above 0.3 nats and ten times that before it.
+    above 0.3 nats and five times that before it.
 
     Args:
         log_ratio: [T] float, d of one completion.
@@ -176,30 +257,69 @@ def break_at(log_ratio: np.ndarray) -> int | None:
     before, after = levels[splits - 1] / splits, (levels[-1] - levels[splits - 1]) / (n - splits)
     best = int(splits[np.argmax(splits * (n - splits) * (after - before) ** 2)])
     low, high = np.median(size[:best]), np.median(size[best:])
-    return best if high > LARGE_LOG_RATIO and high > 10 * low else None
+    return best if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low else None
 
 
-def _breaks(pairs: TokenPairs) -> dict[str, float]:
-    d, delta = pairs.log_ratio, pairs.discrepancy
-    bounds = pairs.starts[1:]
-    broken = np.array([break_at(part) is not None for part in np.split(d, bounds)])
-    sums = np.add.reduceat(delta, pairs.starts)
-    total, whole = sums.sum(), pairs.lengths[~broken].sum()
+def _breaks(pairs: TokenPairs) -> tuple[np.ndarray, tuple[float, float]]:
+    """[N] bool, broken completions; and the columns' correlation after their breaks and everywhere else.
+
+    A copied beginning followed by free text looks like a break where weights differ: there the columns go on to agree
+    about which tokens are likely. After a real break they have nothing to do with each other.
+    """
+    d, starts = pairs.log_ratio, pairs.starts
+    # A break needs a token above the level; most recordings are done here.
+    wild = np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO
+    places = [break_at(d[at : at + n]) if w else None for at, n, w in zip(starts, pairs.lengths, wild, strict=True)]
+    after = np.zeros(len(d), bool)
+    for place, at, n in zip(places, starts, pairs.lengths, strict=True):
+        if place is not None:
+            after[at + place : at + n] = True
+    broken = np.array([place is not None for place in places])
+    log_p, log_q = pairs.train_logprobs.astype(np.float64), pairs.rollout_logprobs.astype(np.float64)
+    # Other prompts make first tokens unrelated too; that is told apart by `_start`.
+    before = ~after & (pairs.position >= _START_TOKENS)
+    correlations = _correlation(log_p[after], log_q[after]), _correlation(log_p[before], log_q[before])
+    if after.sum() >= _FEWEST_UNRELATED and correlations[0] < _UNRELATED and correlations[1] > _RELATED:
+        low, high = (np.arctanh(np.clip(each, -0.999, 0.999)) for each in correlations)
+        if high - low > _ERRORS / np.sqrt(after.sum() - 3):
+            # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
+            tails = [slice(at + n // 2, at + n) for at, n in zip(starts, pairs.lengths, strict=True)]
+            unrelated = [
+                bool(w) and tail.stop - tail.start >= _SHORTEST_PART and np.median(np.abs(d[tail])) > LARGE_LOG_RATIO
+                and _correlation(log_p[tail], log_q[tail]) < _UNRELATED for tail, w in zip(tails, wild, strict=True)
+            ]  # fmt: skip
+            return broken | np.array(unrelated), correlations
+    return np.zeros(len(broken), bool), (np.nan, _correlation(log_p, log_q))
+
+
+def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
+    """The first tokens against later ones of the same q: uncertain tokens differ more, wherever they are."""
+    size, position, rows = np.abs(pairs.log_ratio), pairs.position, pairs.completion
+    group = np.digitize(pairs.rollout_logprobs, _LOG_Q_EDGES)
+    first, later = kept & (position < _START_TOKENS), kept & (position >= _SETTLED_FROM)
+    counts = np.bincount(group[later], minlength=len(_LOG_Q_EDGES) + 1)
+    usual = np.bincount(group[later], size[later], len(_LOG_Q_EDGES) + 1) / np.maximum(counts, 1)
+    known = first & (counts[group] >= _FEWEST_ALIKE)
+    if not known.any():
+        return {"start": _mean(size[first]), "start_expected": np.nan, "start_excess": UNKNOWN}
+    expected = usual[group[known]]
     return {
-        "broken": float(broken.mean()),
-        "broken_share": float(sums[broken].sum() / total) if total else 0.0,
-        "unbroken_mean": float(sums[~broken].sum() / whole) if whole else np.nan,
-    }
+        "start": _mean(size[known]), "start_expected": _mean(expected),
+        "start_excess": _estimate(size[known] - _START_TIMES * expected, rows[known]),
+    }  # fmt: skip
 
 
-def _median_log_ratio(pairs: TokenPairs) -> float:
-    uncertain = np.minimum(pairs.train_logprobs, pairs.rollout_logprobs) < np.log(_UNCERTAIN)
-    size = np.abs(pairs.log_ratio)
-    return float(np.median(size[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else size))
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
 
 
-def _estimate(values: np.ndarray) -> TokenMean:
-    return TokenMean(float(values.mean()), float(values.std() / np.sqrt(len(values))))
+def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:
+    """Mean over tokens, its error by the sums of each completion; `rows` says which one a token belongs to."""
+    mean = float(values.mean())
+    sums = np.bincount(rows, values - mean)
+    count = len(np.unique(rows))
+    error = np.sqrt(count / (count - 1) * (sums @ sums)) / len(values) if count > 1 else np.inf
+    return TokenMean(mean, float(error), count)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -34,10 +34,10 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     Args:
         mean: mean |p - q| of the pair.
         floor: the larger of both engines' noise floors; None if not measured.
-        defect: name of a cause that is to be repaired first, or None.
+        defect: name of a cause that is to be settled first, or None.
     """
     if defect is not None:
-        return Recommendation(math.nan, f"None: the mismatch is a defect ({defect}). Repair it, then measure again.")
+        return Recommendation(math.nan, f"None before this is settled: {defect}. Then measure again.")
     if mean == 0 and not floor:
         return Recommendation(math.nan, "None: the two agree to the last bit, there is nothing to bound.")
     wanted, least = BUDGET_ROOM * mean, _FLOORS * (floor or 0.0)
