@@ -132,7 +132,7 @@ def model(tmp_path_factory):
     return root
 
 
-_ASK = ("--task", "arithmetic:difficulty=1,count=8,seed=0", "--prompts", "2", "--completions", "2")
+_ASK = ("--task", "arithmetic:difficulty=1,count=8,seed=0", "--prompts", "2", "--completions", "16")
 
 
 def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):

@@ -21,6 +21,7 @@ from dcmdp_jax.observe.html_page import inline_svg, render_page
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
 """Label, in a pair's source, of what a recording holds and was not read."""
+_EPS = ("mean", "p50", "p95")
 _DPI = 110
 COMPLETIONS_FILE = "completions.json"
 """The completions of each pair with the largest mean |p - q|, as `observe.completions` has them for a page."""
@@ -79,10 +80,14 @@ def table(analyses: Sequence[Analysis]) -> str:
     ]
     fields = {
         "mean |dp|": "mean", "p50": "p50", "p99": "p99", "max": "max", "k1, nats": "k1", "k3, nats": "k3",
-        "|logit p - logit q|": "displacement_abs", "its 95th percentile": "displacement_p95", "Pearson": "pearson",
+        "Pearson": "pearson",
     }  # fmt: skip
     rows += [(label, [number(getattr(a.statistics, name), ".3g") for a in analyses]) for label, name in fields.items()]
     rows += [
+        (
+            "|eps|: mean, p50, p95",
+            [", ".join(number(getattr(a.statistics, f"displacement_abs_{x}"), ".2g") for x in _EPS) for a in analyses],
+        ),
         ("effective sample size", [percent(a.statistics.effective_sample_size) for a in analyses]),
         ("noise floor", [number(max(a.floors.values(), default=math.nan), ".3g") for a in analyses]),
         ("recommended c", [number(a.recommendation.tolerance, ".3g") for a in analyses]),
