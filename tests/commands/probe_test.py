@@ -56,7 +56,8 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     page = (out / "probe.html").read_text()
     assert "Not computed: off_policy_mask, dppo_tv, dppo_kl, which look at advantages, and none were recorded." in page
     assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
-    assert not re.search(r"<script|https?://|src=\"(?!data:)", page)
+    # The names of SVG's namespaces are no requests.
+    assert not re.search(r"<script|https?://|src=\"(?!data:)", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
     assert page.count("<figure ") == len(list((out / "plots").glob("*.png"))) == 3
 
 
@@ -68,8 +69,8 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
         capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
     )
     page = (out / "probe.html").read_text()
-    # 0.1 of 0.2 is half of the full color; 0.4 is beyond it.
-    assert code == 0 and 'background: rgba(213,94,0,0.50)" title="p 0.5, q 0.4">11 <' in page
+    # The 99% quantile of 0.1 and 0.4 is 0.397: 0.1 has a quarter of the full color; 0.4 is beyond it.
+    assert code == 0 and 'background: rgba(213,94,0,0.25)" title="p 0.5, q 0.4">11 <' in page
     assert 'background: rgba(0,114,178,1.00)" title="p 0.5, q 0.9">12 <' in page
 
 
@@ -142,8 +143,9 @@ def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model,
     )  # fmt: skip
     assert code == 0, shown
     (pair,) = json.loads((tmp_path / "probe.json").read_text())["pairs"]
-    assert pair["findings"][0]["cause"] == "clean" and 0 < pair["statistics"]["mean"] < 1e-5
-    assert set(pair["floors"]) == {"local:exact", "hf:float32"} and "no mismatch above the noise floor" in said
+    # transformers gives no entropies here, so that the tokens come from these distributions is not checked.
+    assert pair["findings"][0]["cause"] == "unchecked" and 0 < pair["statistics"]["mean"] < 1e-5
+    assert set(pair["floors"]) == {"local:exact", "hf:float32"} and "no mismatch between the two columns" in said
     assert {group["label"] for group in pair["groups"]["token class"]} & {"letters", "digits", "punctuation"}
 
 

@@ -98,7 +98,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
     ),
     "unchecked": Cause(
         "no mismatch between the two columns; whether the tokens come from them was not checked",
-        "Record the training stack's entropies: with them, raw log-probs on both sides show.", False,
+        "Record entropies, or score with the training stack: then raw log-probs on both sides show.", False,
     ),
     "too_few": Cause(
         "too few tokens for a verdict",

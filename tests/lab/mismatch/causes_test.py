@@ -257,6 +257,8 @@ def test_of_a_part_of_the_benchmark_at_most_2_percent_are_false_defects_and_larg
     false = [(each.case.model, each.case.name, each.named) for each in verdicts if each.false]
     assert len(verdicts) > 120 and len(false) <= 0.02 * len(verdicts), false
     for name, (fault, planted) in causes.FAULTS.items():
-        if len(planted) == 1 and "int" not in name and "weights" not in name:
+        if planted:
+            # Noise of 4 bits hides what kind of sharper distribution it is, and is not called a temperature.
+            expected = {"sharper"} if name == "int4, temperature 0.9" else planted
             pairs = causes_recurrent.recording(fault, 300, seed=5)
-            assert causes.judge(causes.Case("recurrent", name, planted, pairs)).defects == planted, name
+            assert causes.judge(causes.Case("recurrent", name, planted, pairs)).defects == expected, name
