@@ -26,7 +26,8 @@ class Fault:
         temperature, top_p, top_k: of the sampling, unknown to the training stack.
         raw: "engine" reports log-probs at temperature 1 without the cut while the training stack knows both; "both"
             report so.
-        retokenized: share of the completions whose tokens are shifted by one from their middle on.
+        retokenized: share of the completions, at least one, whose tokens are shifted by one from their middle on; those
+            of 16 tokens or more.
         prompts: the engine's completions begin in another state of the net.
         flat: the first 4 tokens are nearly uniform, on both sides.
         lags: age of the weights -> their relative noise, a like share of the completions each.
@@ -80,9 +81,9 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
     token, rollout, hidden = token[order], rollout[order], hidden[order]
     ended = token == _END
     lengths = np.where(ended.any(1), ended.argmax(1) + 1, LONGEST)
-    shifted = np.flatnonzero(rng.random(completions) < fault.retokenized) if fault.retokenized < 1 else ()
-    shifted = [row for row in shifted if lengths[row] >= 16]
-    for row in shifted:
+    long = np.flatnonzero(lengths >= 16)
+    count = max(1, round(fault.retokenized * completions)) if fault.retokenized else 0
+    for row in rng.choice(long, min(count, len(long)), replace=False):
         # Two tokens became one at the middle; what follows is one place earlier than the engine's log-probs say.
         middle = lengths[row] // 2
         token[row, middle:-1] = token[row, middle + 1 :]

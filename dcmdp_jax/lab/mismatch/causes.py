@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted
+from dcmdp_jax.lab.mismatch.evidence import RELATED, Evidence, Explanation, Lifted, least_unrelated
 
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
 """With fewer, the columns alone give no verdict."""
@@ -384,8 +384,8 @@ def _power_of_tests(e: Evidence) -> list[str]:
         seen.append(f"a support that leaves out {missing:.1%} of p")
     else:
         unseen.append(f"the support (effective sample size {e.sample_size:,.0f} tokens)")
-    if e.whole_correlation > 0.8:
-        seen.append("a completion whose last 8 tokens or more are others")
+    if e.whole_correlation > RELATED:
+        seen.append(f"columns unrelated over the last {least_unrelated(e.whole_correlation)} tokens of a completion")
     else:
         unseen.append(f"re-tokenized completions (correlation {e.whole_correlation:.2f})")
     if np.isnan(e.start_expected):

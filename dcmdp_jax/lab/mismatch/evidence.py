@@ -19,7 +19,7 @@ LARGE_LOG_RATIO = 0.3
 INNER_LOG_RATIO = 1.5
 _UNCERTAIN, _FEWEST_UNCERTAIN = 0.9, 16
 _SHORTEST_PART, _TIMES_BEFORE = 4, 5.0
-_RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
+RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
 _START_TOKENS, _SETTLED_FROM, _START_TIMES, _FEWEST_ALIKE = 4, 16, 3.0, 16
 _LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
 _ERRORS = 3.5
@@ -260,6 +260,11 @@ def break_at(log_ratio: np.ndarray) -> int | None:
     return best if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low else None
 
 
+def least_unrelated(correlation: float) -> int:
+    """Tokens without any correlation that stand out where the others have this one (Fisher's z)."""
+    return max(_FEWEST_UNRELATED, 3 + int(np.ceil((_ERRORS / np.arctanh(min(correlation, 0.999))) ** 2)))
+
+
 def _breaks(pairs: TokenPairs) -> tuple[np.ndarray, tuple[float, float]]:
     """[N] bool, broken completions; and the columns' correlation after their breaks and everywhere else.
 
@@ -279,7 +284,7 @@ def _breaks(pairs: TokenPairs) -> tuple[np.ndarray, tuple[float, float]]:
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
     before = ~after & (pairs.position >= _START_TOKENS)
     correlations = _correlation(log_p[after], log_q[after]), _correlation(log_p[before], log_q[before])
-    if after.sum() >= _FEWEST_UNRELATED and correlations[0] < _UNRELATED and correlations[1] > _RELATED:
+    if after.sum() >= _FEWEST_UNRELATED and correlations[0] < _UNRELATED and correlations[1] > RELATED:
         low, high = (np.arctanh(np.clip(each, -0.999, 0.999)) for each in correlations)
         if high - low > _ERRORS / np.sqrt(after.sum() - 3):
             # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
