@@ -1,6 +1,6 @@
 """DC-GRPO in turns on a laptop CPU: arithmetic with a calculator, a fresh 0.3M-parameter Qwen3, an fp8 engine.
 
-    python -m bin.train --config=configs/calculator.py                                       a minute to a few
+    dcmdp train --config=configs/calculator.py                                       a minute to a few
 
 The policy writes `calc(4*6-7+9)`, reads the value, and answers `\\boxed{26}`. A supervised warm-up on worked turns, of
 which half have a wrong digit, gives a policy that knows the form and errs. Seen on a loaded 2-core Xeon in 145 s of

@@ -1,6 +1,6 @@
 """GRPO and DC-GRPO on DeepSeek-R1-Distill-Qwen-1.5B: the paper's case study (section 3 and its figure 2).
 
-    python -m bin.train --config=configs/r1_distill_qwen_1p5b.py:grpo --config.rollout.temperature=0.7
+    dcmdp train --config=configs/r1_distill_qwen_1p5b.py:grpo --config.rollout.temperature=0.7
 
 The study trains GRPO at sampling temperatures 0.3, 0.7 and 1.0. With the same setup the paper compares discrepancy
 measures (section 4: `algorithm.method=dual_grpo`, `algorithm.measure`) and tolerance ranges (section 5:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from dcmdp_jax.observe.report import write_report
 
 __version__ = "0.1.0"
+REPOSITORY = ""
+"""Address of the public repository; empty as long as there is none. Model cards and the site link to it."""
 
 _MODULES = MappingProxyType(
     {

@@ -1,9 +1,9 @@
-"""Record what another trainer saw, for `bin.probe`. Needs NumPy alone: no jax, no torch, nothing else of this package.
+"""Record what another trainer saw, for `dcmdp probe`. Needs NumPy alone: no jax, no torch, nothing else from here.
 
     recorder = Recorder("recordings", "trl", rank=rank)
     recorder.write(step, token_ids, train_logprobs, rollout_logprobs, mask, advantages=advantages)
 
-writes recordings/step_N/rank_R.jsonl, one completion a line; `python -m bin.probe recordings` reads it. `record_trl`,
+writes recordings/step_N/rank_R.jsonl, one completion a line; `dcmdp probe recordings` reads it. `record_trl`,
 `record_verl` and `record_skyrl` take what these frameworks have at hand (docs/probe.md has the place to call them). The
 file may also be copied into another project.
 """

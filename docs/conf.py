@@ -8,20 +8,22 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
+from dcmdp_jax import REPOSITORY
+
 _ROOT = Path(__file__).resolve().parents[1]
-_BLOB = "https://github.com/dcmdp-jax/dcmdp_jax/blob/main"
-_PAGES = {"README.md": "start.md", "BUILD.md": "build.md"}
+_PAGES = {"README.md": "index.md", "BUILD.md": "build.md"}
 """Files above docs/ that are pages of the site."""
 
 project = "dcmdp_jax"
+author = copyright = "The dcmdp_jax maintainers"
 html_title = "dcmdp_jax"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["test_long.md"]
 html_theme = "sphinx_book_theme"
 html_theme_options = {
-    "repository_url": "https://github.com/dcmdp-jax/dcmdp_jax",
+    "repository_url": REPOSITORY,
     "path_to_docs": "docs",
-    "use_repository_button": True,
+    "use_repository_button": bool(REPOSITORY),
     "show_navbar_depth": 1,
     "navbar_persistent": [],
 }
@@ -49,22 +51,24 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.
 
 
 def _on_the_site(text: str, folder: Path) -> str:
-    """Links to files that are no pages lead to the repository, those to README.md and BUILD.md to their pages."""
+    """Links to files that are no pages lead to the repository, or name the file; BUILD.md and README.md are pages."""
 
     def replaced(match: re.Match[str]) -> str:
-        target, _, anchor = match[1].partition("#")
+        target, _, anchor = match[2].partition("#")
         path = (folder / target).resolve()
         if not target or not path.exists() or not path.is_relative_to(_ROOT):
             return match[0]
         name, anchor = path.relative_to(_ROOT).as_posix(), f"#{anchor}" if anchor else ""
         inside = name.removeprefix("docs/")
         if name in _PAGES:
-            return f"](/{_PAGES[name]}{anchor})"
+            return f"[{match[1]}](/{_PAGES[name]}{anchor})"
         if name.startswith("docs/") and path.is_file() and inside not in exclude_patterns:
-            return f"](/{inside}{anchor})"
-        return f"]({_BLOB}/{name}{anchor})"
+            return f"[{match[1]}](/{inside}{anchor})"
+        if REPOSITORY:
+            return f"[{match[1]}]({REPOSITORY}/blob/main/{name}{anchor})"
+        return f"`{name}`" if match[1].strip("`") in name else f"{match[1]} (`{name}`)"
 
-    return re.sub(r"\]\(([^()\s:]+)\)", replaced, text)
+    return re.sub(r"(?<!!)\[([^\[\]]*)\]\(([^()\s:]+)\)", replaced, text)
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:

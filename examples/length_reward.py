@@ -1,10 +1,10 @@
 """A reward of your own: short completions earn more.
 
-    python -m bin.train --config=configs/demo.py --config.rewards.functions=examples/length_reward.py:score
+    dcmdp train --config=configs/demo.py --config.rewards.functions=examples/length_reward.py:score
 
 trains for short completions and nothing else. Beside the reward for right answers, with a weight each:
 
-    python -m bin.train --config=configs/demo.py \
+    dcmdp train --config=configs/demo.py \
         --config.rewards.functions=math,examples/length_reward.py:score --config.rewards.weights=1,0.2
 """
 

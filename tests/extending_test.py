@@ -25,7 +25,7 @@ _RECIPES = (_ROOT / "docs" / "extending.md").read_text()
 
 def _commands(text):
     joined = text.replace("\\\n", " ")
-    return [shlex.split(line) for line in re.findall(r"^ {4}python -m (bin\.train .*rewards.*)$", joined, re.MULTILINE)]
+    return [shlex.split(line) for line in re.findall(r"^ {4}dcmdp (train .*rewards.*)$", joined, re.MULTILINE)]
 
 
 def _rewards(directory, monkeypatch, command, *completion_ids):
@@ -50,7 +50,7 @@ def test_the_recipe_of_a_reward(tmp_path, monkeypatch):
     assert rewards == {"my_reward.py:ends_in_time": [1.0, 0.0]}
 
 
-@pytest.mark.parametrize("page", ["README.md", "examples/length_reward.py"])
+@pytest.mark.parametrize("page", ["docs/start.md", "examples/length_reward.py"])
 def test_the_commands_of_the_length_reward(page, monkeypatch):
     commands = _commands((_ROOT / page).read_text())
     assert [parse(command).config.rewards.weighted for command in commands] == [
@@ -67,7 +67,7 @@ def test_the_command_of_a_remedy(tmp_path, monkeypatch):
     (tmp_path / "my_remedies.py").write_text(code)
     (tmp_path / "configs").symlink_to(_ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    (command,) = re.findall(r"^ {4}python -m (bin\.train .*my_remedies.*)$", _RECIPES, re.MULTILINE)
+    (command,) = re.findall(r"^ {4}dcmdp (train .*my_remedies.*)$", _RECIPES, re.MULTILINE)
     algorithm = parse(shlex.split(command)).config.algorithm
     check_own_remedies(algorithm)
     remedies = algorithm.remedies()
@@ -117,7 +117,7 @@ def test_all_recipes_of_code_together(tmp_path):
 def test_the_recipe_of_an_engine():
     """Its file is the one that tests/engines/outside_engine_test.py trains with; its commands parse."""
     assert f"```python\n{(_ROOT / 'tests/engines/stub_engine.py').read_text()}```" in _RECIPES
-    [line] = re.findall(r"^ {4}python -m bin\.train (.*my_engine.*)$", _RECIPES, re.MULTILINE)
+    [line] = re.findall(r"^ {4}dcmdp train (.*my_engine.*)$", _RECIPES, re.MULTILINE)
     words = shlex.split(line.replace("my_engine.py", "tests/engines/stub_engine.py"))
     rollout = parse(["train", *words]).config.rollout
     assert rollout.engine == "tests/engines/stub_engine.py:ENGINE" and "8000" in rollout.engine_args

@@ -15,8 +15,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PAGE = (_ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 _THEORY = (_ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 _TEX = _ROOT.parent / "shared" / "paper" / "dcmdp.tex"
-_COMMANDS = re.findall(r"^    (python -m bin\..*)$", f"{_PAGE}\n{_THEORY}", re.M) + re.findall(
-    r"`(python -m bin\.[^`]*)`", f"{_PAGE}\n{_THEORY}"
+_COMMANDS = re.findall(r"^    (dcmdp .*)$", f"{_PAGE}\n{_THEORY}", re.M) + re.findall(
+    r"`(dcmdp [a-z]+ --[^`]*|dcmdp toy)`", f"{_PAGE}\n{_THEORY}"
 )
 
 
@@ -59,18 +59,18 @@ def test_named_functions_exist():
 def test_named_commands_are_understood(command, monkeypatch):
     monkeypatch.chdir(_ROOT)
     # What follows two spaces describes the command.
-    _, _, module, *words = shlex.split(re.split(r"\s{2,}", command)[0])
-    if module == "bin.sweep":
+    _, name, *words = shlex.split(re.split(r"\s{2,}", command)[0])
+    if name == "sweep":
         overrides = [word for word in words if word.startswith("--config.")]
         given = sweep._parser().parse_args([word for word in words if word not in overrides])
         runs, _ = sweep._resolve(sweep.load_study(given.study), Path("runs/none"), overrides)
         assert runs
-    elif module == "bin.evaluate":
+    elif name == "evaluate":
         evaluate_flags.parse(words)
-    elif module == "bin.train":
+    elif name == "train":
         parse(["train", *words])
     else:
-        assert (module, words) == ("bin.toy", [])
+        assert (name, words) == ("toy", [])
 
 
 def test_the_reported_rows_average_to_the_papers_avg():

@@ -1,8 +1,8 @@
 """Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy, for each charge.
 
-    python -m bin.sweep --study=configs/studies/dose_response.py --one_process=docs/evidence/dose_response.jsonl.gz \
+    dcmdp sweep --study=configs/studies/dose_response.py --one_process=docs/evidence/dose_response.jsonl.gz \
         --config.model.path=runs/evidence/policy
-    python -m bin.sweep --study=configs/studies/dose_response.py --redraw=docs/evidence/dose_response.jsonl.gz
+    dcmdp sweep --study=configs/studies/dose_response.py --redraw=docs/evidence/dose_response.jsonl.gz
 
 Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run. lambda is fixed
 (eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the

@@ -1,8 +1,8 @@
 """The runs behind docs/evidence.md: the paper's methods, TIS, IcePop, DPPO and matched precision under strain.
 
-    python -m bin.sweep --study=configs/studies/evidence.py         embedded engine: FP8 weights and FP8 cache
-    python -m bin.sweep --study=configs/studies/evidence.py:int4    embedded engine: int4 weights, fewer arms
-    python -m bin.sweep --study=configs/studies/evidence.py:vllm    vLLM: BF16, FP8 cache
+    dcmdp sweep --study=configs/studies/evidence.py         embedded engine: FP8 weights and FP8 cache
+    dcmdp sweep --study=configs/studies/evidence.py:int4    embedded engine: int4 weights, fewer arms
+    dcmdp sweep --study=configs/studies/evidence.py:vllm    vLLM: BF16, FP8 cache
 
 The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is the paper's 0.0037.
 docs/evidence_appendix.md has the commands with the policy that all runs start from.

@@ -1,7 +1,7 @@
 """Discrepancy charged by token against by sequence, under Dual-GRPO (section 4, the choice of granularity).
 
-    python -m bin.sweep --study=configs/studies/granularity.py
-    python -m bin.sweep --study=configs/studies/granularity.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    dcmdp sweep --study=configs/studies/granularity.py
+    dcmdp sweep --study=configs/studies/granularity.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
 
 The paper argues for tokens and shows no figure.
 """

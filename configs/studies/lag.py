@@ -1,12 +1,12 @@
 """Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and what each remedy does under lag.
 
-    python -m bin.sweep --study=configs/studies/lag.py             vLLM: BF16, FP8 cache
-    python -m bin.sweep --study=configs/studies/lag.py:corrections vLLM, the corrections alone, with a GRPO of their own
-    python -m bin.sweep --study=configs/studies/lag.py:local       embedded engine: FP8 weights; the lag without overlap
+    dcmdp sweep --study=configs/studies/lag.py             vLLM: BF16, FP8 cache
+    dcmdp sweep --study=configs/studies/lag.py:corrections vLLM, the corrections alone, with a GRPO of their own
+    dcmdp sweep --study=configs/studies/lag.py:local       embedded engine: FP8 weights; the lag without overlap
 
 The setting of configs/studies/dose_response.py, in which GRPO learns in every run, from the same first policy:
 
-    python -m bin.sweep --study=configs/studies/lag.py --one_process=docs/evidence/lag.jsonl.gz \
+    dcmdp sweep --study=configs/studies/lag.py --one_process=docs/evidence/lag.jsonl.gz \
         --config.model.path=runs/evidence/policy
 
 `lag0_grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the two is chance, and no

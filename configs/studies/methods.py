@@ -1,7 +1,7 @@
 """GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one engine (figures 4 and 5): FP8, with `:paper` vLLM in BF16.
 
-    python -m bin.sweep --study=configs/studies/methods.py
-    python -m bin.sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    dcmdp sweep --study=configs/studies/methods.py
+    dcmdp sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
 
 Dual-GRPO and threshold-GRPO have a multiplier fixed at 1.
 """

@@ -1,7 +1,7 @@
 """Dual-GRPO with three penalties: probability difference, ratio, log-difference (section 4; figure 2, right).
 
-    python -m bin.sweep --study=configs/studies/penalties.py
-    python -m bin.sweep --study=configs/studies/penalties.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    dcmdp sweep --study=configs/studies/penalties.py
+    dcmdp sweep --study=configs/studies/penalties.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
 
 GRPO is the baseline: the figure's gain is what a penalty adds.
 """

@@ -1,9 +1,9 @@
 """Hugging Face directories in and out.
 
-python -m bin.convert hf-check HF_DIR
-python -m bin.convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
-python -m bin.convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
-python -m bin.convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
+dcmdp convert hf-check HF_DIR
+dcmdp convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
+dcmdp convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
+dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """avg@K and pass@K of a model on any tasks, in the layout of the paper's tables.
 
-    python -m bin.evaluate MODEL --tasks aime24.jsonl,amc23.jsonl [--precision fp8] [--max_completion_tokens N]
-    python -m bin.evaluate MODEL --tasks aime24.jsonl --engine vllm                         stock vLLM, as a sidecar
-    python -m bin.evaluate MODEL --tasks aime24.jsonl --engine http --server URL            a vLLM server of your own
+    dcmdp evaluate MODEL --tasks aime24.jsonl,amc23.jsonl [--precision fp8] [--max_completion_tokens N]
+    dcmdp evaluate MODEL --tasks aime24.jsonl --engine vllm                         stock vLLM, as a sidecar
+    dcmdp evaluate MODEL --tasks aime24.jsonl --engine http --server URL            a vLLM server of your own
 
-MODEL is a Hugging Face directory, or a run directory (or a checkpoint in it) written by bin.train. The defaults are the
+MODEL is a Hugging Face directory, or a run directory of training, or a checkpoint in it. The defaults are the
 paper's evaluation: temperature 0.7, top-p 1, 32768 tokens, avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500,
 Minerva and OlympiadBench, known by their file names: aime24, aime25, amc23, math500, minerva, olympiadbench.
 
 The same command continues a killed evaluation; it ends with the same files as an uninterrupted one.
 
-    python -m bin.evaluate --table evaluation-*.json                       one table over methods and runs
-    python -m bin.evaluate MODEL --tasks amc23.jsonl --train_data dapo.jsonl [--drop_overlap]
+    dcmdp evaluate --table evaluation-*.json                       one table over methods and runs
+    dcmdp evaluate MODEL --tasks amc23.jsonl --train_data dapo.jsonl [--drop_overlap]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command line of bin.evaluate: arguments, and the settings they make with a run's own."""
+"""Command line of dcmdp evaluate: arguments, and the settings they make with a run's own."""
 
 from __future__ import annotations
 

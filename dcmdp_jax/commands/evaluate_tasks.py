@@ -1,4 +1,4 @@
-"""Tasks of bin.evaluate: their prompts, problems that training had too, and room for the completions."""
+"""Tasks of dcmdp evaluate: their prompts, problems that training had too, and room for the completions."""
 
 from __future__ import annotations
 

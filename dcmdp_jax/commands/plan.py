@@ -1,9 +1,9 @@
 """Memory, communication and time of a run at full size, from its own programs, compiled without an accelerator.
 
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
-    python -m bin.plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
+    dcmdp plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
+    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
+    dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
+    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
 
 Prints memory by kind, what fits, collectives, operations, a lower bound of the time, and checks of the programs;
 docs/plan.md explains them.

@@ -1,10 +1,10 @@
 """Disagreement of two engines on the same tokens: how much, where, and why.
 
-    python -m bin.probe PATH...                                       what a framework, or a run of ours, recorded
-    python -m bin.probe PATH... --train-column NAME --rollout-column NAME              two columns of any other file
-    python -m bin.probe --model DIR --task FILE --a vllm:bfloat16 --b trainer          sample with a, score with b
-    python -m bin.probe --config FILE                                 a run's engine against its training stack
-    python -m bin.probe --config FILE --remedies                      which remedy brings its gradient nearest
+    dcmdp probe PATH...                                       what a framework, or a run of ours, recorded
+    dcmdp probe PATH... --train-column NAME --rollout-column NAME              two columns of any other file
+    dcmdp probe --model DIR --task FILE --a vllm:bfloat16 --b trainer          sample with a, score with b
+    dcmdp probe --config FILE                                 a run's engine against its training stack
+    dcmdp probe --config FILE --remedies                      which remedy brings its gradient nearest
 
 Writes probe.json, probe.html and plots/*.png into --out and prints the table and the likely cause. docs/probe.md has
 the engines' names and what the causes rest on. With --remedies it writes remedies.json and remedies.png in their place.

@@ -1,4 +1,4 @@
-"""The part of `bin.probe` that reads recordings: its arguments, and what is measured."""
+"""The part of `dcmdp probe` that reads recordings: its arguments, and what is measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Draw one or several runs: plots as PNG and one self-contained HTML page.
 
-    python -m bin.report RUNDIR [RUNDIR ...] [--out DIR]
+    dcmdp report RUNDIR [RUNDIR ...] [--out DIR]
 
 One run's report goes into its own directory, a comparison into `report/`, unless --out says otherwise.
 """

@@ -1,4 +1,4 @@
-"""Print every setting in Markdown: python -m bin.settings > docs/settings.md."""
+"""Print every setting in Markdown: dcmdp settings > docs/settings.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Runs a study: a grid of configs and seeds, one after another, and compares them.
 
-    python -m bin.sweep --study=configs/studies/methods.py                       demo size, on a CPU
-    python -m bin.sweep --study=configs/studies/methods.py:paper                 the paper's constants
-    python -m bin.sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
-    python -m bin.sweep --study=... --arms=grpo,exact                            some arms alone
-    python -m bin.sweep --study=... --dry_run                                    list the runs and stop
-    python -m bin.sweep --study=... --redraw=docs/evidence/embedded.jsonl.gz     tables and figures of kept metrics
+    dcmdp sweep --study=configs/studies/methods.py                       demo size, on a CPU
+    dcmdp sweep --study=configs/studies/methods.py:paper                 the paper's constants
+    dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
+    dcmdp sweep --study=... --arms=grpo,exact                            some arms alone
+    dcmdp sweep --study=... --dry_run                                    list the runs and stop
+    dcmdp sweep --study=... --redraw=docs/evidence/embedded.jsonl.gz     tables and figures of kept metrics
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
 that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has of the finished runs
@@ -272,12 +272,12 @@ def _resolve(
 
 
 def _evaluation_words(run: StudyRun, evaluation: Sequence[str]) -> list[str]:
-    """Arguments of bin.evaluate for a run."""
+    """Arguments of dcmdp evaluate for a run."""
     return [str(run.directory), *evaluation, "--method", run.arm, "--out", str(run.directory / _EVALUATION)]
 
 
 def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:
-    """Refuse arguments, tasks and lengths that bin.evaluate would refuse once a run is trained."""
+    """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is trained."""
     if not study.evaluation:
         return
     # transformers takes a while to import; a study without an evaluation does not need it.

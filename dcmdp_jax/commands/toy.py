@@ -1,6 +1,6 @@
 """The paper's one-state toy: three optimal policies at equal mismatch budgets, two-sided and one-sided.
 
-    python -m bin.toy [--budgets 0.005,0.01,0.02,0.05,0.1] [--out runs/toy]
+    dcmdp toy [--budgets 0.005,0.01,0.02,0.05,0.1] [--out runs/toy]
 
 Draws two_sided.png and one_sided.png, prints the table, and compares every policy with scipy's SLSQP. The command fails
 if one differs by more than 1e-6, or if at a budget that all three meet action a6 is not ordered diff > log > ratio.

@@ -310,7 +310,7 @@ class ObserveSettings:
         10, "Steps between sample completions in samples.jsonl.", unit="steps", minimum=1, free=True
     )
     rollouts_every_steps: int = setting(
-        10, "Steps between recordings of all tokens with both probabilities in rollouts/step_N.parquet, for bin.probe; "
+        10, "Steps between recordings of all tokens with both probabilities in rollouts/step_N.parquet, for the probe; "
         "about 13 bytes a token. 0: none.", unit="steps", minimum=0, free=True,
     )  # fmt: skip
     rollouts_max_gib: float = setting(

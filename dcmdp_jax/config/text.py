@@ -11,7 +11,7 @@ from dcmdp_jax.fields import Declared, declared, get_value
 _INTRODUCTION = """\
 # Settings
 
-Written by `python -m bin.settings > docs/settings.md` from the declarations in `dcmdp_jax/config/settings.py`,
+Written by `dcmdp settings > docs/settings.md` from the declarations in `dcmdp_jax/config/settings.py`,
 `dcmdp_jax/config/algorithm.py`, `dcmdp_jax/config/hosts.py`, `dcmdp_jax/config/rewards.py` and
 `dcmdp_jax/config/rollout.py`; change those.
 

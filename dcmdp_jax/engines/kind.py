@@ -89,7 +89,7 @@ class EngineArguments:
 
 
 class EnginePlan(NamedTuple):
-    """An engine's programs at their largest shapes, for `bin.plan`.
+    """An engine's programs at their largest shapes, for `dcmdp plan`.
 
     Attributes:
         programs: to be compiled.
@@ -156,7 +156,7 @@ class EngineKind:
         device_share: (arguments) -> DeviceShare where it computes on the trainer's devices, else None.
         memory: (arguments, workload, machine, rows) -> parts, with `rows` completions decoded at a time.
         memory_note: (arguments) -> memory that is not JAX's and can't be computed here; "" for none.
-        programs: (arguments, workload) -> EnginePlan for `bin.plan`, or None: its programs are not ours.
+        programs: (arguments, workload) -> EnginePlan for `dcmdp plan`, or None: its programs are not ours.
         describe: (settings) -> how it is split, for the plan's line; "" for nothing to say.
     """
 

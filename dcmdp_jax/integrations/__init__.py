@@ -1,0 +1,1 @@
+"""DC-GRPO in other trainers, in torch: TRL, verl, SkyRL, prime-rl and slime."""

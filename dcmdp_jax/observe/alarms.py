@@ -226,7 +226,7 @@ def _weight_sync(series: Series) -> Alarm | None:
     return Alarm(
         "weight_sync",
         f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g} within a few steps: the engine's weights "
-        "are not the trainer's. Check the push, compare checksums, and run bin.probe with --earlier.",
+        "are not the trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier.",
     )
 
 
@@ -250,7 +250,7 @@ def _mismatch(series: Series) -> Alarm | None:
     return Alarm(
         "mismatch",
         f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor of {_floor(series):.3g}: the "
-        "engines differ. Run bin.probe on this run for the cause; then raise c, or the engine's precision.",
+        "engines differ. Run dcmdp probe on this run for the cause; then raise c, or the engine's precision.",
     )
 
 

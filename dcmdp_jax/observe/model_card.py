@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax import REPOSITORY
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
@@ -19,14 +20,14 @@ _POINTS = 12
 _COLUMNS = {
     "dual/multiplier": "lambda", "discrepancy/mean": "mean discrepancy", "dual/tolerance": "c", "reward/mean": "reward",
 }  # fmt: skip
+_PROJECT = f"[dcmdp_jax]({REPOSITORY})" if REPOSITORY else "dcmdp_jax"
 CITATION = """@article{liu2026dcmdp,
   title = {Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy},
   author = {Liu, Jiashun and Liu, Runze and Wan, Xu and Liang, Jing and Tang, Hongyao and Pan, Ling},
   year = {2026}
 }
 @software{dcmdp_jax,
-  title = {dcmdp_jax: DC-GRPO in JAX},
-  url = {https://github.com/dcmdp-jax/dcmdp_jax}
+  title = {dcmdp_jax: DC-GRPO in JAX}
 }"""
 
 
@@ -52,7 +53,7 @@ def model_card(run_dir: Path, step: int, *, on_hub: Callable[[str], bool]) -> st
     parts = [
         "\n".join(front),
         f"# {run_dir.resolve().name}, step {step}",
-        f"Trained with [dcmdp_jax](https://github.com/dcmdp-jax/dcmdp_jax), method `{method}`: reinforcement learning "
+        f"Trained with {_PROJECT}, method `{method}`: reinforcement learning "
         "under a budget c for the mean of |p_train - p_infer|, the difference between the probabilities that the "
         "training stack and the inference engine give a sampled token. Lambda is the price of that difference.",
         _facts(config, series, step),

@@ -62,7 +62,7 @@ class CompiledRun:
         config, model: the run.
         step: the training step.
         engine: of an engine in the trainer's process; None with another, whose programs are not ours.
-        memory: by arithmetic, as `bin.train --dry_run` has it.
+        memory: by arithmetic, as `dcmdp train --dry_run` has it.
         programs: compiled, by name.
         least: the least communication of the step.
         model_flops: of the products that the step needs, all devices together.
@@ -126,7 +126,7 @@ class CompiledRun:
 
 
 def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
-    """Refuse what bin.train refuses on such devices, without their compiler.
+    """Refuse what dcmdp train refuses on such devices, without their compiler.
 
     Args:
         config: the settings.

@@ -50,7 +50,7 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
-    """The step that `bin.train` would run on that mesh. Nothing is allocated.
+    """The step that `dcmdp train` would run on that mesh. Nothing is allocated.
 
     Args:
         config: the settings.

@@ -1,14 +1,14 @@
 """A planted mismatch with a way out: an engine that is wrong on known states, a task that can avoid them, a study.
 
-    python -m bin.train --config=examples/planted/planted.py                   GRPO
-    python -m bin.train --config=examples/planted/planted.py:reward,3          a charge inside the reward, lambda = 3
+    dcmdp train --config=examples/planted/planted.py                   GRPO
+    dcmdp train --config=examples/planted/planted.py:reward,3          a charge inside the reward, lambda = 3
 
 The study, all runs from one policy:
 
-    python -m bin.train --config=examples/planted/planted.py --config.training.steps=1 \
+    dcmdp train --config=examples/planted/planted.py --config.training.steps=1 \
         --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/planted_start
-    python -m bin.convert export runs/planted_start runs/planted_policy --dtype float32
-    python -m bin.sweep --study=examples/planted/planted.py --one_process=docs/evidence/planted.jsonl.gz \
+    dcmdp convert export runs/planted_start runs/planted_policy --dtype float32
+    dcmdp sweep --study=examples/planted/planted.py --one_process=docs/evidence/planted.jsonl.gz \
         --config.model.path=runs/planted_policy
 
 A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is `A` or `B`, both

@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_page_in_docs_is_that_of_the_declarations():
     page = (_ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings_page(), "python -m bin.settings > docs/settings.md"
+    assert page == settings_page(), "dcmdp settings > docs/settings.md"
 
 
 def test_the_page_has_a_row_for_each_setting():

@@ -12,7 +12,7 @@ from dcmdp_jax.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class HttpSettings:
-    """The server of `bin.evaluate --engine=http`."""
+    """The server of `dcmdp evaluate --engine=http`."""
 
     server: str = setting("", "http(s)://HOST:PORT, or the path of a Unix socket.", free=True)
     timeout_s: float = setting(

@@ -1,4 +1,4 @@
-"""The scheduler's arithmetic: shapes of batches and caches. The memory plan and `bin.plan` ask it too."""
+"""The scheduler's arithmetic: shapes of batches and caches. The memory plan and `dcmdp plan` ask it too."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Columns:
     group: str = ""
 
     def options(self) -> dict[str, str]:
-        """Option of `bin.probe` -> column, for those that are given."""
+        """Option of `dcmdp probe` -> column, for those that are given."""
         return {f"--{name}-column": value for name, value in dataclasses.asdict(self).items() if value}
 
 

@@ -53,7 +53,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
         ]
         lines = [*_table(oracles), ""]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--oracle: {path}: can't be read as remedies.json of bin.probe ({error})") from error
+        raise UserError(f"--oracle: {path}: can't be read as remedies.json of dcmdp probe ({error})") from error
     found = measure_doses({arm: seeds for arm, seeds in runs.items() if seeds}, baseline)
     for oracle, squared in zip(oracles, errors, strict=True):
         squared = {baseline if name == NOTHING else name: value for name, value in squared.items()}
@@ -63,7 +63,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
         }
         count = len(ends["reward"])
         if count < 3:
-            raise UserError(f"--oracle: {path} has {count} of the study's arms, needs three; give bin.probe --study")
+            raise UserError(f"--oracle: {path} has {count} of the study's arms, needs three; give dcmdp probe --study")
         words = ", ".join(f"{label} {rank_correlation(squared, values):+.2f}" for label, values in ends.items())
         lines.append(f"- `{oracle['engine']}` on {oracle['model']}, {count} arms: rank correlation with {words}.")
     return lines
