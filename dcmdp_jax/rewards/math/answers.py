@@ -56,7 +56,7 @@ _CHOICE_AND_VALUE = re.compile(
 # `E: the square`; a word that may deny it or name another (`A: false`, `A. or B`) makes it no choice.
 _CHOICE_AND_WORDS = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):]) ?(?=[a-z0-9])((?:[a-z0-9,'\-]++ ?)++)", re.DOTALL)
 _DENIALS = vocabulary(
-    "and or is are was not no nor neither either false wrong incorrect except but unless if never none cannot"
+    "b c d e f g h and or is are was not no nor neither either false wrong incorrect except but unless if never none"
 )
 _CHOICES = re.compile(r"\(?[A-H]\)?(?: ?[,;] ?\(?[A-H]\)?)++")
 _OPTION = re.compile(r"\A(?:option|choice|answer) ?:? ?(?=\(?[A-Z]\)?(?![a-zA-Z]))", re.IGNORECASE)
@@ -227,9 +227,10 @@ def _compare_words(left: str, right: str) -> bool | None:
     if choice:
         picked = _CHOICE.fullmatch(left_words)
         if picked is None:
-            picked = _CHOICE_AND_VALUE.fullmatch(left_words) or _CHOICE_AND_WORDS.fullmatch(left_words)
-            if picked and picked.re is _CHOICE_AND_WORDS and _DENIALS & set(picked[3].replace(",", " ").split()):
-                return None
+            picked = _CHOICE_AND_VALUE.fullmatch(left_words)
+            described = None if picked else _CHOICE_AND_WORDS.fullmatch(left_words)
+            if described and not _DENIALS & set(re.findall("[a-z0-9']+", described[3])):
+                picked = described
             return None if picked is None else (picked[1] or picked[2]) == choice[1]
         in_any_case = wrapped or "(" in left_words + right_words
         return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())

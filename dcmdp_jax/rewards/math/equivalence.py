@@ -318,7 +318,9 @@ def _ratios(left: str, right: str) -> bool | None:
     left_parts, right_parts = _TO.split(left), _TO.split(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
-    if len(left_parts) != len(right_parts) and not any(map(_CLOCK.fullmatch, (left, right))):
+    if any(map(_CLOCK.fullmatch, (left, right))) and not (":" in left and ":" in right):
+        return False
+    if len(left_parts) != len(right_parts):
         quotients = [_QUOTIENT.fullmatch(text) for text in (left, right)]
         left_parts, right_parts = (
             [match[1] or match[3], match[2] or match[4]] if match else parts
