@@ -134,7 +134,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     )  # fmt: skip
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
-    defect = verdict.title if CAUSES[verdict.cause].defect or verdict.cause == "too_few" else None
+    odd_rank = measured.over_training.odd_rank if measured.over_training else ""
+    defect = verdict.title if CAUSES[verdict.cause].defect or verdict.cause == "too_few" else odd_rank or None
     recommendation = recommend(evidence.mean, floor, defect)
     if tolerance is None and not math.isnan(recommendation.tolerance):
         tolerance = recommendation.tolerance

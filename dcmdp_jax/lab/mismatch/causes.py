@@ -25,7 +25,7 @@ _FLATTER_ALIGNED, _FLATTEST = -0.96, -0.6
 _LEAST_POWER, _FEWEST_UNCERTAIN = 0.02, 32
 _CORRELATED, _LEAST_SPREAD, _SPREAD_TIMES = 0.97, 0.03, 5.0
 _LEAST_SURPRISE, _SURPRISE_TIMES = 0.01, 3.0
-_OLDER_TIMES = 2.0
+_VARIANCE_FALLS, _OLDER_TIMES = 1.6, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,18 +356,24 @@ def _others_tokens(e: Evidence) -> Iterator[Finding]:
         ))  # fmt: skip
 
 
+def _reach(e: Evidence) -> float:
+    """Nats by which the surprise must change to be significant: noise makes tokens more surprising to begin with."""
+    return abs(e.surprise.mean) + e.surprise.margin
+
+
 def _power_of_tests(e: Evidence) -> list[str]:
     """What each test would have seen at least, and what it could not look at."""
     seen, unseen = [], []
     if np.isnan(e.surprise.mean):
         unseen.append("raw log-probs on both sides (no entropies)")
     elif e.variance > 0:
-        raw = _SURPRISE_TIMES * np.sqrt(e.variance * e.square) + _LEAST_SURPRISE + e.surprise.margin
+        raw = _SURPRISE_TIMES * np.sqrt(e.variance * e.square) + _LEAST_SURPRISE + _reach(e)
         seen.append(f"raw log-probs on both sides that make tokens {raw:.2g} nats more or less surprising")
     if e.uncertain < _FEWEST_UNCERTAIN:
         unseen.append(f"a temperature ({e.uncertain} tokens with p and q below 0.9)")
     elif not np.isnan(e.surprise.mean):
-        sharper = (e.surprise.margin + _LEAST_SURPRISE) / e.variance
+        # The variance is that of today's tokens; a lower temperature makes it smaller.
+        sharper = _VARIANCE_FALLS * (_reach(e) + _LEAST_SURPRISE) / e.variance
         flatter = max(_LEAST_POWER, 3.5 * np.sqrt(e.square / e.variance), 2 * e.surprise.margin / e.variance)
         seen.append(f"a temperature below {1 / (1 + sharper):.2f}")
         if flatter < -_FLATTEST:

@@ -62,6 +62,7 @@ class OverTraining:
     Attributes:
         steps: in order.
         ranks, sources: empty where there is only one or none is recorded.
+        odd_rank: the first rank that stands out, in words: no budget bounds other weights on one rank; "" without one.
         notes: what stands out among ranks and sources, and how a run's own metrics agree.
         alarms: of the steps; see `observe.alarms`.
         tolerance: c that the alarms compare with; NaN if there is none.
@@ -71,6 +72,7 @@ class OverTraining:
     steps: tuple[StepMismatch, ...]
     ranks: tuple[Part, ...]
     sources: tuple[Part, ...]
+    odd_rank: str
     notes: tuple[str, ...]
     alarms: tuple[Alarm, ...]
     tolerance: float
@@ -247,7 +249,8 @@ class _Parts:
 def _over_training(
     steps: list[StepMismatch], ranks: list[Part], sources: list[Part], tolerance: float | None, metrics: Series | None
 ) -> OverTraining:
-    notes = [*_standing_out(ranks), *_standing_out(sources)]
+    odd = _standing_out(ranks)
+    notes = [*odd, *_standing_out(sources)]
     series = _series(steps)
     if metrics is not None:
         notes += _agreement(steps, metrics)
@@ -264,8 +267,8 @@ def _over_training(
     if said != "the run's own" and np.isfinite(tolerance):
         series["dual/tolerance"] = (numbers, np.full(len(numbers), tolerance))
     return OverTraining(
-        tuple(steps), tuple(ranks if len(ranks) > 1 else ()), tuple(sources if len(sources) > 1 else ()), tuple(notes),
-        tuple(alarms(series)), tolerance, said,
+        tuple(steps), tuple(ranks if len(ranks) > 1 else ()), tuple(sources if len(sources) > 1 else ()),
+        odd[0].partition(":")[0] if odd else "", tuple(notes), tuple(alarms(series)), tolerance, said,
     )  # fmt: skip
 
 

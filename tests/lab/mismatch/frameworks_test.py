@@ -90,10 +90,21 @@ def test_globs_files_and_a_rank_that_stands_out(tmp_path):
     found = _read(tmp_path / "step_*" / "rank_*.jsonl")
     assert found.files == 9 and [part.mean for part in found.over_training.ranks] == pytest.approx([0.01, 0.01, 0.2])
     assert found.over_training.notes == ("rank 2 stands out: mean |dp| 0.2, the others' median is 0.01.",)
+    assert found.over_training.odd_rank == "rank 2 stands out"
     # One token in three: (0.01 + 0.01 + 0.2) / 3.
     assert found.over_training.steps[0].statistics.mean == pytest.approx(0.22 / 3)
     again = _read(*tmp_path.rglob("rank_0.jsonl"), tmp_path / "step_1" / "rank_*.jsonl", allow_gaps=True)
     assert again.rows == 12 + 8  # a file that is named twice is read once
+
+
+def test_no_c_is_recommended_while_one_rank_has_other_weights(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for rank, size in enumerate((0.01, 0.5)):
+        train = np.minimum(-rng.exponential(1.0, (8, 40)), 0)
+        engine = np.minimum(train + size * rng.normal(0, 1, train.shape), 0)
+        Recorder(tmp_path / "r", "trl", rank=rank).write(1, np.ones(train.shape, int), train, engine)
+    code, said, _ = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
+    assert code == 0 and "None before this is settled: rank 1 stands out." in said
 
 
 def test_the_alarms_run_over_the_steps(tmp_path):
