@@ -157,12 +157,18 @@ def _broadcastable(array):
     return wide if array.ndim == 1 else [*wide, array[0], array[:, :1], array[0, 0]]
 
 
+# An advantage of each completion, [R, 1], is what it takes beside one of each token.
+_TAKEN = {("penalties.penalized_advantages", "advantages", (R, 1))}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_array_of_another_shape_is_refused(name):
     call, arrays = CASES[name]
     jax.eval_shape(lambda arrays: _leaves(call(**arrays)), arrays)
     for argument, array in arrays.items():
         for other in _broadcastable(array):
+            if (name, argument, other.shape) in _TAKEN:
+                continue
             with pytest.raises(ValueError, match=r"shape|axes") as error:
                 jax.eval_shape(lambda arrays: _leaves(call(**arrays)), arrays | {argument: other})
             assert "\n" not in str(error.value), (argument, other.shape)
