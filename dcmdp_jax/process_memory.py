@@ -26,7 +26,7 @@ def hide_torch(package: str) -> None:
         package: the process is a command if it was started as `python -m package` or `python -m package.name`, or as a
             script that is called so.
     """
-    if _is_command(package, sys.orig_argv):
+    if is_command(package):
         sys.modules.setdefault("torch", None)
 
 
@@ -52,7 +52,7 @@ def keep_freed_memory(package: str) -> None:
     Args:
         package: as for `hide_torch`. Call it before anything else is imported.
     """
-    if platform.libc_ver()[0] != "glibc" or not _is_command(package, sys.orig_argv) or not _jax_takes_cpu():
+    if platform.libc_ver()[0] != "glibc" or not is_command(package) or not _jax_takes_cpu():
         return
     wanted = _tunables()
     if os.environ.get(_TUNABLES) == wanted:
@@ -94,6 +94,11 @@ def _tunables() -> str:
     except (OSError, ValueError):
         none = False
     return f"glibc.malloc.hugetlb={1 << 30 if none else 1}"
+
+
+def is_command(package: str) -> bool:
+    """Whether this process was started as a module of the package, or as a script with its name."""
+    return _is_command(package, sys.orig_argv)
 
 
 def _is_command(package: str, arguments: list[str]) -> bool:

@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What a slow machine says while a command works is no part of what the tests compare.
+os.environ.setdefault("DCMDP_ACTIVITY", "off")
 # jaxlib 0.11 dropped the older generator with its flag, and ends the process at a flag that it does not know.
 _OLDER_GENERATOR = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) < (0, 11)
 _NOT_OPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1" + (

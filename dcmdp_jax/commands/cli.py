@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
+from dcmdp_jax.activity import command_started
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.user_code import callback_error
 
@@ -91,6 +92,7 @@ def run_main(
     """
     global _run_dir
     _run_dir = None
+    command_started()
     arguments = list(sys.argv if argv is None else argv)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = _DEBUG in arguments[1:end]

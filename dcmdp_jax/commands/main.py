@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 import dcmdp_jax
+from dcmdp_jax.activity import command_starts
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.process_memory import hide_torch, keep_freed_memory
@@ -36,6 +37,7 @@ def console() -> NoReturn:
     for started_as in ("dcmdp", "dcmdp_jax"):
         keep_freed_memory(started_as)
         hide_torch(started_as)
+    command_starts()
     # A reward, remedy or engine may be named `module:name`. `python -m` has this directory first.
     sys.path.append("")
     name = sys.argv[1] if len(sys.argv) > 1 else ""

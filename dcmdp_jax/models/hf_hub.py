@@ -9,6 +9,7 @@ import functools
 import re
 from pathlib import Path
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import TOKENIZER_FILES
 from dcmdp_jax.models.gguf_convert import PACKAGE, package_model
@@ -58,7 +59,8 @@ def model_directory(path: str) -> Path:
 
     name, _, revision = path.partition("@")
     try:
-        directory = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
+        with activity(f"fetching {path} from the Hub"):
+            directory = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
     except Exception as error:  # Whose exceptions: huggingface_hub's, or those of the HTTP client of its version.
         said = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(

@@ -154,6 +154,7 @@ _TABLE = (
     Metric("time/push", "seconds", "weights to the inference engine"),
     Metric("time/generate", "seconds", "sampling the completions"),
     Metric("time/verify", "seconds", "verifying the answers"),
+    Metric("time/noise_floor", "seconds", "the engine against itself, at the steps that measure it"),
     Metric("time/pack", "seconds", "packing tokens into rows"),
     Metric("time/step", "seconds", "the compiled training step"),
     Metric("time/wait", "seconds", "with rollout.lag: the trainer waits for the sampler"),
@@ -167,6 +168,7 @@ _TABLE = (
             ("step", "the training step"),
             ("generate", "sampling this step's completions"),
             ("verify", "the rest of the rewards"),
+            ("noise_floor", "measuring the noise floor"),
             ("pack", "packing"),
         )
     ),
@@ -196,12 +198,13 @@ _OF_SOURCES = {
 _PREFIXES = {
     "logged/": ("as logged", "{}: what reward functions logged under this name (log_metric), mean of the step"),
     "eval_logged/": ("as logged", "{}: what reward functions logged on a held-out task (log_metric)"),
+    "eval_interval/": ("reward", "held-out {}, a bound of the 95% interval of avg@K: bootstrap over problems"),
     "eval_reward/": ("reward", "held-out {}: mean of this one of several rewards, before its weight"),
     "discrepancy/source/": ("discrepancy", "mean discrepancy of the completions of data source {}, each counted once"),
     "completion/source/": ("tokens", "mean length of the completions of data source {}"),
 }
 
-STEP_PHASES = ("push", "generate", "verify", "pack", "step")
+STEP_PHASES = ("push", "generate", "verify", "noise_floor", "pack", "step")
 """The parts of `time/total`, in the order a step runs them."""
 
 

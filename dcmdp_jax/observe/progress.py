@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dcmdp_jax.activity import current_text, shown_elsewhere
 from dcmdp_jax.number_format import duration, number, score
 
 _PLAIN_INTERVAL_SECONDS = 2.0
@@ -25,7 +27,8 @@ _REFRESH_PER_SECOND = 2
 class Progress:
     """Live display of a run: step, reward, discrepancy and tolerance, lambda, tokens/s, time left.
 
-    A terminal shows two lines redrawn in place, and a third after an evaluation. Elsewhere each step is a line, at most
+    A terminal shows two lines redrawn in place, a third after an evaluation, and what has run for more than three
+    seconds (`activity`). Elsewhere each step is a line, at most
     one every two seconds; the first and the last step are always shown. Time left is the mean duration of the last 20
     steps, excluding the first (it compiles), times the remaining steps.
 
@@ -58,10 +61,11 @@ class Progress:
         self._last_line_at = -math.inf
         self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self._stream = sys.stderr if stream is None else stream
-        self._live = None
+        self._live, self._stack = None, contextlib.ExitStack()
         console = Console(file=self._stream)
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(get_renderable=self._render, console=console, refresh_per_second=_REFRESH_PER_SECOND)
+            self._stack.enter_context(shown_elsewhere())
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -94,6 +98,7 @@ class Progress:
         """Stop the live display and keep its last state on the screen. Safe to call twice."""
         if self._live is not None:
             self._live.stop()
+            self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +153,8 @@ class Progress:
         )
         line = Text("  ").join(Text(text, style=style) for text, style in self._fields())
         evaluation = self._evaluation()
-        return Group(bar, line, Text(evaluation, style="cyan")) if evaluation else Group(bar, line)
+        more = [Text(text, style=style) for text, style in ((evaluation, "cyan"), (current_text(), "dim")) if text]
+        return Group(bar, line, *more)
 
     def _print(self, line: str) -> None:
         self._stream.write(line + "\n")

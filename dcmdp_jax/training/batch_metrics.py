@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, displacement_statistics, mismatch_statistics
 from dcmdp_jax.config.algorithm import AlgorithmSettings
@@ -108,10 +109,26 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[tuple[jax.Array, ...], .
     return metrics
 
 
-class PhaseTimer:
-    """Seconds of each phase of a step, and when it was."""
+_SAID = {
+    "push": "pushing the weights to the engine",
+    "wait": "waiting for the sampler",
+    "generate": "sampling",
+    "verify": "scoring the completions",
+    "noise_floor": "measuring the engine against itself",
+    "pack": "packing tokens into rows",
+    "step": "training",
+}
 
-    def __init__(self) -> None:
+
+class PhaseTimer:
+    """Seconds of each phase of a step, and when it was; on the console, what the step does.
+
+    Args:
+        first: the first step of this process, whose programs are compiled.
+    """
+
+    def __init__(self, *, first: bool = False) -> None:
+        self._more = " (the first time it compiles)" if first else ""
         self.seconds: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []
         """(phase, start, end) by `time.monotonic`."""
@@ -121,7 +138,8 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Time a block; blocks of one name add up."""
         began = time.monotonic()
-        yield
+        with activity(_SAID[name] + self._more):
+            yield
         ended = time.monotonic()
         self.spans.append((name, began, ended))
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began

@@ -118,7 +118,8 @@ class Batches:
         """The batch of a step, sampled by the policy that it trains."""
         rollout = self._rollouts.sample(step, first, timer, self._alone, self._check_stop)
         measures = measures_tolerance(self._config.algorithm, jax.device_get(state.dual))
-        floor = self._agreed(self._noise_floor.metrics(rollout.episodes, step, wanted=measures))
+        with timer.phase("noise_floor"):
+            floor = self._agreed(self._noise_floor.metrics(rollout.episodes, step, wanted=measures))
         # Before the step, whose peak they would add to; the next push brings new ones in any case.
         self._parts.engine.release_weights()
         with timer.phase("pack"):
@@ -184,7 +185,8 @@ class Batches:
         check_versions(found.episodes, version_of(step, self._lag))
         measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
         before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
-        floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
+        with timer.phase("noise_floor"):
+            floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
         if isinstance(found, Share):
             return Begun(found, floor, timer)
         floor = self._agreed(floor)

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.engine import find_trainable, forward_scheme
 from dcmdp_jax.config.settings import Config
@@ -245,7 +246,7 @@ def make_engine(plan: Plan) -> Engine:
     """
     kind = find_trainable(plan.config.rollout.engine)
     probe = functools.partial(make_probe, plan.model, plan.compute, plan.mesh)
-    with as_settings(of_engine(kind)):
+    with activity(f"starting the engine {plan.config.rollout.engine}"), as_settings(of_engine(kind)):
         return kind.build(dataclasses.replace(plan.engine, probe=probe, prepare=True))
 
 
@@ -318,12 +319,15 @@ def start(plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None
         shapes,
         shardings,
     )
-    if (state := parts.checkpoints.restore(abstract, plan.model)) is not None:
+    with activity("restoring the newest checkpoint"):
+        state = parts.checkpoints.restore(abstract, plan.model)
+    if state is not None:
         step = int(state.step)
         show(f"resuming {config.run_dir} after step {step}")
         taken = parts.checkpoints.prompts_taken(step)
         return state, True, step * config.training.prompts_per_step if taken is None else taken
-    params = initial_params(plan)
+    with activity("loading the weights"):
+        params = initial_params(plan)
     if config.warmup.steps:
         scale = WARMUP_SCALE if parts.loss_scale is not None else 1.0
         params = _warm_up(plan, params, stop, show, loss_scale=scale)

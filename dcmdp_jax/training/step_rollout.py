@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
@@ -248,9 +249,11 @@ class StepRollouts:
         else:
             asked = [self._plan.train.problems[i] for i in chosen[share]]
             sampled = self._turns.generate(prompts, asked, sampling, **numbers, check_stop=check_stop)
-        with contextlib.closing(sampled) as groups:
+        total = len(prompts) * sampling.group_size
+        with activity("sampling", total, "completions") as doing, contextlib.closing(sampled) as groups:
             for complete in groups:
                 check_stop()
+                doing.done += len(complete)
                 rows = [episode.group * sampling.group_size + episode.member for episode in complete]
                 scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in complete])
                 episodes += complete

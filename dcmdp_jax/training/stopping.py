@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +23,9 @@ from dcmdp_jax.observe.metrics_io import METRICS_FILE
 
 WINDOW = 20
 """Steps that `optimizer/skipped_share` looks back on."""
+
+_TWICE_S = 1.0
+"""Signals that come within this time are one."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +43,31 @@ class Leaving(Exception):
 
 
 class StopSignal:
-    """Records SIGTERM, SIGINT and SIGHUP; the run looks for them where it can stop. A second SIGINT interrupts."""
+    """Records SIGTERM, SIGINT and SIGHUP; the run looks for them where it can stop.
+
+    The first is answered on the console at once, also while a compiled program runs. A second one, more than a second
+    later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
         self.received = number
+
+    def _answer(self, pipe: int, numbers: list[int]) -> None:
+        """Answer signals as the interpreter's own handler puts them into the pipe, until its other end is closed."""
+        answered = None
+        while received := os.read(pipe, 1):
+            if received[0] not in numbers or (answered and time.monotonic() - answered < _TWICE_S):
+                continue
+            name = signal.Signals(received[0]).name
+            if answered:
+                _say(f"{name} again: leaves at once; the same command resumes from the newest checkpoint")
+                os._exit(128 + received[0])
+            answered = time.monotonic()
+            _say(f"{name}: ends what it is doing, saves and leaves; a second {name} leaves at once")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
@@ -61,12 +81,27 @@ class StopSignal:
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        watcher = threading.Thread(target=self._answer, args=(read_end, numbers), daemon=True, name="signals")
+        watcher.start()
+        wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(write_end)
+            watcher.join()
+            os.close(read_end)
+
+
+def _say(line: str) -> None:
+    """Write a line on the console, whatever the main thread is in the middle of writing."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{line}\n".encode())
 
 
 class TrainingStopped(RuntimeError):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,38 @@ def test_a_lost_terminal_stops_the_run_but_not_one_that_ignores_it():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+# A lock that is taken twice never comes back to the interpreter, and lets other threads run, as compiled programs do.
+_BLOCKED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import ctypes
+from dcmdp_jax.training.stopping import StopSignal
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+libc.pthread_mutex_lock(mutex)
+with StopSignal().listening():
+    print("listening", flush=True)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_signal_is_answered_at_once_and_a_second_leaves_at_once():
+    """While the main thread is in one long call, as it is while a program compiles or runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BLOCKED, str(ROOT)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == "\n"
+    assert process.stderr.readline() == (
+        "SIGTERM: ends what it is doing, saves and leaves; a second SIGTERM leaves at once\n"
+    )
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)  # within a second: the same one, as `timeout` sends it
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 128 + signal.SIGTERM and output == ""
+    assert errors == "\nSIGTERM again: leaves at once; the same command resumes from the newest checkpoint\n"
