@@ -87,6 +87,7 @@ def make_row_shapes(
     row_shards: int,
     row_lengths: tuple[int, ...] = (),
     longest: int = 0,
+    shortest: int = 1,
     length_multiple: int = 1,
 ) -> RowShapes:
     """The shapes for batches of `mini_batches` x `completions` sequences.
@@ -103,14 +104,19 @@ def make_row_shapes(
         row_shards: devices that rows are split over; R is a multiple of it.
         row_lengths: rising row lengths in tokens; empty: chosen.
         longest: most tokens of a sequence; 0: as many as the longest row has.
+        shortest: fewest tokens of a sequence. No row is chosen that is shorter: nothing would ever be in it.
         length_multiple: where they are chosen, what every length is a multiple of.
     """
     ladders = [row_lengths] if row_lengths else list(_ladders(longest, length_multiple, packs=segments_per_row > 1))
+    if not row_lengths:
+        ladders = [tuple(length for length in ladder if length >= shortest) for ladder in ladders]
     longest = longest or row_lengths[-1]
     rest = (mini_batches, completions, segments_per_row, row_shards, longest)
     # Of many completions for each device a part shows as much.
     count = min(completions, max(_MOST_DRAWN, _MOST_DRAWN_EACH * row_shards))
-    typical = [lognormal_lengths(median * longest, longest, count, seed) for seed, median in enumerate(_MEDIANS)]
+    typical = [
+        lognormal_lengths(median * longest, longest, count, seed).clip(shortest) for seed, median in enumerate(_MEDIANS)
+    ]
     best: tuple[float, RowShapes] | None = None
     for lengths in dict.fromkeys(ladders):
         tokens = [int(micro_batch_tokens / 2 ** (step / 2)) for step in range(2 * micro_batch_tokens.bit_length())]

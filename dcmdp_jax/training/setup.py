@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import HOSTS, MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments, find_trainable
@@ -124,9 +125,10 @@ def make_plan_of_run(config: Config, hosts: Hosts = ONE_PROCESS) -> Plan:
         OSError: for directories and files that can't be read or written.
     """
     config, engine = _check_alone(config)
-    files = read_files(config)
+    with activity("reading model files, tokenizer and data"):
+        files = read_files(config)
     engine = dataclasses.replace(engine, model=files.model)
-    machine = _start_machine(config, engine, hosts)
+    machine = _start_machine(config, engine, hosts, shortest=1 + min(map(len, files.train.token_ids)))
     config, memory = _fit_memory(config, files, machine)
     return Plan(
         config=config, model=files.model, compute=machine.compute, mesh=machine.mesh, tokenizer=files.tokenizer,
@@ -159,8 +161,11 @@ def _with_fitted_rows(config: Config, rows: int) -> Config:
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, fitted_rows=rows))
 
 
-def _start_machine(config: Config, engine: EngineArguments, hosts: Hosts) -> _Machine:
-    """Start JAX's devices, and lay out the model, the engine and the batch on them."""
+def _start_machine(config: Config, engine: EngineArguments, hosts: Hosts, *, shortest: int) -> _Machine:
+    """Start JAX's devices, and lay out the model, the engine and the batch on them.
+
+    No sequence has fewer tokens than `shortest`.
+    """
     model, kind = engine.model, find_trainable(config.rollout.engine)
     with as_settings(of_engine(kind)):
         kind.check_model(engine, engine.platform)
@@ -179,7 +184,7 @@ def _start_machine(config: Config, engine: EngineArguments, hosts: Hosts) -> _Ma
         )  # fmt: skip
     check_reductions(config, mesh)
     check_own_remedies(config.algorithm)
-    compute, packing = layout(config, mesh)
+    compute, packing = layout(config, mesh, shortest)
     engine = dataclasses.replace(
         engine,
         mesh=functools.partial(sampling_mesh, mesh),
@@ -202,8 +207,8 @@ def _fit_memory(config: Config, files: RunFiles, machine: _Machine) -> tuple[Con
     return _with_fitted_rows(config, memory.rows if memory.rows < config.rollout.max_rows else 0), memory
 
 
-def layout(config: Config, mesh: Mesh) -> tuple[Compute, RowShapes]:
-    """Computation of the training stack on a mesh, and the shapes of a batch."""
+def layout(config: Config, mesh: Mesh, shortest: int = 1) -> tuple[Compute, RowShapes]:
+    """Computation of the training stack on a mesh, and the shapes of a batch of sequences of at least `shortest`."""
     platform = mesh.devices.flat[0].platform
     dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
@@ -216,6 +221,7 @@ def layout(config: Config, mesh: Mesh) -> tuple[Compute, RowShapes]:
     packing = make_row_shapes(
         row_lengths=row_lengths,
         longest=config.max_total_tokens,
+        shortest=shortest,
         length_multiple=512 if kernel == "splash" else 8,
         micro_batch_tokens=config.training.micro_batch_tokens,
         mini_batches=config.mini_batches,

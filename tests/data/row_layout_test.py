@@ -176,3 +176,18 @@ def test_rows_of_several_of_the_longest_need_room_for_few(lengths, segments):
     assert (layout.micro_batches <= plan.micro_batches).all()
     if segments == ANY_NUMBER:
         assert plan.micro_batches[-1] * plan.rows_per_micro_batch[-1] == 6
+
+
+def test_no_row_is_chosen_that_no_sequence_fits_into():
+    """Prompts of 28 tokens and up to 5 sampled: rows of 8, 16 and 24 tokens would stay empty for ever."""
+    sizes = {"micro_batch_tokens": 640, "mini_batches": 1, "completions": 64, "segments_per_row": 1, "row_shards": 1}
+    without = make_row_shapes(longest=39, length_multiple=8, **sizes)
+    assert min(without.row_lengths) < 29
+    shapes = make_row_shapes(longest=39, shortest=29, length_multiple=8, **sizes)
+    assert set(shapes.row_lengths) <= {32, 40} and shapes.row_lengths[-1] == 40
+    # Where rows hold several, what is left of the shortest is no place for one either.
+    packed = make_row_shapes(longest=39, shortest=29, length_multiple=8, **sizes | {"segments_per_row": 8})
+    assert min(packed.row_lengths) >= 29
+    for made in (shapes, packed):
+        layout = lay_out(np.full(64, 29), made)
+        assert layout.micro_batches.sum() > 0
