@@ -230,3 +230,20 @@ def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_t
     assert algorithm.multiplier_min < algorithm.multiplier < algorithm.multiplier_max
     assert config.evaluation.every_steps and "split=heldout" in config.evaluation.task
     assert config.training.steps % config.evaluation.every_steps == 0
+
+
+def test_the_published_models_sums_are_chats_whose_last_turn_is_begun_and_held_out_apart():
+    config = _config("smollm2")
+    train, held_out = load_problems(config.task.train), load_problems(config.evaluation.task)
+    assert (len(train), len(held_out)) == (640, 64)
+    assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
+    for problem in (*train, *held_out):
+        first, second = map(int, problem.prompt.split(" + "))
+        assert 1 <= first < 30 and 1 <= second < 30 and problem.answer == str(first + second)
+        assert [message["content"] for message in problem.messages[1:]] == [problem.prompt, f"{problem.prompt} ="]
+        assert problem.messages[-1]["role"] == "assistant"
+    vllm = _changes(config, _config("smollm2", "vllm"))
+    assert vllm["rollout.engine"][1] == "vllm" and vllm["rollout.precision"][1] == "bfloat16"
+    own = _config("smollm2", "sentence")
+    questions = load_problems(own.task.train, answers="unused")
+    assert not {p.prompt for p in questions} & {p.prompt for p in load_problems(own.evaluation.task, answers="unused")}

@@ -203,3 +203,13 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
     assert moved > 100 * allowed
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=allowed)
+
+
+def test_one_sentence_is_one_short_sentence_that_ends():
+    score = load_function("examples/one_sentence.py:one_sentence")
+    cases = {
+        "A volcano is a mountain that erupts.": 1.0, "A volcano is a mountain. It erupts.": 0.0,
+        "A volcano is a mountain that": 0.0, "Yes.": 0.0, " ".join(["word"] * 20) + ".": 1.0,
+        " ".join(["word"] * 21) + ".": 0.0, "A volcano\nis a mountain.": 0.0, "Is it a mountain? It is.": 0.0, "": 0.0,
+    }  # fmt: skip
+    assert dict(zip(cases, score(completions=list(cases)), strict=True)) == cases

@@ -8,6 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.commands.cli import keep_tracebacks_in
 from dcmdp_jax.commands.flags import load_config, parse
 from dcmdp_jax.config.settings import Config, from_config_dict
@@ -82,9 +83,12 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
         stopped = None if dry_run else _loop(plan, say)
         if hosts.is_writer and not dry_run and stopped is None:
             # Imported late: the plotting library takes most of a second.
-            from dcmdp_jax.observe.report import write_report
+            from dcmdp_jax.observe.report import first_sentence, write_report
 
-            say(f"report: {write_report([config.run_dir], config.run_dir)}")
+            with activity("drawing the report"):
+                report = write_report([config.run_dir], config.run_dir)
+            say(first_sentence(config.run_dir))
+            say(f"report: {report}")
     # Not in the block, where it would tell the other hosts of a failure.
     if stopped is not None:
         raise stopped

@@ -11,7 +11,7 @@ from dcmdp_jax.fields import setting
 from dcmdp_jax.inputs import shorten
 
 # A test holds them and the names that `dcmdp_jax.rewards` knows together; importing that would import NumPy.
-BUILT_IN_REWARDS = ("math", "environment", "math_verify", "reasoning_gym", "verifiers")
+BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify", "reasoning_gym", "verifiers")
 _LARGEST_WEIGHT = 1e6
 _LEAST_MEMORY_GIB = 0.125
 

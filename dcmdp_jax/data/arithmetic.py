@@ -3,6 +3,8 @@ r"""A built-in task that a model of a million parameters can learn on a CPU: cha
     prompt     4*6-7+9=?
     solution   4*6=24;24-7=17;17+9=26;\boxed{26}
 
+`arithmetic:difficulty=7,chat=true` is for a published model: the sum of two numbers below 30, as a chat.
+
 Every step is one operation on the running value, so the answer needs few facts but a chain of them, and one wrong step
 spoils it. Problems are a function of the seed. Train and held-out problems are disjoint for all seeds: the text of a
 problem decides which split it belongs to.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import zlib
 from typing import Any, Literal
 
@@ -43,6 +46,7 @@ LEVELS: dict[int, _Level] = {
     4: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=True),
     5: _Level(operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True),
     6: _Level(operations=24, largest_operand=9, operators="+-", largest_value=99, precedence=False),
+    7: _Level(operations=1, largest_operand=29, operators="+", largest_value=58, precedence=False),
 }
 """Difficulties. Without precedence a product can only stand first, so the steps run left to right."""
 
@@ -53,13 +57,16 @@ class ArithmeticSpec:
 
     Attributes:
         difficulty: key of `LEVELS`: 1 and 2 are two and three sums or differences of digits, 3 may have a product in
-            front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999. Level 1 has few problems.
+            front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999, 7 is a sum of two numbers
+            below 30. Levels 1 and 7 have few problems.
         count: number of distinct problems.
         seed: random seed; a larger count extends the problems of a smaller one.
         split: "train" or "heldout".
         error_rate: share of the worked solutions in [0, 1] that hold one wrong intermediate result, carried on
             consistently to a wrong box. Reference answers stay right. A policy warmed up on such solutions knows the
             steps and errs about that often, which reinforcement learning can correct.
+        chat: the prompt is a chat for a published model, whose last turn is the assistant's begun "12 + 5 =", so that
+            the answer is what comes next.
 
     Raises:
         UserError: if a value is out of range.
@@ -70,6 +77,7 @@ class ArithmeticSpec:
     seed: int = 0
     split: Literal["train", "heldout"] = "train"
     error_rate: float = 0.0
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if self.difficulty not in LEVELS:
@@ -91,7 +99,8 @@ def parse_spec(text: str) -> ArithmeticSpec:
     name, _, settings = text.partition(":")
     if name != "arithmetic":
         raise UserError(f"task {text!r}: must begin with 'arithmetic:'")
-    types = {"difficulty": int, "count": int, "seed": int, "split": str, "error_rate": float}
+    truth = {"true": True, "false": False}
+    types = {"difficulty": int, "count": int, "seed": int, "split": str, "error_rate": float, "chat": bool}
     values: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = (part.strip() for part in setting.partition("="))
@@ -101,8 +110,8 @@ def parse_spec(text: str) -> ArithmeticSpec:
             raise UserError(f"task {text!r}: {key} is given twice")
         try:
             # int() and float() would take the digits of other scripts too.
-            values[key] = types[key](value if value.isascii() else "")
-        except ValueError:
+            values[key] = truth[value] if types[key] is bool else types[key](value if value.isascii() else "")
+        except (KeyError, ValueError):
             raise UserError(f"task {text!r}: {key} = {value!r} is not {types[key].__name__}") from None
     return ArithmeticSpec(**values)
 
@@ -136,7 +145,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
         rows.append(
             {
                 "data_source": "arithmetic",
-                "prompt": [{"role": "user", "content": f"{text}=?"}],
+                "prompt": _chat(text) if spec.chat else [{"role": "user", "content": f"{text}=?"}],
                 "ability": "math",
                 "reward_model": {"ground_truth": str(truth), "style": "rule"},
                 "extra_info": {"index": len(rows), "split": spec.split},
@@ -152,7 +161,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
 
 
 def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
-    """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, no messages.
+    """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, but for `chat`.
 
     Args:
         spec: which problems.
@@ -163,10 +172,19 @@ def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> 
     """
     return [
         problem_from_row(
-            row | {"prompt": row["prompt"][0]["content"]}, source="arithmetic", index=index, keep_columns=keep_columns
+            row if spec.chat else row | {"prompt": row["prompt"][0]["content"]},
+            source="arithmetic",
+            index=index,
+            keep_columns=keep_columns,
         )
         for index, row in enumerate(arithmetic_rows(spec))
     ]
+
+
+def _chat(text: str) -> list[dict[str, str]]:
+    spaced = re.sub(r"([+*-])", r" \1 ", text)
+    told = {"role": "system", "content": "You add numbers."}
+    return [told, {"role": "user", "content": spaced}, {"role": "assistant", "content": f"{spaced} ="}]
 
 
 def _is_held_out(text: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.turns import TurnSampler
@@ -193,6 +194,7 @@ def evaluate(
     shape = len(prompts), sampling.group_size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
     with contextlib.ExitStack() as stack:
+        doing = stack.enter_context(activity(f"evaluating {task.removeprefix('eval/')}", lengths.size, "completions"))
         groups: Iterable[list[Episode]] = ()
         if prompts:  # a process of several may have no share of a short task
             numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
@@ -203,6 +205,7 @@ def evaluate(
             groups = stack.enter_context(contextlib.closing(sampled))
         for episodes in groups:
             check_stop()
+            doing.done += len(episodes)
             rows = [episode.group * sampling.group_size + episode.member for episode in episodes]
             scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in episodes])
             for episode in episodes:

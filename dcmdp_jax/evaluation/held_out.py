@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dcmdp_jax.data.mixtures import is_weighted, location_names, split_locations
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.table import paper_samples
 from dcmdp_jax.inputs import shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SAMPLES = 10
+"""Held-out completions that are kept of each evaluation, for people."""
 
 
 class HeldOutTask(NamedTuple):
@@ -56,11 +63,36 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
 
 
 def held_out_rewards(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of a task beside avg@K: the mean of each reward where there are several, and of what functions logged."""
+    """Metrics of a task beside avg@K: interval, mean of each reward where there are several, what was logged."""
+    interval = result.interval(seed=0) if len(result.scores) > 1 else ()
     task = result.task.removeprefix("eval/")
     valued = {name: values[np.isfinite(values)] for name, values in result.values.items()}
     means = {name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size}
     return {
         **{f"eval_reward/{task}/{name}": mean for name, mean in means.items()},
         **{f"eval_logged/{task}/{name}": total / count for name, (total, count) in result.logged.items()},
+        **{f"eval_interval/{task}/{name}": bound for name, bound in zip(("low", "high"), interval, strict=False)},
     }
+
+
+def held_out_samples(
+    result: EvaluationResult, prompts: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """The first completion of each of a task's first problems, for people.
+
+    Args:
+        result: of all problems of the task.
+        prompts: the problems.
+        tokenizer: of their token ids.
+    """
+    return [
+        {
+            "task": result.task.removeprefix("eval/"),
+            "place": place,
+            "prompt": tokenizer.decode(prompts.token_ids[place]),
+            "completion": result.texts[place, 0],
+            "answer": prompts.problems[place].answer,
+            "reward": float(result.scores[place, 0]),
+        }
+        for place in range(min(_SAMPLES, len(result.scores)))
+    ]

@@ -29,7 +29,7 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl, trackers
 from dcmdp_jax.observe.rollouts import RolloutWriter
-from dcmdp_jax.observe.run_files import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
+from dcmdp_jax.observe.run_files import HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
 from dcmdp_jax.observe.starts import record_start
 from dcmdp_jax.observe.trackers import Tracker
 
@@ -90,10 +90,11 @@ class MetricsWriter:
         run_dir = Path(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for name in (METRICS_FILE, SAMPLES_FILE):
+            for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
             self._metrics = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
             self._samples = open(run_dir / SAMPLES_FILE, "a", encoding="utf-8")  # noqa: SIM115
+            self._held_out = open(run_dir / HELD_OUT_FILE, "a", encoding="utf-8")  # noqa: SIM115
             self._rollouts = RolloutWriter(
                 run_dir, every_steps=rollouts_every_steps, max_bytes=rollouts_max_bytes, resume_step=resume_step
             )
@@ -170,6 +171,16 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.write_samples(step, records)
 
+    def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append completions of held-out problems to held_out_samples.jsonl, at once.
+
+        Args:
+            step: finished training steps.
+            records: host data: "task", "place" of the problem, "prompt", "completion", "answer", "reward".
+        """
+        self._held_out.writelines([jsonl.encode({"step": step, **record}) for record in records])
+        self._held_out.flush()
+
     def records(self, step: int) -> bool:
         """Whether the tokens of this step are to be recorded."""
         return self._rollouts.due(step)
@@ -199,6 +210,7 @@ class MetricsWriter:
         self._closed = True
         self._metrics.close()
         self._samples.close()
+        self._held_out.close()
         if (tensorboard := self._live_tensorboard()) is not None:
             tensorboard.close()
         for tracker in self._trackers:
@@ -218,6 +230,9 @@ class NoWriter:
         """Do nothing."""
 
     def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing."""
+
+    def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing."""
 
     def records(self, step: int) -> bool:

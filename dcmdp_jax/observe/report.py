@@ -17,8 +17,9 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.html_page import inline_svg, render_page
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
 from dcmdp_jax.observe.plots import FIGURES
-from dcmdp_jax.observe.report_content import report_content
-from dcmdp_jax.observe.run_files import CONFIG_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE
+from dcmdp_jax.observe.report_content import report_content, verdict
+from dcmdp_jax.observe.run_files import CONFIG_FILE, HELD_OUT_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE
+from dcmdp_jax.observe.run_summary import summarize
 from dcmdp_jax.observe.starts import describe_starts
 
 _DPI = 130
@@ -33,6 +34,7 @@ class RecordedRun:
         series: its metrics.
         config: dotted key to value; empty if the run saved none.
         samples: sample completions, in the order written.
+        held_out: completions of held-out problems, in the order written.
         starts: sentences about command, code, machine and date.
     """
 
@@ -40,6 +42,7 @@ class RecordedRun:
     series: Series
     config: dict[str, Any]
     samples: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
     starts: list[str]
 
 
@@ -59,7 +62,7 @@ def read_run(run_dir: str | Path, label: str | None = None) -> RecordedRun:
     path = run_dir / CONFIG_FILE
     config = flatten(read_json_object(path)) if path.exists() else {}
     name, samples = label or run_dir.resolve().name, jsonl.read(run_dir / SAMPLES_FILE)
-    return RecordedRun(name, series, config, samples, describe_starts(run_dir))
+    return RecordedRun(name, series, config, samples, jsonl.read(run_dir / HELD_OUT_FILE), describe_starts(run_dir))
 
 
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
@@ -92,6 +95,16 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     report = Path(out_dir) / REPORT_FILE
     atomic_write(report, render_page("report.html", figures=figures, **report_content(runs)))
     return report
+
+
+def first_sentence(run_dir: str | Path) -> str:
+    """What happened in a run, as its report begins.
+
+    Raises:
+        ValueError, OSError: as `read_run`.
+    """
+    run = read_run(run_dir)
+    return verdict(run, summarize(run.series))
 
 
 def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:

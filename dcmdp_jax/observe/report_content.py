@@ -33,13 +33,14 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         "labels": [run.label for run in runs],
         "steps": max(summary.steps for summary in summaries),
         "verdicts": [
-            f"{run.label}: {_verdict(run, summary)}" if several else _verdict(run, summary)
+            f"{run.label}: {verdict(run, summary)}" if several else verdict(run, summary)
             for run, summary in zip(runs, summaries, strict=True)
         ],
         "provenance": [fact for run in runs for fact in run.starts] if not several else [],
         "cards": _cards(summaries[0]) + _overlap_card(runs[0]),
         "comparison": _comparison(summaries),
         "problems": [f"{run.label}: {text}" if several else text for run in runs for text in warnings(run.series)],
+        "held_out": _held_out(runs),
         "samples": _samples(runs),
         "settings": _settings(runs),
         "metrics": _metrics(runs),
@@ -102,6 +103,22 @@ def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:
     return cells + [[name, *[show(summary) for summary in summaries]] for name, show in rows]
 
 
+def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[dict[str, Any]]]]:
+    """(task, headings, problems) of what was written before and after; a problem has a prompt and both completions."""
+    parts = []
+    for run in runs:
+        for task in dict.fromkeys(record["task"] for record in run.held_out):
+            found = {(record["step"], record["place"]): record for record in run.held_out if record["task"] == task}
+            steps = sorted({step for step, _ in found})
+            ends = list(dict.fromkeys((steps[0], steps[-1])))
+            rows = [{"prompt": record["prompt"], "answer": record["answer"],
+                     "written": [found.get((end, place), {}) for end in ends]}
+                    for (step, place), record in found.items() if step == ends[0]]  # fmt: skip
+            name = task if len(runs) == 1 else f"{run.label}, {task}"
+            parts.append((name, [f"after step {step}" if step else "before training" for step in ends], rows))
+    return parts
+
+
 def _samples(runs: Sequence[RecordedRun]) -> list[tuple[str, list[dict[str, Any]]]]:
     """(heading, records) of the first and the last step with samples."""
     parts = []
@@ -144,12 +161,28 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 
-def _verdict(run: RecordedRun, summary: Summary) -> str:
+def _bounds(run: RecordedRun, name: str, step: int) -> str:
+    """The 95% interval of a held-out score at a step, where it was recorded."""
+    task, found = name.rpartition("/")[0], []
+    for bound in ("low", "high"):
+        steps, values = run.series.get(f"eval_interval/{task}/{bound}", (np.zeros(0), np.zeros(0)))
+        found += values[steps == step].tolist()
+    return f" (95% interval {shown(found[0])} to {shown(found[1])})" if len(found) == 2 else ""
+
+
+def verdict(run: RecordedRun, summary: Summary) -> str:
     """One sentence that says what happened in a run."""
     said = [f"{summary.steps} training steps"]
+    if model := run.config.get("model.path"):
+        engine = f"the engine {run.config.get('rollout.engine')} in {run.config.get('rollout.precision')}"
+        said[0] += f" of {model} against {engine}"
     if summary.scores:
         held_out = summary.scores[0]
-        said.append(f"held-out {held_out.name} went from {shown(held_out.first)} to {shown(held_out.last)}")
+        first, last = (
+            f"{shown(value)}{_bounds(run, held_out.name, step)}"
+            for value, step in ((held_out.first, held_out.first_step), (held_out.last, held_out.last_step))
+        )
+        said.append(f"held-out {held_out.name} went from {first} to {last}")
     elif not math.isnan(summary.first_reward):
         said.append(f"the training reward went from {number(summary.first_reward)} to {number(summary.last_reward)}")
     if story := what_the_multiplier_did(run.series):

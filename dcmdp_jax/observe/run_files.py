@@ -5,6 +5,7 @@ from __future__ import annotations
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+HELD_OUT_FILE = "held_out_samples.jsonl"
 ROLLOUTS_DIRECTORY = "rollouts"
 STARTS_FILE = "starts.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"

@@ -38,13 +38,14 @@ ENVIRONMENT = "environment"
 """The sum of what the environment of `task.environment` gave to the turns of a completion."""
 
 BUILT_IN_REWARDS = {
+    "last_number": "dcmdp_jax.rewards.last_number:last_number",
     "math_verify": "dcmdp_jax.rewards.plain_math_verify:math_verify",
     "reasoning_gym": "dcmdp_jax.rewards.reasoning_gym_score:reasoning_gym",
     "verifiers": "dcmdp_jax.rewards.verifiers_score:verifiers",
 }
 """Reward functions with short names."""
 
-NEED_ANSWERS = (MATH, "math_verify")
+NEED_ANSWERS = (MATH, "last_number", "math_verify")
 """Rewards that compare with the reference answer."""
 
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")

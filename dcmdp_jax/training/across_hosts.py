@@ -75,11 +75,16 @@ def gather_evaluation(hosts: Hosts, result: EvaluationResult) -> EvaluationResul
     arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)} | {
         "values": result.values
     }
+    # Texts travel as JSON, a line for each problem.
+    written = {name: arrays.pop(name).tolist() for name in ("texts", "found")}
+    written = {name: _text_arrays([json.dumps(row) for row in rows]) for name, rows in written.items()}
     logged = _text_arrays([json.dumps(result.logged)])
-    found = hosts.gather({"arrays": arrays, "counts": counts, "logged": logged})
+    found = hosts.gather({"arrays": arrays, "counts": counts, "logged": logged, "written": written})
     summed = {name: int(value.sum()) for name, value in found["counts"].items()}
     every = add_logged([json.loads(text) for text in _texts(**found["logged"])])
-    return dataclasses.replace(result, **found["arrays"], **summed, logged=every)
+    texts = {name: [json.loads(row) for row in _texts(**rows)] for name, rows in found["written"].items()}
+    objects = {name: np.array(rows, object).reshape(-1, result.samples) for name, rows in texts.items()}
+    return dataclasses.replace(result, **found["arrays"], **objects, **summed, logged=every)
 
 
 def _columns(hosts: Hosts, episodes: list[Episode]) -> dict[str, Shape]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import jax
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.data.prompts import EncodedPrompts, save_tokenizer
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
-from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards
+from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards, held_out_samples
 from dcmdp_jax.evaluation.table import plain_average
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record
 from dcmdp_jax.observe.progress import Progress
@@ -103,7 +104,7 @@ class Trainer:
         config, step = self.config, int(state.step)
         skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
         reference = reference_params(self.plan, self.parts, step)
-        self._finished = state, step
+        self._finished, began = (state, step), step
         if not resumed:
             self._save()
         self.batches.sample_in_flight(step)
@@ -113,7 +114,7 @@ class Trainer:
         if self._evaluation_is_due(step) and not evaluated:
             self._evaluate(writer)
         while step < config.training.steps:
-            timer = PhaseTimer()
+            timer = PhaseTimer(first=step == began)
             with self._alone():
                 self.batches.settle_for_push(timer)
                 self._check_stop()
@@ -216,6 +217,8 @@ class Trainer:
             metrics[f"{result.task}/avg@{result.samples}"] = result.average
             metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
             metrics |= held_out_rewards(result)
+        for result, (_, prompts) in zip(results, self.plan.held_out, strict=True):
+            writer.write_held_out(step, held_out_samples(result, prompts, self.plan.tokenizer))
         writer.write(step, metrics)
 
     def _evaluate_task(self, step: int, task: HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:
@@ -284,7 +287,8 @@ def train(
             )
         writer = _open_records(plan, stack, step, resumed) if plan.hosts.is_writer else NoWriter()
         Trainer(plan, parts, stop, prompts_taken=prompts_taken).run(state, writer, resumed=resumed)
-        parts.checkpoints.wait()
+        with activity("writing the last checkpoint"):
+            parts.checkpoints.wait()
 
 
 def _open_records(plan: Plan, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:

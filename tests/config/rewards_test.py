@@ -24,7 +24,7 @@ def test_weights_belong_to_the_functions_in_order():
     [
         (
             {"functions": "mat"},
-            "functions: got 'mat', allowed are math, environment, math_verify, reasoning_gym, verifiers, "
+            "functions: got 'mat', allowed are math, environment, last_number, math_verify, reasoning_gym, verifiers, "
             "module:function and path.py:function; did you mean 'math'?",
         ),
         ({"functions": "math-verify"}, "functions: got 'math-verify', allowed are .*; did you mean 'math_verify'"),

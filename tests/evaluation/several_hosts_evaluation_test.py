@@ -1,0 +1,34 @@
+"""An evaluation of several hosts: each one's share, texts included, becomes one result."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from dcmdp_jax.evaluation.average import EvaluationResult
+from dcmdp_jax.training.across_hosts import gather_evaluation
+
+
+class _TwoHosts:
+    """Gathers this host's arrays twice, as if the other one had the same."""
+
+    count = 2
+
+    def gather(self, tree):
+        return jax.tree.map(lambda array: np.concatenate([array, array]), tree)
+
+
+def test_texts_and_answers_of_all_hosts_come_in_order():
+    shape = (3, 2)
+    texts = np.array([["a", "b\n"], ["ü", ""], ["{", '"']], object)
+    found = np.array([["1", None], [None, None], ["x", "2"]], object)
+    own = EvaluationResult(
+        "eval/t", scores=np.arange(6, dtype=np.float32).reshape(shape), lengths=np.ones(shape, np.int32),
+        truncated=np.zeros(shape, bool), unparsed=np.zeros(shape, bool), texts=texts, found=found,
+        verifier_timeouts=1, verifier_errors=0, verifier_over_budget=0,
+    )  # fmt: skip
+    whole = gather_evaluation(_TwoHosts(), own)
+    assert whole.texts.tolist() == texts.tolist() * 2 and whole.found.tolist() == found.tolist() * 2
+    assert whole.scores.tolist() == own.scores.tolist() * 2 and whole.verifier_timeouts == 2
+    nothing = dataclasses.replace(own, **{name: getattr(own, name)[:0] for name in ("texts", "found", "scores")})
+    assert gather_evaluation(_TwoHosts(), nothing).texts.shape == (0, 2)
