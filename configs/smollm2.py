@@ -25,7 +25,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.model.remat = "none"
     config.task.train = "arithmetic:difficulty=7,chat=true,count=640"
     config.task.prompt_suffix = ""
-    config.task.max_prompt_tokens = 34
+    config.task.max_prompt_tokens = 31
     config.rewards.functions = "last_number"
     config.rollout.precision = "int8"
     config.rollout.compute_dtype = "float32"
@@ -34,6 +34,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.algorithm.tolerance_steps = 4
     config.training.steps = 20
     config.training.micro_batch_tokens = 640
+    config.training.row_lengths = (36,)
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 8
     config.optimizer.learning_rate = 1e-5
     config.evaluation.task = "arithmetic:difficulty=7,chat=true,count=64,split=heldout"
@@ -44,6 +45,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.checkpoint.keep_last = 1
     config.checkpoint.keep_best = 0
     options = [option for option in arg.split(",") if option]
+    if "debug" in options:
+        config.training.row_lengths = ()
     for option in [option for option in options if option in _OPTIONS]:
         config.run_dir += f"_{option}"
         if option == "vllm":
@@ -54,6 +57,7 @@ def get_config(arg: str = "") -> ConfigDict:
             config.evaluation.task = "examples/questions_held_out.jsonl"
             config.rewards.functions = "examples/one_sentence.py:one_sentence"
             config.task.prompt_suffix = " Answer in one short sentence."
-            config.task.max_prompt_tokens = 64
+            config.task.max_prompt_tokens = 48
+            config.training.row_lengths = ()
             config.rollout.max_completion_tokens = 32
     return base.with_options(config, arg, _OPTIONS)

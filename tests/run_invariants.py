@@ -46,7 +46,7 @@ _ORDERED_LAGGED = tuple(
 _JUDGED = ("math", "math_verify")
 # Not at a step whose completions have no value of the reward, or are none of the source's; or a function logs nothing.
 _SOMETIMES = re.compile(
-    r"reward/.+/(mean|std)|eval_reward/.+|(eval_)?logged/.+|discrepancy/source/.+|completion/source/.+"
+    r"reward/.+/(mean|std)|eval_(interval|reward)/.+|(eval_)?logged/.+|discrepancy/source/.+|completion/source/.+"
 )
 _ROUNDING = 1e-5
 
@@ -75,7 +75,11 @@ def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         yield f"step {last} of {steps}"
     due = [step for step in range(last + 1) if every and (step % every == 0 or step == steps)]
     for name, (at, _) in series.items():
-        expected = due if name.startswith(("eval/", "eval_reward/", "eval_logged/")) else list(range(1, last + 1))
+        expected = (
+            due
+            if name.startswith(("eval/", "eval_interval/", "eval_reward/", "eval_logged/"))
+            else list(range(1, last + 1))
+        )
         if name == "mismatch/noise_floor":
             # At the steps that c is measured on, and as the policy moves.
             measured = config.get("algorithm.tolerance_steps", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -197,7 +198,9 @@ def save_tensors(
     partial = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
     partial.mkdir()
     try:
-        fields = to_hf(config, dtype=dtype) | _token_ids(tokenizer_dir)
+        # Where a config names no version, transformers takes a tokenizer of many tokens for a broken one of Mistral's.
+        version = {"transformers_version": importlib.metadata.version("transformers")}
+        fields = to_hf(config, dtype=dtype) | version | _token_ids(tokenizer_dir)
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
         for source in copied:
             shutil.copyfile(source, partial / source.name)
