@@ -24,8 +24,8 @@ def _step(step, multiplier, discrepancy):
         "optimizer/skipped_updates": 0, "dual/multiplier": multiplier, "dual/tolerance": _C,
         "dual/violation": discrepancy - _C, "time/push": 1.0, "time/generate": 2.0, "time/verify": 0.5,
         "time/noise_floor": 0.0, "time/pack": 0.5, "time/step": 3.0, "time/total": 8.0,
-        "throughput/tokens_per_second": 10.0,
-        "throughput/sampled_tokens_per_second": 20.0,
+        "displacement/abs_p50": 0.1, "displacement/abs_p95": 0.2, "displacement/abs_p99": 0.3,
+        "throughput/tokens_per_second": 10.0, "throughput/sampled_tokens_per_second": 20.0,
     }  # fmt: skip
 
 
