@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dcmdp_jax.lab.mismatch.analysis import Analysis
 from dcmdp_jax.lab.mismatch.breakdown import Group
@@ -74,6 +75,7 @@ def draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure:
         axes.axhline(over.tolerance, color=_INK, linestyle="--", linewidth=1.2, label=f"c {over.tolerance:.2g}")
     axes.legend(frameon=False, fontsize=9)
     _finish(axes, "step", "|p - q|")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
 
 
