@@ -17,7 +17,7 @@ from configs.studies.remedies import VLLM
 from dcmdp_jax.lab.studies.study import Arm, Study
 
 CHARGES = ("token", "reward", "sequence", "state")
-"""Charges, each an `algorithm.level`."""
+"""Charges, each an `algorithm.level`; `state` was one, and its runs are kept."""
 LAMBDAS = (1, 10, 100, 1000)
 """Fixed multipliers, four decades. At 1 the charge is 0.005 where advantages are 1; less was not run."""
 SEEDS = tuple(range(10))
@@ -87,9 +87,13 @@ def get_study(arg: str = "") -> Study:
         for level in ("token", "reward"):
             arms[f"ascent_{level}"] |= {"algorithm.tolerance": _VLLM_TOLERANCE}
         found = {
-            name: Arm(DEMO if name == "exact" else VLLM, {**SETTING, **settings}) for name, settings in arms.items()
+            name: Arm(DEMO if name == "exact" else VLLM, {**SETTING, **settings}, past=name.startswith("state"))
+            for name, settings in arms.items()
         }
         return Study("Dose and response, vLLM, FP8 cache", found, "grpo", SEEDS[:5], doses=chosen, control=_CONTROL)
-    found = {name: Arm(DEMO, {**SETTING, **_INT4, **settings}) for name, settings in arms.items()}
+    found = {
+        name: Arm(DEMO, {**SETTING, **_INT4, **settings}, past=name.startswith("state"))
+        for name, settings in arms.items()
+    }
     title = f"Dose and response, embedded int4 engine{', one-sided' if arg else ''}"
     return Study(title, found, "grpo", SEEDS, doses=chosen, control=_CONTROL)

@@ -28,7 +28,7 @@ from dcmdp_jax.types import Array
 Measure = Literal["diff", "ratio", "log"]
 Sided = Literal["two", "one"]
 Level = Literal["token", "sequence"]
-Charge = Literal["token", "sequence", "reward", "state"]
+Charge = Literal["token", "sequence", "reward"]
 """What is charged; see `signals.row_signals`."""
 
 RATIO_LIMIT = 10.0

@@ -71,23 +71,12 @@ def dc_grpo(tokens: Tokens) -> jax.Array:
     return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)
 
 
-def excess_grpo(tokens: Tokens) -> jax.Array:
-    """A_i - lambda_k max(delta_{i,t} - c, 0): what is within the tolerance is free. Ours, not in the paper.
-
-    With `level="sequence"` delta is the completion's mean, and the charge is that of the constraint on each completion
-    (Eq. 6). lambda still moves by Eq. 11.
-    """
-    require_tokens(tokens)
-    return tokens.advantages - tokens.multiplier * jnp.maximum(tokens.discrepancy - tokens.tolerance, 0.0)
-
-
 PENALTIES: Mapping[str, Callable[[Tokens], jax.Array]] = MappingProxyType(
     {
         "grpo": grpo,
         "dual_grpo": dual_grpo,
         "threshold_grpo": threshold_grpo,
         "dc_grpo": dc_grpo,
-        "excess_grpo": excess_grpo,
     }
 )
 """Method name -> penalty."""

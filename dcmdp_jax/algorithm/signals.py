@@ -57,10 +57,9 @@ KL_WEIGHTS: Mapping[str, Callable[[Signals], jax.Array]] = MappingProxyType(
 
 _CHARGED: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
     {
-        "token": lambda delta, expected, where: delta,
-        "sequence": lambda delta, expected, where: sequence_discrepancy(delta, *where),
-        "reward": lambda delta, expected, where: jnp.zeros_like(delta),
-        "state": lambda delta, expected, where: jnp.where(where[0], delta - expected, 0.0),
+        "token": lambda delta, *where: delta,
+        "sequence": sequence_discrepancy,
+        "reward": lambda delta, *where: jnp.zeros_like(delta),
     }
 )
 
@@ -103,7 +102,6 @@ def row_signals(
     level: Charge,
     penalty: Function,
     corrections: Sequence[Correction] = (),
-    expected: Array | None = None,
     count_dropped: bool = False,
 ) -> Signals:
     """The constants of rows (Algorithm 1 from "Discrepancy" to the penalized advantage).
@@ -120,11 +118,9 @@ def row_signals(
         weights: [N] float32, from `losses.aggregation_weights`.
         measure: keyword arguments of `discrepancy.discrepancy`: measure, sided, ratio_limit.
         level: what is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": nothing here,
-            the advantages hold it already. "state": delta_{i,t} less `expected`. The mean discrepancy is that of
-            tokens in any case.
+            the advantages hold it already. The mean discrepancy is that of tokens in any case.
         penalty: how the discrepancy is charged, as in `penalties`.
         corrections: as in `corrections`.
-        expected: [R, L], the discrepancy to expect in the state before each token; for level "state".
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:
@@ -135,15 +131,13 @@ def row_signals(
     """
     require_tokens(tokens)
     require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
-    if expected is not None:
-        require_same_shape(completion_mask=tokens.completion_mask, expected=expected)
     mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
     where = mask, tokens.completion_index, completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
     delta = discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, *where, level="token", **measure)
     require_option("level", level, tuple(_CHARGED))
-    tokens = tokens._replace(discrepancy=_CHARGED[level](delta, expected, where))
+    tokens = tokens._replace(discrepancy=_CHARGED[level](delta, *where))
     penalized, statistics = split(penalty(tokens))
     planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
     kept, dropped, corrected = jnp.ones(jnp.shape(mask), bool), jnp.zeros(completions, jnp.int32), planned

@@ -150,12 +150,12 @@ def _compare_remedies(arguments: argparse.Namespace) -> None:
 
 
 def _arms(given: str) -> dict[str, AlgorithmSettings]:
-    """The algorithm of a study's doses, else of its arms; without those of level "state"."""
+    """The algorithm of a study's doses, else of its arms; without those that are no longer run."""
     study = load_study(given)
-    found = {
-        arm: parse_config(["train", *study.arms[arm].arguments()]).config.algorithm for arm in study.doses or study.arms
+    chosen = {arm: study.arms[arm] for arm in study.doses or study.arms}
+    return {
+        arm: parse_config(["train", *one.arguments()]).config.algorithm for arm, one in chosen.items() if not one.past
     }
-    return {arm: one for arm, one in found.items() if one.level != "state"}
 
 
 def _session(arguments: argparse.Namespace) -> tuple[Session, list[ProbeSpec], AlgorithmSettings]:

@@ -146,8 +146,9 @@ def main(argv: list[str]) -> int:
         return 0
     if arguments.oracle is not None:
         raise UserError("--oracle: goes with --redraw, the metrics of the study's runs")
-    if unknown := [arm for arm in arguments.arms or () if arm not in study.arms]:
-        raise UserError(f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(study.arms)}")
+    run_now = [arm for arm, one in study.arms.items() if not one.past]
+    if unknown := [arm for arm in arguments.arms or () if arm not in run_now]:
+        raise UserError(f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(run_now)}")
     runs, configs = _resolve(study, out, overrides, arguments.arms, resumes=arguments.one_process is None)
     if arguments.dry_run:
         for run in runs:

@@ -23,8 +23,6 @@ from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
 from dcmdp_jax.user_code import callback_error, error_place, load_function
 
-NEEDS_OLD_LOGPROBS = ("reward", "state")
-"""Levels that need p^Train of the whole batch before any update: one forward pass more."""
 _OWN = "or a function of yours as path.py:function(parameter=value) (docs/remedies.md)"
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
@@ -51,8 +49,8 @@ class AlgorithmSettings:
     """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper."""
 
     method: str = setting(
-        "dc_grpo", f"Penalty of the discrepancy: {', '.join(PENALTIES)}, {_OWN}. dual_grpo: multiplier fixed at 1. "
-        "excess_grpo: dc_grpo above c alone.", source="paper [4, 5]",
+        "dc_grpo", f"Penalty of the discrepancy: {', '.join(PENALTIES)}, {_OWN}. dual_grpo: multiplier fixed at 1.",
+        source="paper [4, 5]",
     )  # fmt: skip
     measure: str = setting(
         "diff", "Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.",
@@ -68,8 +66,8 @@ class AlgorithmSettings:
     )  # fmt: skip
     level: str = setting(
         "token", "What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that "
-        "mean, in the reward, before the group's mean is taken. state: each token's, less what the entropy before it "
-        "lets expect.", source="paper: token", choices=get_args(Charge),
+        "mean, in the reward, before the group's mean is taken (one forward pass more).",
+        source="paper: token", choices=get_args(Charge),
     )  # fmt: skip
     multiplier: float = setting(
         0.1, "lambda_0, the multiplier of the first step.", unit="advantage per discrepancy",
@@ -82,7 +80,7 @@ class AlgorithmSettings:
     tolerance_steps: int = setting(
         0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
         "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`. Only "
-        "with dc_grpo and excess_grpo.",
+        "with dc_grpo.",
         unit="steps", source="paper: c is given", minimum=0, limit=(10_000, "they are all kept in the state"),
     )  # fmt: skip
     tolerance_quantile: float = setting(0.5, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
@@ -299,15 +297,10 @@ def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
                 )
     if 0 < algorithm.dual_clip <= 1:
         raise UserError(f"config.algorithm.dual_clip: got {algorithm.dual_clip}, must be above 1, or 0 for none")
-    if algorithm.level in NEEDS_OLD_LOGPROBS and algorithm.ratio_denominator == "bypass":
+    if algorithm.level == "reward" and algorithm.ratio_denominator == "bypass":
         raise UserError(
-            f"config.algorithm.level: got {algorithm.level} with ratio_denominator=bypass, which leaves out the pass "
+            "config.algorithm.level: got reward with ratio_denominator=bypass, which leaves out the pass "
             "that it needs; set ratio_denominator=rollout or level=token"
-        )
-    if algorithm.level == "state" and algorithm.method in ("threshold_grpo", "excess_grpo"):
-        raise UserError(
-            f"config.algorithm.level: got state with method={algorithm.method}, whose threshold is for a discrepancy, "
-            "not for its difference from a baseline; set method=dc_grpo or level=token"
         )
     if algorithm.level == "reward" and ":" in algorithm.method:
         raise UserError(

@@ -113,15 +113,9 @@ def _check_lag(config: Any) -> None:
     lag = config.rollout.lag
     if not lag:
         return
-    said = f"config.rollout.lag: got {lag}"
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         kind.check_lag(arguments)
-    if config.algorithm.level == "state":
-        raise UserError(
-            f"{said} with algorithm.level=state, which needs the entropy of the policy that sampled and not only its "
-            "log-probs; set level=token or lag=0"
-        )
 
 
 def _check_products(config: Any) -> None:

@@ -25,11 +25,13 @@ class Removed:
         version: the first without it.
         meaningless: the values that do what is done without the setting.
         why: what to do, or why it went.
+        values: the values that went, of a setting that stays; empty: the setting itself went.
     """
 
     version: int
     meaningless: tuple[Any, ...]
     why: str
+    values: tuple[Any, ...] = ()
 
 
 REMOVED = {
@@ -45,6 +47,13 @@ REMOVED = {
         3, (False,), "weights that interrupt completions made steps slower and runs not repeatable",
     ),
     "rollout.old_logprobs": Removed(3, ("kept", "current"), ""),
+    "algorithm.level": Removed(
+        3, (), "its study is kept (docs/evidence_appendix.md); resume with the version that began the run", ("state",)
+    ),
+    "algorithm.method": Removed(
+        3, (), "docs/remedies.md has it as a function of yours; resume with the version that began the run",
+        ("excess_grpo",),
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +82,10 @@ def _drop(values: Mapping[str, Any], name: str, removed: Removed, prefix: str = 
         return dict(values)
     if dot:
         return {**values, first: _drop(values[first], rest, removed, f"{prefix}{first}.")}
+    if removed.values:
+        if values[first] in removed.values:
+            raise UserError(f"config.{prefix}{first}: got {shorten(values[first])}, which is gone; {removed.why}")
+        return dict(values)
     if values[first] not in removed.meaningless:
         raise UserError(f"config.{prefix}{first}: got {shorten(values[first])}, no setting any more; {removed.why}")
     return {other: value for other, value in values.items() if other != first}

@@ -1,9 +1,11 @@
-"""An engine that a user brings: its record is checked when it is loaded, what it returns at every call."""
+"""An engine that a user brings: its record and its methods are checked when it is made, its completions at every call.
+
+`check_engine` is for a test beside such an engine: it asks for all that the protocol promises.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,13 +16,11 @@ from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_episodes, check_scores
-from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import declared
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.machine import Part
-from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.types import Params
-from dcmdp_jax.user_code import describe_error, load_object
+from dcmdp_jax.user_code import load_object
 
 # How each method of the protocol is called.
 _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -30,7 +30,6 @@ _METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "release_weights": ((), {}),
     "close": ((), {}),
 }
-_EXPECTED = (UserError, EngineError, MemoryError)
 
 
 def load_engine(place: str) -> EngineKind:
@@ -46,15 +45,14 @@ def load_engine(place: str) -> EngineKind:
         raise UserError(f"engine: {error}") from error
     if not isinstance(kind, EngineKind):
         raise UserError(f"engine: {place} is {shorten(kind)}, must be a dcmdp_jax.engines.kind.EngineKind")
-    guarded = {}
     for field in dataclasses.fields(EngineKind):
         value, default = getattr(kind, field.name), field.default
         if field.name == "build" or inspect.isfunction(default):
-            guarded[field.name] = _guarded(place, field.name, value, None if field.name == "build" else default)
-        elif isinstance(default, tuple) and not isinstance(value, tuple):
-            raise UserError(f"engine: {place}: {field.name}={shorten(value)}, must be a tuple")
-        elif isinstance(default, bool) and not isinstance(value, bool):
-            raise UserError(f"engine: {place}: {field.name}={shorten(value)}, must be True or False")
+            taken = (None,) * (1 if field.name == "build" else len(inspect.signature(default).parameters))
+            _check_call(f"engine: {place}: {field.name}", value, taken, {})
+        elif isinstance(default, tuple | bool) and type(value) is not type(default):
+            said = "a tuple" if isinstance(default, tuple) else "True or False"
+            raise UserError(f"engine: {place}: {field.name}={shorten(value)}, must be {said}")
     try:
         declared(kind.settings)
     except (TypeError, KeyError, NameError) as error:
@@ -62,47 +60,71 @@ def load_engine(place: str) -> EngineKind:
             f"engine: {place}: settings={shorten(kind.settings)}, must be a dataclass whose fields are declared with "
             "dcmdp_jax.fields.setting"
         ) from error
-    build = guarded["build"]
-    return dataclasses.replace(
-        kind, **guarded | {"build": lambda arguments: _Checked(place, kind, build(arguments), arguments)}
+
+    def build(arguments: EngineArguments) -> Engine:
+        engine = kind.build(arguments)
+        _check_methods(place, engine, kind.scores)
+        return _Checked(place, engine, arguments.model.vocab_size)
+
+    return dataclasses.replace(kind, build=build)
+
+
+def check_engine(
+    engine: Engine, params: Params, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, vocab_size: int,
+    scores: bool = True,
+) -> float:  # fmt: skip
+    """Ask an engine for all that `protocol.Engine` promises; for a test beside it. The engine stays open.
+
+    Its methods, what they return, the same completions for the same (seed, step, row) in a call of its own, sampling
+    that goes on after an iterator was closed, and scores of what it sampled.
+
+    Args:
+        engine: to be checked.
+        params: to push.
+        prompts: int32 token ids, at least two.
+        sampling: what to ask for; temperature above 0.
+        vocab_size: of the model.
+        scores: whether it has `score`.
+
+    Returns:
+        The largest difference in nats between a sampled token's log-prob and its score; 0 without `score`.
+
+    Raises:
+        UserError: for a method that is missing or can't be called as the protocol does.
+        EngineError: for what it returns.
+    """
+    _check_methods("check_engine", engine, scores)
+    checked = _Checked("check_engine", engine, vocab_size)
+    engine.push_weights(params, 0)
+
+    def sampled(prompts: Sequence[np.ndarray], first: int) -> list[Episode]:
+        groups = checked.generate(prompts, sampling, seed=1, step=2, first_prompt=first)
+        return sorted((one for group in groups for one in group), key=lambda one: (one.group, one.member))
+
+    whole = sampled(prompts, 3)
+    checked.generate(prompts, sampling, seed=1, step=2).close()
+    for one, again in zip(whole[sampling.group_size :], sampled(prompts[1:], 4), strict=True):
+        if not np.array_equal(one.token_ids, again.token_ids):
+            raise EngineError(
+                f"completion {one.member} of prompt {one.group} is another one when its prompt is sampled in a smaller "
+                "call with the same seed, step and row: a resumed run would not repeat an uninterrupted one"
+            )
+    engine.release_weights()
+    engine.push_weights(params, 1)
+    if not scores:
+        return 0.0
+    ends = [one.prompt_length for one in whole]
+    given = [one.token_ids[end:] for one, end in zip(whole, ends, strict=True)]
+    values = engine.score([prompts[one.group] for one in whole], given, temperature=sampling.temperature)
+    own = (one.rollout_logprobs[end:] for one, end in zip(whole, ends, strict=True))
+    return max(
+        float(np.abs(score - logprobs).max()) for score, logprobs in zip(check_scores(values, given), own, strict=True)
     )
 
 
-def _guarded(place: str, name: str, function: Any, example: Any) -> Callable[..., Any]:
-    """A function of the record whose own errors, and results of another type, become one line.
-
-    Args:
-        place, name: of the record and of its field.
-        function: the user's.
-        example: the field's default, which takes as many arguments and gives the same type; None of one argument.
-    """
-    taken = (None,) * (1 if example is None else len(inspect.signature(example).parameters))
-    kind = None if example is None else type(example(*taken))
+def _check_call(what: str, function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
     if not callable(function):
-        raise UserError(f"engine: {place}: {name}={shorten(function)}, must be a function of {len(taken)} argument(s)")
-    _check_signature(f"engine: {place}: {name}", function, taken, {})
-    expected = {
-        str: "a text", list: "a list of dcmdp_jax.machine.Part", Scheme: "a dcmdp_jax.models.scheme.Scheme",
-    }  # fmt: skip
-
-    @functools.wraps(function)
-    def guarded(*arguments: Any) -> Any:
-        try:
-            found = function(*arguments)
-        except _EXPECTED:
-            raise
-        except Exception as error:
-            raise UserError(f"engine: {place}: {name} raised {_said(error, place)}") from error
-        parts = found if kind is list and isinstance(found, list) else ()
-        of_kind = kind not in expected or isinstance(found, kind)
-        if not of_kind or not all(isinstance(part, Part) for part in parts):
-            raise UserError(f"engine: {place}: {name} gave {shorten(found)}, must give {expected[kind]}")
-        return found
-
-    return guarded
-
-
-def _check_signature(what: str, function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        raise UserError(f"{what}={shorten(function)}, must be a function of {len(given)} argument(s)")
     try:
         inspect.signature(function).bind(*given, **named)
     except TypeError as error:
@@ -112,43 +134,29 @@ def _check_signature(what: str, function: Callable[..., Any], given: tuple[Any, 
         return
 
 
-def _said(error: Exception, place: str) -> str:
-    return one_line(describe_error(error, place.rpartition(":")[0]), 500)
+def _check_methods(place: str, engine: Any, scores: bool) -> None:
+    for name, (given, named) in _METHODS.items():
+        if name == "score" and not scores:
+            continue
+        if not callable(method := getattr(engine, name, None)):
+            raise UserError(f"engine: {place}: build returned {shorten(engine)}, which has no method {name}")
+        _check_call(f"engine: {place}: {name}", method, given, named)
 
 
 class _Checked:
-    """Keeps the `Engine` protocol with a user's engine. What it returns is checked, what it raises is one line."""
+    """A user's engine, whose completions are checked as they come."""
 
-    def __init__(self, place: str, kind: EngineKind, engine: Engine, arguments: EngineArguments) -> None:
-        self._place, self._kind, self._engine, self._arguments = place, kind, engine, arguments
-        for name, (given, named) in _METHODS.items():
-            if name == "score" and not kind.scores:
-                continue
-            method = getattr(engine, name, None)
-            if not callable(method):
-                raise UserError(f"engine: {place}: build returned {shorten(engine)}, which has no method {name}")
-            _check_signature(f"engine: {place}: {name}", method, given, named)
+    def __init__(self, place: str, engine: Engine, vocab_size: int) -> None:
+        self._place, self._engine, self._vocab_size = place, engine, vocab_size
 
-    def _call(self, name: str, *given: Any, **named: Any) -> Any:
-        try:
-            return getattr(self._engine, name)(*given, **named)
-        except _EXPECTED:
-            raise
-        except Exception as error:
-            raise EngineError(f"engine {self._place}: {name} raised {_said(error, self._place)}") from error
-
-    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """As the engine."""
-        found = self._call("push_weights", params, policy_version) or {}
-        if not isinstance(found, dict):
-            raise EngineError(f"engine {self._place}: push_weights gave {shorten(found)}, must give a dict of metrics")
-        return found
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
         """As the engine, each group checked."""
-        groups = self._call("generate", prompts, sampling, seed=seed, step=step, first_prompt=first_prompt)
+        groups = self._engine.generate(prompts, sampling, seed=seed, step=step, first_prompt=first_prompt)
         return self._checked(groups, prompts, sampling)
 
     def _checked(
@@ -157,38 +165,16 @@ class _Checked:
         expected = {(group, member) for group in range(len(prompts)) for member in range(sampling.group_size)}
         try:
             for episodes in groups:
-                check_episodes(episodes, prompts, sampling, self._arguments.model.vocab_size)
+                check_episodes(episodes, prompts, sampling, self._vocab_size)
                 rows = {(episode.group, episode.member) for episode in episodes}
                 if len(rows) < len(episodes) or not rows <= expected:
                     raise EngineError("generate gave a completion twice, or of a prompt that was not asked")
                 expected -= rows
                 yield episodes
-        except _EXPECTED as error:
-            raise type(error)(f"engine {self._place}: {error}") from error
-        except Exception as error:
-            raise EngineError(f"engine {self._place}: generate raised {_said(error, self._place)}") from error
+            if expected:
+                raise EngineError(f"generate gave nothing for {len(expected)} completion(s)")
+        except EngineError as error:
+            raise EngineError(f"engine {self._place}: {error}") from error
         finally:
             if close := getattr(groups, "close", None):
                 close()
-        if expected:
-            raise EngineError(f"engine {self._place}: generate gave nothing for {len(expected)} completion(s)")
-
-    def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
-    ) -> list[np.ndarray]:
-        """As the engine, shapes and dtypes checked."""
-        if not self._kind.scores:
-            raise EngineError(f"engine {self._place}: it has no score")
-        scores = self._call("score", prompts, completions, temperature=temperature)
-        try:
-            return check_scores(scores, completions)
-        except EngineError as error:
-            raise EngineError(f"engine {self._place}: {error}") from error
-
-    def release_weights(self) -> None:
-        """As the engine."""
-        self._call("release_weights")
-
-    def close(self) -> None:
-        """As the engine."""
-        self._call("close")

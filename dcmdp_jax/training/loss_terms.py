@@ -24,21 +24,18 @@ from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
-from dcmdp_jax.types import Array, Batch, Rows
+from dcmdp_jax.types import Array, Rows
 
 SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
 """Metrics: S / W, K / V and B, means of the updates that were made."""
 
 
-def signals_of(
-    settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array, expected: Array | None = None
-) -> Signals:
+def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
     """The constants of rows as the settings have them; see `row_signals`."""
     measure = {"measure": settings.measure, "sided": settings.sided, "ratio_limit": settings.ratio_limit}
     return row_signals(
         tokens, weights, measure=measure, level=settings.level, penalty=remedies.penalty,
-        corrections=remedies.corrections, expected=expected,
-        count_dropped=settings.correction_denominator == "all",
+        corrections=remedies.corrections, count_dropped=settings.correction_denominator == "all",
     )  # fmt: skip
 
 
@@ -123,18 +120,6 @@ def term_metrics(
     return metrics
 
 
-class OldOutputs(NamedTuple):
-    """Of the weights that made the batch, for each bucket.
-
-    Attributes:
-        logprobs: p^Train; None where the update's own pass gives them.
-        entropy: of the policy in the state before each token; None unless `level` is "state".
-    """
-
-    logprobs: tuple[jax.Array | None, ...]
-    entropy: tuple[jax.Array | None, ...]
-
-
 def charged_rewards(
     rewards: jax.Array,
     rows: tuple[Rows, ...],
@@ -178,33 +163,6 @@ def charged_rewards(
         multiplier=multiplier, tolerance=jnp.float32(tolerance),
     )  # fmt: skip
     return split(penalty(tokens))[0][0]
-
-
-def state_discrepancy(batch: Batch, old: OldOutputs, settings: AlgorithmSettings) -> tuple[jax.Array, ...]:
-    """Estimate of the expected discrepancy in the state before each token, the baseline of `level="state"`.
-
-        b(s_t) = beta H(pi_old(. | s_t)),    beta = sum delta H / sum H^2 over the tokens of the batch,
-
-    the least-squares line through 0. It is the same for all tokens that could have been sampled in a state, so it
-    leaves the expected gradient of the token's charge as it is and takes from its variance what entropy explains: the
-    engine's full distribution, which the exact expectation needs, is not recorded.
-
-    Args:
-        batch: [M, A, R, L] buckets.
-        old: of the same shapes.
-        settings: measure, sided, ratio_limit.
-
-    Returns:
-        [M, A, R, L] float32 for each bucket.
-    """
-    product = square = jnp.float32(0)
-    for bucket, logprobs, entropy in zip(batch.rows, *old, strict=True):
-        # Padding may hold anything.
-        entropy = jnp.where(bucket.completion_mask, entropy, 0.0)
-        product += jnp.sum(entropy * _delta(bucket, logprobs, settings))
-        square += jnp.sum(entropy**2)
-    slope = jnp.where(square > 0, product / jnp.where(square > 0, square, 1.0), 0.0)
-    return tuple(slope * entropy for entropy in old.entropy)
 
 
 def _delta(rows: Rows, old_logprobs: jax.Array, settings: AlgorithmSettings) -> jax.Array:

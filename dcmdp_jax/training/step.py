@@ -19,7 +19,7 @@ from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
-from dcmdp_jax.config.algorithm import NEEDS_OLD_LOGPROBS, AlgorithmSettings, Remedies
+from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.models.products import PRECISE, products_in
 from dcmdp_jax.parallel.cpu import compiler_options
@@ -27,7 +27,6 @@ from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics, gap_metrics
 from dcmdp_jax.training.loss_terms import (
-    OldOutputs,
     Terms,
     charged_rewards,
     has_terms,
@@ -35,7 +34,6 @@ from dcmdp_jax.training.loss_terms import (
     make_terms,
     scaled_terms,
     signals_of,
-    state_discrepancy,
     term_metrics,
 )
 from dcmdp_jax.training.row_logprobs import RowLogprobs, RowOutputs, without_replay
@@ -112,8 +110,8 @@ class _Learner(NamedTuple):
     loss_scale: LossScale | None
 
 
-_Micro = tuple[Rows, jax.Array | None, jax.Array | None]
-"""A micro-batch: rows, p^Train at the start of the step, expected discrepancy; None where there is none."""
+_Micro = tuple[Rows, jax.Array | None]
+"""A micro-batch: rows, and p^Train at the start of the step; None where the update's own pass gives it."""
 
 OLD_LOGPROBS = "old_logprobs"
 """Name scope of the pass that computes p^Train before the updates; and the column of rows that lag."""
@@ -124,20 +122,14 @@ ADVANTAGES = "completions/advantages"
 """What a step returns beside its metrics for a recording of its tokens; the second of batches that lag."""
 
 
-def batch_logprobs(
-    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, *, entropy: bool = False
-) -> tuple[Any, ...]:
-    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions.
+def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
+    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
 
-    With `entropy` a pair for each bucket, p^Train and the entropy of the policy before each token.
-    """
+    def logprobs(params: Params, rows: Rows) -> jax.Array:
+        return row_logprobs(params, rows).logprobs
 
-    def outputs(params: Params, rows: Rows) -> Any:
-        found = row_logprobs(params, rows)
-        return (found.logprobs, found.entropy) if entropy else found.logprobs
-
-    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[Any, ...]]:
-        return None, map_rows(outputs, params, *xs, mesh=mesh)
+    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
+        return None, map_rows(logprobs, params, *xs, mesh=mesh)
 
     return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
 
@@ -250,10 +242,9 @@ def _train_step(
     noise_floor, batch = batch.noise_floor, batch._replace(noise_floor=None)
     with jax.named_scope(OLD_LOGPROBS):
         old = _recompute(parts, state.params, batch)
-    expected = state_discrepancy(batch, old, settings) if settings.level == "state" else old.entropy
 
     def update(learner: _Learner, xs: tuple[Any, ...]) -> tuple[_Learner, tuple[Any, ...]]:
-        mini, old_logprobs, expected, first = xs
+        mini, old_logprobs, first = xs
         rewards = _rewards(parts, mini)
         relative = functools.partial(
             group_advantages, group_ids=mini.group_ids, valid=mini.valid,
@@ -275,7 +266,7 @@ def _train_step(
         constants = _Constants(
             advantages, weights, uncharged, multiplier, jnp.float32(tolerance), first, scale, ref_params, None
         )
-        rows = tuple(zip(mini.rows, old_logprobs, expected, strict=True))
+        rows = tuple(zip(mini.rows, old_logprobs, strict=True))
         if has_terms(settings):
             terms = _terms(parts, (learner.params, constants), rows, mini.micro_batches, normalize)
             constants = constants._replace(terms=terms)
@@ -296,7 +287,7 @@ def _train_step(
 
     first = jnp.arange(len(batch.rewards)) == 0
     learner = _Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
-    learner, (sums, router, signals, advantages) = lax.scan(update, learner, (batch, old.logprobs, expected, first))
+    learner, (sums, router, signals, advantages) = lax.scan(update, learner, (batch, old, first))
     totals = stats.merge_stacked(sums)
 
     mean_discrepancy = totals["discrepancy/mean"].value()
@@ -334,23 +325,19 @@ def _loss_mask(parts: _Parts, mini: Batch) -> jax.Array:
     return mini.loss_mask & has_signal(mini.rewards, mini.group_ids, mini.valid)
 
 
-def _recompute(parts: _Parts, params: Params, batch: Batch) -> OldOutputs:
+def _recompute(parts: _Parts, params: Params, batch: Batch) -> tuple[jax.Array | None, ...]:
     """p^Train of every mini-batch whose own update can't give it: all but the first, whose update starts at `params`.
 
     None for each bucket if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
-    Charges that look at the whole batch first need all, unless the rows have p^Train of the weights that sampled them.
+    A charge inside the reward needs all, unless the rows have p^Train of the weights that sampled them.
     "bypass" leaves them out where they would be the old log-probs; of rows that lag they are the policy's staleness.
     """
-    nothing = (None,) * len(batch.rows)
-    if parts.settings.level == "state":
-        outputs = batch_logprobs(params, batch, parts.row_logprobs, parts.mesh, entropy=True)
-        return OldOutputs(*zip(*outputs, strict=True))
-    if not parts.always_recompute and (parts.settings.level not in NEEDS_OLD_LOGPROBS or lags(batch.rows)):
+    if not parts.always_recompute and (parts.settings.level != "reward" or lags(batch.rows)):
         bypass = parts.settings.ratio_denominator == "bypass" and not lags(batch.rows)
         if len(batch.rewards) == 1 or bypass:
-            return OldOutputs(nothing, nothing)
+            return (None,) * len(batch.rows)
         batch = batch._replace(micro_batches=jnp.asarray(batch.micro_batches).at[0].set(0))
-    return OldOutputs(batch_logprobs(params, batch, parts.row_logprobs, parts.mesh), nothing)
+    return batch_logprobs(params, batch, parts.row_logprobs, parts.mesh)
 
 
 def _terms(
@@ -392,9 +379,8 @@ def _gradient(parts: _Parts, shared: tuple[Params, _Constants], micro: _Micro) -
 
 
 def _forward(
-    parts: _Parts, params: Params, constants: _Constants, rows: Rows, start_logprobs: jax.Array | None,
-    expected: jax.Array | None,
-) -> tuple[RowOutputs, Signals]:  # fmt: skip
+    parts: _Parts, params: Params, constants: _Constants, rows: Rows, start_logprobs: jax.Array | None
+) -> tuple[RowOutputs, Signals]:
     """The forward pass of a micro-batch, and what is constant to its gradient."""
     settings, outputs = parts.settings, parts.row_logprobs(params, rows)
     train_logprobs = outputs.logprobs
@@ -409,7 +395,7 @@ def _forward(
         completion_mask=rows.completion_mask, completion_index=rows.completion_index,
         num_completions=len(constants.advantages), multiplier=constants.multiplier, tolerance=constants.tolerance,
     )  # fmt: skip
-    return outputs, signals_of(settings, parts.remedies, tokens, constants.weights, expected)
+    return outputs, signals_of(settings, parts.remedies, tokens, constants.weights)
 
 
 def _objective(

@@ -43,7 +43,7 @@ from dcmdp_jax.models.decoder import Compute
 
 PRICE = 0.1
 """Reward lost by the clean way."""
-LEVELS, LAMBDAS, SEEDS = ("token", "sequence", "reward", "state"), (3, 30), tuple(range(5))
+LEVELS, LAMBDAS, SEEDS = ("token", "sequence", "reward"), (3, 30), tuple(range(5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +166,9 @@ def get_study(arg: str = "") -> Study:
     quiet = {"checkpoint.every_steps": 100_000, "observe.samples": 0, "warmup.steps": 0}
     path = "examples/planted/planted.py"
     arms = {"grpo": Arm(path, quiet), "grpo_perturbed": Arm(path, quiet | {"algorithm.std_epsilon": 2e-6})}
-    for level in LEVELS:
+    for level in (*LEVELS, "state"):
         for strength in LAMBDAS:
-            arms[f"{level}_{strength}"] = Arm(f"{path}:{level},{strength}", quiet)
+            arms[f"{level}_{strength}"] = Arm(f"{path}:{level},{strength}", quiet, past=level not in LEVELS)
     for strength in LAMBDAS:
         arms[f"reward_undivided_{strength}"] = Arm(
             f"{path}:reward,{strength}", quiet | {"algorithm.normalize_std": False}

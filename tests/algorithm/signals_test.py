@@ -116,10 +116,4 @@ def test_total_without_dropped_tokens_is_a_whole_number(length):
 
 def test_methods_with_a_fixed_multiplier_are_penalties():
     assert set(FIXED_MULTIPLIERS) < set(PENALTIES)
-    assert set(PENALTIES) - set(FIXED_MULTIPLIERS) == {"dc_grpo", "excess_grpo"}
-
-
-def test_excess_grpo_charges_a_completion_for_what_its_mean_has_above_c():
-    # Means 0.65 / 3 = 0.2167 and 0.125, c = 0.15, lambda 0.5: completion 0 pays 0.5 * 0.0667, completion 1 nothing.
-    found = _signals(penalty=penalties.excess_grpo, level="sequence", tolerance=0.15)
-    np.testing.assert_allclose(found.tokens.advantages[MASK], [1 - 0.5 * (0.65 / 3 - 0.15)] * 3 + [-1.0] * 2, rtol=1e-6)
+    assert set(PENALTIES) - set(FIXED_MULTIPLIERS) == {"dc_grpo"}

@@ -51,8 +51,7 @@ def test_the_text_becomes_a_correction(text, weights, keep):
             {"level": "reward", "ratio_denominator": "bypass"},
             "algorithm.level: got reward with ratio_denominator=bypass",
         ),
-        ({"level": "state", "ratio_denominator": "bypass"}, "set ratio_denominator=rollout or level=token"),
-        ({"level": "state", "method": "excess_grpo"}, "got state with method=excess_grpo, whose threshold"),
+        ({"level": "reward", "ratio_denominator": "bypass"}, "set ratio_denominator=rollout or level=token"),
     ],
 )
 def test_levels_that_lack_what_they_need_are_refused(changes, said):

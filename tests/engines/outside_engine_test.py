@@ -1,6 +1,7 @@
 """An engine that is chosen by its path: it trains, evaluates and is probed with no edit in the package."""
 
 import dataclasses
+import functools
 import http.server
 import json
 import math
@@ -17,7 +18,7 @@ from dcmdp_jax.config.engine import find_trainable
 from dcmdp_jax.data.columns import COLUMNS
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.outside import load_engine
+from dcmdp_jax.engines.outside import check_engine, load_engine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import EngineError, UserError
 from dcmdp_jax.models.config import ModelConfig
@@ -241,7 +242,6 @@ class _Engine:
         ([[_episode()]], "generate gave nothing for 1 completion(s)"),
         ([[_episode()], [_episode()], [_episode(1)]], "generate gave a completion twice"),
         ([[_episode(group=0)], [3]], "generate gave int, must give lists of Episode"),
-        ([[_episode(group=0)], None], "generate raised TypeError: 'NoneType' object is not iterable"),
         ([[_episode(member=1)]], "completion 1 of prompt 0: asked were 2 prompts with 1 completions each"),
         (
             [[_episode(rollout_logprobs=np.zeros(5))]],
@@ -265,33 +265,47 @@ def test_what_an_engine_returns_is_checked(groups, said, tmp_path, monkeypatch):
     assert line.startswith(f"engine {tmp_path}/made.py:ENGINE: ") and said in line and "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        ("lambda *given: [1]", "memory gave [1], must give a list of dcmdp_jax.machine.Part"),
-        ("lambda *given: None", "memory gave None, must give a list of dcmdp_jax.machine.Part"),
-        ("lambda *given: given[9]", "memory raised IndexError: tuple index out of range (engine.py, line 4)"),
-    ],
-)
-def test_what_the_records_functions_give_is_checked(memory, said, tmp_path):
-    path = tmp_path / "engine.py"
-    path.write_text(_FILE.format(more="", engine=f"EngineKind('x', print, memory={memory})"))
-    kind = load_engine(f"{path}:ENGINE")
-    with pytest.raises(UserError) as raised:
-        kind.memory(None, None, None, 1)
-    assert str(raised.value).replace("line 5", "line 4") == f"engine: {path}:ENGINE: {said}"
+class _Sampler(_Engine):
+    """Samples two tokens by (seed, step, row), each with log-prob -1; scored -1.25."""
+
+    def push_weights(self, params, policy_version):
+        return {}
+
+    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
+        for group, prompt in enumerate(prompts):
+            ids = np.random.default_rng((seed, step, first_prompt + group)).integers(0, 50, 2).astype(np.int32)
+            yield [
+                single_turn(
+                    prompt, ids, np.full(2, -1, np.float32), policy_version=0, group=group, member=0,
+                    finish_reason="length",
+                )
+            ]  # fmt: skip
+
+    def score(self, prompts, completions, *, temperature):
+        return [np.full(len(ids), -1.25, np.float32) for ids in completions]
 
 
-def test_what_it_raises_and_scores_is_one_line(tmp_path, monkeypatch):
-    engine = _loaded(tmp_path, monkeypatch, _Engine(scores=[np.zeros(2)]))
-    with pytest.raises(EngineError, match=r"made.py:ENGINE: push_weights raised KeyError: 'norm'$"):
-        engine.push_weights({}, 0)
-    asked = [np.arange(2)], [np.arange(2)]
-    with pytest.raises(EngineError, match=r"score of completion 0 is float64 \(2,\), must be float32 \(2,\)"):
-        engine.score(*asked, temperature=1.0)
-    engine = _loaded(tmp_path, monkeypatch, _Engine(scores=[np.array([0, np.nan], np.float32)]))
-    with pytest.raises(EngineError, match="completion 0: the log-prob of token 1 is nan"):
-        engine.score(*asked, temperature=1.0)
+def test_the_test_kit_finds_what_the_protocol_forbids():
+    check = functools.partial(check_engine, params={}, prompts=_PROMPTS, sampling=_SAMPLING, vocab_size=50)
+    assert check(_Sampler()) == 0.25
+
+    class Forgetful(_Sampler):
+        def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
+            return super().generate(prompts, sampling, seed=seed + first_prompt, step=step)
+
+    class Doubles(_Sampler):
+        def score(self, prompts, completions, *, temperature):
+            return [np.zeros(len(ids)) for ids in completions]
+
+    for engine, said in (
+        (Forgetful(), "is another one when its prompt is sampled in a smaller call with the same seed, step and row"),
+        (Doubles(), r"score of completion 0 is float64 \(2,\), must be float32 \(2,\)"),
+        (type("Short", (_Sampler,), {"generate": lambda self, *given, **named: iter(())})(), "gave nothing for 2 comp"),
+    ):
+        with pytest.raises(EngineError, match=said):
+            check(engine)
+    with pytest.raises(UserError, match="which has no method push_weights"):
+        check(object())
 
 
 @pytest.mark.parametrize(

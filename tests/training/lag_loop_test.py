@@ -163,7 +163,6 @@ def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole
             ("rollout.lag=1", "rollout.engine=vllm", "rollout.precision=float32", "rollout.vllm.sleep=1"),
             "config.rollout.vllm.sleep: got 1 with rollout.lag; an engine that sleeps while the trainer trains",
         ),
-        (("rollout.lag=1", "algorithm.level=state"), "config.rollout.lag: got 1 with algorithm.level=state, whi"),
     ],
 )  # fmt: skip
 def test_a_lag_that_can_not_be_is_one_line(overrides, said):

@@ -249,6 +249,8 @@ def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir, sec
             "config.rollout.vllm.expert_parallel: got True, no setting any more; vLLM's expert parallelism is not "
             "supported",
         ),
+        (("algorithm",), "level", "state", "config.algorithm.level: got 'state', which is gone; its study is kept"),
+        (("algorithm",), "method", "excess_grpo", "config.algorithm.method: got 'excess_grpo', which is gone; docs/"),
     ],
 )  # fmt: skip
 def test_a_removed_setting_with_a_meaning_is_named(run_dir, section, name, value, line):

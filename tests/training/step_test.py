@@ -149,16 +149,6 @@ def _naive_logprobs(params, ids):
     return jnp.pad(jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
 
 
-def _naive_entropy(params, ids):
-    """Entropy of the policy before every token, in float64."""
-    positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-    hidden = decoder.hidden_states(params, MODEL, ids, positions, jnp.ones_like(ids), Compute())
-    logits = np.asarray(hidden @ decoder.output_kernel(params), np.float64) / TEMPERATURE
-    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    entropy = -(np.exp(logp) * logp).sum(-1)
-    return np.pad(entropy[:, :-1], ((0, 0), (1, 0)))
-
-
 @jax.jit
 def _pull_back(params, ids, slopes):
     """Gradient of the parameters from that of the log-probs [N, L]."""
@@ -208,12 +198,6 @@ def _algorithm_one(
         delta.append(np.minimum(d, settings.ratio_limit) if settings.measure == "ratio" else d)
     mean_delta = np.concatenate(delta).mean()
     used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
-    if settings.level == "state":
-        # The line through 0 that best gives the discrepancy from the entropy before the token.
-        entropy = [each[a:b] for each, (a, b) in zip(_naive_entropy(params, ids), spans, strict=True)]
-        h = np.concatenate(entropy)
-        slope = (np.concatenate(delta) * h).sum() / (h * h).sum()
-        used = [d - slope * each for d, each in zip(delta, entropy, strict=True)]
 
     shaped = rewards.astype(np.float64)
     if settings.overlong_buffer:
@@ -340,8 +324,7 @@ def _close(a, b, tolerance=2e-5):
         ),
         (1, {"level": "reward", "multiplier": 0.9}),
         (2, {"level": "reward", "sided": "one", "overlong_buffer": 5}),
-        pytest.param(1, {"level": "state"}, marks=pytest.mark.long),
-        pytest.param(2, {"level": "state", "method": "dual_grpo", "measure": "log"}, marks=pytest.mark.long),
+        pytest.param(2, {"method": "dual_grpo", "measure": "log"}, marks=pytest.mark.long),
         (2, {"ratio_level": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.0}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "paper" if isinstance(value, dict) else str(value),
@@ -520,10 +503,9 @@ def test_a_users_remedies_and_their_statistics_are_the_same_on_a_mesh_and_in_one
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("level", ["reward", pytest.param("state", marks=pytest.mark.long)])
-def test_charges_of_a_whole_batch_are_the_same_on_a_mesh(level):
+def test_a_charge_inside_the_reward_is_the_same_on_a_mesh():
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
-    settings = dataclasses.replace(ALGORITHM, level=level)
+    settings = dataclasses.replace(ALGORITHM, level="reward")
     expected, one, _ = _run(settings=settings, steps=2)
     state, eight, _ = _run(settings=settings, steps=2, mesh=mesh)
     _close(state.params, expected.params, 1e-5)
@@ -603,18 +585,12 @@ def test_exact_has_no_discrepancy_to_the_last_bit(newer_code, mini_batches, devi
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    "level", ["token", *(pytest.param(one, marks=pytest.mark.long) for one in ("reward", "state"))]
-)
+@pytest.mark.parametrize("level", ["token", pytest.param("reward", marks=pytest.mark.long)])
 def test_multiplier_zero_is_grpo_bit_for_bit(newer_code, level):
     frozen = dataclasses.replace(ALGORITHM, multiplier=0.0, multiplier_max=0.0, level=level)
     ours, _, _ = _run(settings=frozen, steps=2)
     grpo, _, _ = _run(settings=dataclasses.replace(ALGORITHM, method="grpo"), steps=2)
-    if level == "state":
-        # Its pass for the old log-probs computes the entropy too, and is fused differently.
-        _close(ours.params, grpo.params, 1e-6)
-    else:
-        jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
 
 
 def test_measured_tolerance_serves_the_steps_after_it():

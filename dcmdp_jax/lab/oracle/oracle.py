@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +97,7 @@ def ask(
         algorithm: settings that the remedies are options of.
         batches: of each engine, at least 4.
         grade: the rewards of texts and the problems' answers.
-        arms: what is compared with no remedy in place of `entries`; level "state" is not among it, which needs the
-            policy's entropy.
+        arms: what is compared with no remedy in place of `entries`.
 
     Returns:
         The verdicts on each engine, as they are known.
@@ -106,7 +105,7 @@ def ask(
     Raises:
         UserError: in one line: too few batches, problems without an answer, samples without a signal.
     """
-    _check(session, batches, [algorithm, *(arms or {}).values()])
+    _check(session, batches)
     row_logprobs = make_row_logprobs(
         session.model.config, Compute(), temperature=session.sampling.temperature, mesh=one_device_mesh()
     )
@@ -129,12 +128,7 @@ def ask(
         )  # fmt: skip
 
 
-def _check(session: Session, batches: int, settings: Iterable[AlgorithmSettings]) -> None:
-    if any(one.level == "state" for one in settings):
-        raise UserError(
-            "algorithm.level=state charges less what the policy's entropy lets expect, which --remedies does not "
-            "compute; compare token, sequence and reward"
-        )
+def _check(session: Session, batches: int) -> None:
     if batches < 4:
         raise UserError(f"--batches: got {batches}, must be at least 4, to tell noise from bias")
     if session.sampling.group_size < 2:

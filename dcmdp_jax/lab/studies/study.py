@@ -25,10 +25,12 @@ class Arm:
     Attributes:
         config: as --config of train, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
+        past: it is no longer run, since what it tried has left the program; tables and figures show its kept metrics.
     """
 
     config: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    past: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, str):
@@ -108,10 +110,11 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
             arm,
             seed,
             path := directory / arm / f"seed{seed}",
-            (*study.arms[arm].arguments(), *overrides, f"--config.training.seed={seed}", f"--config.run_dir={path}"),
+            (*one.arguments(), *overrides, f"--config.training.seed={seed}", f"--config.run_dir={path}"),
         )
         for seed in study.seeds
-        for arm in study.arms
+        for arm, one in study.arms.items()
+        if not one.past
     ]
 
 

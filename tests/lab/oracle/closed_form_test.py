@@ -93,7 +93,6 @@ CASES = {
     "dc_grpo": ({"method": "dc_grpo"}, np.ones(4), 0.4 * DELTA),
     "dual_grpo": ({"method": "dual_grpo"}, np.ones(4), DELTA),
     "threshold_grpo": ({"method": "threshold_grpo", "tolerance": 0.2}, np.ones(4), np.array([0, 0.25, 0, 0])),
-    "excess_grpo": ({"method": "excess_grpo"}, np.ones(4), 0.4 * np.maximum(DELTA - 0.05, 0)),
     "tis": ({"corrections": "tis(high=1.5)"}, np.minimum(RATIO, 1.5), np.zeros(4)),
     "unbounded tis": ({"corrections": "tis(high=100)"}, RATIO, np.zeros(4)),
     "icepop": ({"corrections": "icepop(low=0.5,high=1.8)"}, np.where(RATIO < 1.8, RATIO, 0), np.zeros(4)),

@@ -9,7 +9,6 @@ from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries
 from dcmdp_jax.lab.oracle.gradients import Sampled, token_slopes
 from dcmdp_jax.lab.oracle.moments import Moments, quality
@@ -67,11 +66,6 @@ def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
     np.testing.assert_allclose(found, token_slopes(plain, plain.remedies(), charged, train, 1), rtol=1e-6)
     # Advantages -1/4 and 1/4, half of the batch each; the loss is negated.
     np.testing.assert_allclose(found, [[0.125], [-0.125]], rtol=1e-6)
-
-
-def test_a_charge_that_needs_the_entropy_is_refused():
-    with pytest.raises(UserError, match="algorithm.level=state charges less what the policy's entropy lets expect"):
-        next(ask(_session(), [EXACT], AlgorithmSettings(level="state"), batches=4, grade=_odd))
 
 
 def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens():
