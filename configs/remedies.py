@@ -34,7 +34,7 @@ REMEDIES = {
     "dppo_kl": _ROLLOUT | {"trust_region": "dppo_kl(low=0.05,high=0.05)"},
     "drpo": _ROLLOUT | {"trust_region": "drpo(low=0.2,high=0.2)"},
     "gspo": {"ratio_level": "sequence", "trust_region": "clip(low=3e-4,high=4e-4)"},
-    "dual_clip": {"dual_clip": 3.0},
+    "dual_clip": {"trust_region": "clip(dual=3)"},
     "dapo": {
         "aggregation": "token_mean",
         "trust_region": "clip(high=0.28)",

@@ -1,11 +1,13 @@
 """Every config file, plain and with its arguments, builds and means what its docstring says."""
 
 import importlib
+import inspect
 from pathlib import Path
 
 import pytest
 
 from configs import base, remedies
+from dcmdp_jax.algorithm.losses import clip
 from dcmdp_jax.config.settings import from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
@@ -120,7 +122,8 @@ def test_the_papers_constants_of_the_8b_runs():
     )  # fmt: skip
     assert (algorithm.multiplier, algorithm.tolerance, algorithm.dual_learning_rate) == (0.1, 0.0037, 1.0)
     assert algorithm.multiplier_min == 0.0
-    assert algorithm.clip_high == 0.24 and algorithm.kl_coefficient == 0.0
+    assert algorithm.trust_region == "clip" and inspect.signature(clip).parameters["high"].default == 0.24
+    assert algorithm.kl_coefficient == 0.0
     assert algorithm.aggregation == "seq_mean_token_mean"
     rollout = config.rollout
     assert (rollout.group_size, rollout.max_completion_tokens) == (8, 8192)

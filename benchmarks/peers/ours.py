@@ -162,7 +162,7 @@ def run_config(
     config.rollout.compute_dtype = "float32"
     config.rollout.group_size = group
     config.rollout.max_completion_tokens = new_tokens
-    config.algorithm.clip_high = 0.2
+    config.algorithm.trust_region = "clip(high=0.2)"
     config.training.prompts_per_step = prompts
     config.training.prompts_per_mini_batch = prompts // mini_batches
     return config

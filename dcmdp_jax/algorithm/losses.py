@@ -97,12 +97,27 @@ def clipped_surrogate(ratio: Array, advantages: Array, *, clip_low: float = 0.2,
     return Region(jnp.where(low | high, bound, ratio) * advantages, low, high)
 
 
-def clip(tokens: Tokens, *, low: float = 0.2, high: float = 0.24) -> Region:
-    """PPO's pessimistic clip: `clipped_surrogate` as a trust region."""
+def clip(
+    tokens: Tokens, *, low: float = 0.2, high: float = 0.24, dual: float = 0.0
+) -> Region | tuple[Region, dict[str, Statistic]]:
+    """PPO's pessimistic clip: `clipped_surrogate` as a trust region.
+
+    `dual` c > 1 (Ye et al. 2020; 0 is off): where A < 0 and gamma > c the objective is c A, without gradient;
+    `policy/dual_clip_fraction` is the share of these tokens. verl (`clip_ratio_c`, 3 by default), NeMo-RL
+    (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix (`epsilon_c`) and TRL (`delta`) do the same; off by
+    default in all but verl.
+    """
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
     require_number("high", high, minimum=0)
     require_tokens(tokens)
-    return clipped_surrogate(tokens.ratio, tokens.advantages, clip_low=low, clip_high=high)
+    region = clipped_surrogate(tokens.ratio, tokens.advantages, clip_low=low, clip_high=high)
+    if dual == 0:
+        return region
+    require_number("dual", dual, minimum=1, open_minimum=True)
+    capped = (tokens.advantages < 0) & (tokens.ratio > dual)
+    objective = jnp.where(capped, dual * tokens.advantages, region.objective)
+    capped_share = masked_sum(capped, tokens.completion_mask)
+    return region._replace(objective=objective), {"policy/dual_clip_fraction": capped_share}
 
 
 def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
@@ -163,38 +178,26 @@ TRUST_REGIONS: Mapping[str, Callable[..., Region]] = MappingProxyType(
 """Name -> trust region, a remedy (`remedies`): from the tokens to `Region`."""
 
 
-def surrogate(
-    tokens: Tokens, *, trust_region: Function = clip, dual_clip: float = 0.0
-) -> tuple[jax.Array, dict[str, Statistic]]:
+def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[jax.Array, dict[str, Statistic]]:
     """The negated objective of each token. By default that of Eq. 9-10 (Eq. 1 and 4 with their own A).
 
         l_t = -min(gamma_t A_t, clip(gamma_t, 1 - low, 1 + high) A_t)
 
-    The gradient in log pi_theta is -gamma A where the clip does not bite, 0 where it does; see `clip`. `dual_clip`
-    c > 1 (Ye et al. 2020): where A < 0, l_t = min(l_t, -c A), so that a ratio above c has no gradient. verl
-    (`clip_ratio_c`, 3 by default), NeMo-RL (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix
-    (`epsilon_c`) and TRL (`delta`) do the same; off by default in all but verl.
+    The gradient in log pi_theta is -gamma A where the clip does not bite, 0 where it does; see `clip`.
 
     Args:
         tokens: with the ratio, as `policy_loss` gives them.
         trust_region: bounds the update.
-        dual_clip: 0 is off; else above 1.
 
     Returns:
         Losses [R, L], and by metric name the shares of the tokens where a bound bites, so that no gradient flows:
-        `policy/clip_low_fraction`, `policy/clip_high_fraction` and, with it, `policy/dual_clip_fraction`.
+        `policy/clip_low_fraction` and `policy/clip_high_fraction`.
 
     Raises:
         ValueError: if a parameter is outside its range.
     """
-    if dual_clip != 0:
-        require_number("dual_clip", dual_clip, minimum=1)
     (objective, low, high), statistics = split(trust_region(tokens))
     losses = -objective
-    if dual_clip:
-        capped = (tokens.advantages < 0) & (tokens.ratio > dual_clip)
-        losses = jnp.where(capped, -dual_clip * tokens.advantages, losses)
-        statistics = {**statistics, "policy/dual_clip_fraction": masked_sum(capped, tokens.completion_mask)}
     stopped = {"low": low, "high": high}
     return losses, statistics | {
         f"policy/clip_{side}_fraction": masked_sum(jnp.broadcast_to(bites, losses.shape), tokens.completion_mask)

@@ -93,25 +93,15 @@ class AlgorithmSettings:
     dual_learning_rate: float = setting(1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0)
     multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)
     multiplier_max: float = setting(1.0, "Upper end of lambda.", source="ours: not stated in the paper")
-    clip_low: float = setting(
-        0.2, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high]: the parameters low and high of "
-        "trust_region=clip.", source="ours: not stated in the paper", minimum=0, maximum=0.999999,
-    )  # fmt: skip
-    clip_high: float = setting(
-        0.24, "Importance ratios are clipped to [1 - clip_low, 1 + clip_high].", source="paper [6.1]: 0.24", minimum=0,
-    )  # fmt: skip
     trust_region: str = setting(
         "clip", f"What bounds an update: {', '.join(TRUST_REGIONS)}, with parameters low and high, {_OWN}. clip bounds "
-        "the ratio, dppo_tv the shift in probability, dppo_kl the binary KL in nats, drpo smoothly the shift.",
-        source="paper: clip",
+        "the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the shift in "
+        "probability, dppo_kl the binary KL in nats, drpo smoothly the shift.",
+        source="paper [6.1]: clip, high 0.24; low is ours",
     )  # fmt: skip
     loss: str = setting(
         "surrogate", f"Loss of a token: surrogate, the negated objective of trust_region, {_OWN}.",
         source="paper: surrogate",
-    )  # fmt: skip
-    dual_clip: float = setting(
-        0.0, "Largest importance ratio of tokens with a negative advantage, above 1. 0: none.",
-        source="paper: none; verl has 3", minimum=0
     )  # fmt: skip
     ratio_level: str = setting(
         "token", "Importance ratio of each token, or one of each completion, the geometric mean of its tokens' (GSPO).",
@@ -196,9 +186,6 @@ class AlgorithmSettings:
             raise UserError(f"config.algorithm.{name}: {error}") from None
         if name != "corrections" and len(calls) != 1:
             raise UserError(f"config.algorithm.{name}: got {getattr(self, name)!r}, must name one function")
-        if name == "trust_region" and not calls[0].parameters and not calls[0].own:
-            # Named without parameters, as by earlier versions.
-            calls = [Call(calls[0].function, {"low": self.clip_low, "high": self.clip_high})]
         return calls
 
     @property
@@ -221,37 +208,20 @@ class AlgorithmSettings:
         functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
         (penalty,), (trust_region,), (loss,) = (functions[name] for name in ("method", "trust_region", "loss"))
         if not self.calls("loss")[0].own:
-            loss = functools.partial(surrogate, trust_region=trust_region, dual_clip=self.dual_clip)
+            loss = functools.partial(surrogate, trust_region=trust_region)
         return Remedies(penalty, functions["corrections"], trust_region, loss)
 
 
 def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
-    """One way to write each trust region of ours, so that runs that do the same have the same settings.
-
-    `clip` has its sizes in `clip_low` and `clip_high`, the others in their own parameters. Earlier versions had the
-    sizes of every trust region in `clip_low` and `clip_high`.
-    """
+    """`trust_region` without the parameters that have their default: runs that do the same have the same settings."""
     try:
         (call,) = parse_calls(algorithm.trust_region)
     except ValueError:
         return algorithm  # the checks say what is wrong
-    numbers = {name for name, value in call.parameters.items() if not isinstance(value, bool)}
-    if call.function not in TRUST_REGIONS or not set(call.parameters) <= numbers & {"low", "high"}:
-        return algorithm
-    default = AlgorithmSettings()
-    sizes = {"low": algorithm.clip_low, "high": algorithm.clip_high}
-    if call.parameters:
-        given = {**(inspect.getfullargspec(TRUST_REGIONS[call.function]).kwonlydefaults or {}), **call.parameters}
-        if sizes not in (given, {"low": default.clip_low, "high": default.clip_high}):
-            raise UserError(
-                f"config.algorithm.clip_low, clip_high: got {algorithm.clip_low}, {algorithm.clip_high} beside "
-                f"trust_region={algorithm.trust_region}; give the sizes in its parentheses alone"
-            )
-        sizes = given
-    if call.function == "clip":
-        return dataclasses.replace(algorithm, trust_region="clip", clip_low=sizes["low"], clip_high=sizes["high"])
-    text = str(Call(call.function, sizes))
-    return dataclasses.replace(algorithm, trust_region=text, clip_low=default.clip_low, clip_high=default.clip_high)
+    region = TRUST_REGIONS.get(call.function)
+    default = inspect.getfullargspec(region).kwonlydefaults or {} if region else {}
+    given = {name: value for name, value in call.parameters.items() if default.get(name) != value}
+    return dataclasses.replace(algorithm, trust_region=str(Call(call.function, given)))
 
 
 def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) -> None:
@@ -271,22 +241,14 @@ def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
                 _check_ours(name, str(call))
     if twice := [name for name in own if own.count(name) > 1]:
         raise UserError(f"config.algorithm: two functions are named {twice[0]}, as their metrics would be; rename one")
-    (loss,), (region,) = algorithm.calls("loss"), algorithm.calls("trust_region")
-    if loss.own and (algorithm.trust_region != "clip" or algorithm.dual_clip):
+    (loss,) = algorithm.calls("loss")
+    if loss.own and algorithm.trust_region != "clip":
         raise UserError(
-            f"config.algorithm.loss: got {algorithm.loss} beside trust_region={algorithm.trust_region} and "
-            f"dual_clip={algorithm.dual_clip:g}, which bound the surrogate alone; leave them out"
-        )
-    sizes, default = (algorithm.clip_low, algorithm.clip_high), AlgorithmSettings()
-    if (loss.own or region.own) and sizes != (default.clip_low, default.clip_high):
-        raise UserError(
-            f"config.algorithm.clip_low, clip_high: got {sizes[0]}, {sizes[1]} beside {loss if loss.own else region}, "
-            "which has its own parameters; leave them out"
+            f"config.algorithm.loss: got {algorithm.loss} beside trust_region={algorithm.trust_region}, which bounds "
+            "the surrogate alone; leave it out"
         )
     if loss.parameters and not loss.own:
-        raise UserError(
-            f"config.algorithm.loss: got {algorithm.loss}; parameters of surrogate are settings of their own"
-        )
+        raise UserError(f"config.algorithm.loss: got {algorithm.loss}; parameters are those of trust_region")
     if algorithm.ratio_denominator in ("rollout", "bypass"):
         for call in algorithm.calls("corrections"):
             if call.function in {**TRUNCATIONS, **MASKS}:
@@ -295,8 +257,6 @@ def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
                     f"{algorithm.ratio_denominator}, whose ratio weighs by p_train / p_rollout already; leave one of "
                     "them out"
                 )
-    if 0 < algorithm.dual_clip <= 1:
-        raise UserError(f"config.algorithm.dual_clip: got {algorithm.dual_clip}, must be above 1, or 0 for none")
     if algorithm.level == "reward" and algorithm.ratio_denominator == "bypass":
         raise UserError(
             "config.algorithm.level: got reward with ratio_denominator=bypass, which leaves out the pass "

@@ -13,7 +13,7 @@ from typing import Any
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-VERSION = 3
+VERSION = 4
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
@@ -48,12 +48,16 @@ REMOVED = {
     ),
     "rollout.old_logprobs": Removed(3, ("kept", "current"), ""),
     "algorithm.level": Removed(
-        3, (), "its study is kept (docs/evidence_appendix.md); resume with the version that began the run", ("state",)
+        4, (), "its study is kept (docs/evidence_appendix.md); resume with the version that began the run", ("state",)
     ),
     "algorithm.method": Removed(
-        3, (), "docs/remedies.md has it as a function of yours; resume with the version that began the run",
+        4, (), "docs/remedies.md has it as a function of yours; resume with the version that began the run",
         ("excess_grpo",),
     ),
+    **{
+        f"algorithm.{name}": Removed(4, (), "write trust_region=clip(low=0.2,high=0.24,dual=0) with the numbers")
+        for name in ("clip_low", "clip_high", "dual_clip")
+    },
 }  # fmt: skip
 
 
@@ -69,9 +73,25 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     version = values.pop("config_version", 0)
     if not isinstance(version, int) or version > VERSION:
         raise UserError(f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}")
+    if version < 4 and isinstance(values.get("algorithm"), Mapping):
+        values["algorithm"] = _with_sizes(values["algorithm"])
     for name, removed in REMOVED.items():
         if version < removed.version:
             values = _drop(values, name, removed)
+    return values
+
+
+def _with_sizes(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """`trust_region` with the sizes that were settings of their own: of a built-in one without parentheses."""
+    sizes = {"clip_low": 0.2, "clip_high": 0.24, "dual_clip": 0.0}
+    values = {"trust_region": "clip"} | {name: value for name, value in algorithm.items() if name not in sizes}
+    low, high, dual = (algorithm.get(name, default) for name, default in sizes.items())
+    if str(values["trust_region"]).isidentifier():
+        values["trust_region"] += f"(low={low},high={high})"
+    if dual:
+        if not values["trust_region"].startswith("clip("):
+            raise UserError(f"config.algorithm.dual_clip: got {shorten(dual)}, which goes with trust_region=clip alone")
+        values["trust_region"] = values["trust_region"].removesuffix(")") + f",dual={dual})"
     return values
 
 

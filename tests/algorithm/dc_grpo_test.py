@@ -175,7 +175,11 @@ def _packed_step(data, clip_high):
         return RowOutputs(logprobs, jnp.zeros_like(logprobs), {})
 
     settings = dataclasses.replace(
-        step_test.ALGORITHM, multiplier=0.4, tolerance=0.05, dual_learning_rate=1.5, clip_high=clip_high
+        step_test.ALGORITHM,
+        multiplier=0.4,
+        tolerance=0.05,
+        dual_learning_rate=1.5,
+        trust_region=f"clip(high={clip_high})",
     )
     schedule = optax.constant_schedule(1.0)
     optimizer = optax.with_extra_args_support(optax.sgd(schedule))

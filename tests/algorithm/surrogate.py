@@ -7,8 +7,8 @@ from dcmdp_jax.algorithm.remedies import Tokens
 
 
 def policy_surrogate(
-    train, old, advantages, mask, weights, *, clip_low=0.2, clip_high=0.24, trust_region="clip", dual_clip=0.0,
-    sequence=None,
+    train, old, advantages, mask, weights, *, clip_low=0.2, clip_high=0.24, trust_region="clip", sequence=None,
+    **dual,
 ):  # fmt: skip
     """The surrogate with sizes of its trust region; `sequence` is (completion index, number of completions)."""
     index, count = sequence or (None, 0)
@@ -16,8 +16,8 @@ def policy_surrogate(
         train_logprobs=train, anchor_logprobs=old, advantages=advantages, completion_mask=mask, completion_index=index,
         num_completions=count,
     )  # fmt: skip
-    region = functools.partial(losses.TRUST_REGIONS[trust_region], low=clip_low, high=clip_high)
-    loss = functools.partial(losses.surrogate, trust_region=region, dual_clip=dual_clip)
+    region = functools.partial(losses.TRUST_REGIONS[trust_region], low=clip_low, high=clip_high, **dual)
+    loss = functools.partial(losses.surrogate, trust_region=region)
     level = "sequence" if sequence else "token"
     total, statistics = losses.policy_loss(tokens, weights, loss=loss, ratio_level=level)
     return total, {name.removeprefix("policy/"): value for name, value in statistics.items()}

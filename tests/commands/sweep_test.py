@@ -169,7 +169,7 @@ def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(ar
     assert configs["tis"].algorithm.corrections == "tis(high=2)"
     assert configs["icepop"].algorithm.corrections == "icepop(low=0.5,high=5)"
     assert (configs["dppo"].algorithm.trust_region, configs["dppo"].algorithm.ratio_denominator) == (
-        "dppo_tv(low=0.2,high=0.2)", "rollout",
+        "dppo_tv", "rollout",
     )  # fmt: skip
     matched = configs["matched"]
     expected = {

@@ -91,8 +91,7 @@ def test_no_correction_is_the_default():
             {"corrections": "veto,tis", "ratio_denominator": "bypass"},
             "corrections: got tis with ratio_denominator=bypass, whose ratio weighs by p_train / p_rollout already",
         ),
-        ({"dual_clip": 0.5}, "dual_clip: got 0.5, must be above 1, or 0 for none"),
-        ({"trust_region": "drpo", "clip_low": 0.0}, "trust_region: drpo(low=0.0,high=0.24): low=0.0; must be a"),
+        ({"trust_region": "drpo(low=0)"}, "trust_region: drpo(low=0.0): low=0.0; must be a"),
         (
             {"trust_region": "dppo"},
             "trust_region: got 'dppo'; did you mean dppo_tv or dppo_kl? allowed are clip",
@@ -125,13 +124,21 @@ def test_remedies_join():
 
 
 def test_a_run_saved_with_sizes_in_clip_low_and_clip_high_is_the_run_of_todays_text():
-    saved = {"config_version": 2, "algorithm": {"trust_region": "dppo_tv", "clip_low": 0.1, "clip_high": 0.2}}
-    before = from_saved(saved).algorithm
-    assert before == _config(trust_region="dppo_tv(low=0.1,high=0.2)").algorithm
-    assert before == _config(trust_region="dppo_tv", clip_low=0.1, clip_high=0.2).algorithm
-    assert (before.trust_region, before.clip_low, before.clip_high) == ("dppo_tv(low=0.1,high=0.2)", 0.2, 0.24)
-    plain = {"algorithm": {"trust_region": "clip", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0}}
-    assert from_saved(plain).algorithm == _config(trust_region="clip(low=0.1,high=0.28)", dual_clip=3.0).algorithm
+    for before, after in (
+        ({"trust_region": "dppo_tv", "clip_low": 0.1, "clip_high": 0.2}, "dppo_tv(low=0.1,high=0.2)"),
+        ({"trust_region": "dppo_kl"}, "dppo_kl(low=0.2,high=0.24)"),  # the sizes that it was run with
+        ({"trust_region": "drpo", "clip_high": 3e-4}, "drpo(high=3e-4)"),
+        ({"trust_region": "dppo_tv(low=0.1,high=0.3)", "clip_low": 0.2}, "dppo_tv(low=0.1,high=0.3)"),
+        ({"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0}, "clip(low=0.1,high=0.28,dual=3)"),
+        ({"clip_low": 0.2, "clip_high": 0.24, "dual_clip": 0.0}, "clip"),
+    ):
+        found = from_saved({"config_version": 3, "algorithm": before}).algorithm
+        assert found == _config(trust_region=after).algorithm, before
+    assert _config(trust_region="clip(low=0.2,high=0.24,dual=0)").algorithm == _config().algorithm
+    with pytest.raises(ValueError, match="config.algorithm.dual_clip: got 3.0, which goes with trust_region=clip al"):
+        from_saved({"algorithm": {"trust_region": "drpo", "dual_clip": 3.0}})
+    with pytest.raises(ValueError, match=r"config.algorithm.clip_low: no setting any more; write trust_region=clip\("):
+        _config(clip_low=0.1)
 
 
 def test_a_saved_run_with_a_users_function_opens_without_it():

@@ -190,6 +190,8 @@ def _algorithm_one(
     table = np.asarray(_naive_logprobs(params, ids), np.float64)
     reference = None if ref_params is None else np.asarray(_naive_logprobs(ref_params, ids), np.float64)
     old = [table[i, a:b] for i, (a, b) in enumerate(spans)]
+    [region] = settings.calls("trust_region")
+    sizes = {"low": 0.2, "high": 0.24} | region.parameters
     delta = []
     for train, engine in zip(old, rollout.rollout_logprobs, strict=True):
         p, q = np.exp(train), np.exp(engine.astype(np.float64))
@@ -234,16 +236,16 @@ def _algorithm_one(
             ratio = np.exp(now[i, a:b] - below)
             if settings.ratio_level == "sequence":
                 ratio = np.full(b - a, np.exp((now[i, a:b] - below).mean()))
-            clipped = np.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+            clipped = np.clip(ratio, 1 - sizes["low"], 1 + sizes["high"])
             token_losses = -np.minimum(ratio * advantage, clipped * advantage)
             slope = np.where(ratio * advantage <= clipped * advantage, -ratio * advantage, 0.0)
-            if settings.trust_region == "dppo_tv":
+            if region.function == "dppo_tv":
                 shift = np.exp(now[i, a:b]) - np.exp(below)
-                stopped = np.where(advantage > 0, shift > settings.clip_high, -shift > settings.clip_low)
+                stopped = np.where(advantage > 0, shift > sizes["high"], -shift > sizes["low"])
                 token_losses = slope = np.where(stopped, 0.0, -ratio * advantage)
-            if settings.dual_clip:
-                capped = (advantage < 0) & (ratio > settings.dual_clip)
-                token_losses = np.where(capped, -settings.dual_clip * advantage, token_losses)
+            if "dual" in sizes:
+                capped = (advantage < 0) & (ratio > sizes["dual"])
+                token_losses = np.where(capped, -sizes["dual"] * advantage, token_losses)
                 slope = np.where(capped, 0.0, slope)
             keep, factor = np.ones(b - a, bool), 1.0
             if corrected:
@@ -317,7 +319,7 @@ def _close(a, b, tolerance=2e-5):
             2,
             {
                 "ratio_denominator": "rollout",
-                "trust_region": "dppo_tv",
+                "trust_region": "dppo_tv(low=0.2,high=0.24)",
                 "overlong_buffer": 5,
                 "drop_equal_groups": True,
             },
@@ -325,7 +327,7 @@ def _close(a, b, tolerance=2e-5):
         (1, {"level": "reward", "multiplier": 0.9}),
         (2, {"level": "reward", "sided": "one", "overlong_buffer": 5}),
         pytest.param(2, {"method": "dual_grpo", "measure": "log"}, marks=pytest.mark.long),
-        (2, {"ratio_level": "sequence", "dual_clip": 1.01, "clip_low": 0.01, "clip_high": 0.0}),
+        (2, {"ratio_level": "sequence", "trust_region": "clip(low=0.01,high=0,dual=1.01)"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "paper" if isinstance(value, dict) else str(value),
 )

@@ -11,7 +11,7 @@ from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
 from dcmdp_jax.named_functions import Call, needed_parameters
 
 NOTHING, CONFIGURED = "no remedy", "as configured"
@@ -23,7 +23,7 @@ def without_remedy(base: AlgorithmSettings) -> AlgorithmSettings:
     """GRPO with the normalizations of `base`."""
     return dataclasses.replace(
         base, method="grpo", corrections="", trust_region="clip", loss="surrogate", ratio_denominator="train",
-        ratio_level="token", dual_clip=0.0, level="token", clip_low=0.2, clip_high=0.24,
+        ratio_level="token", level="token",
     )  # fmt: skip
 
 
@@ -50,9 +50,9 @@ def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSetti
         found[str(call)] = dataclasses.replace(plain, corrections=str(call))
     for name, region in TRUST_REGIONS.items():
         sizes = inspect.getfullargspec(region).kwonlydefaults or {}
-        call = Call(name, sizes)
+        call = Call(name, {size: value for size, value in sizes.items() if value})
         found[str(call)] = dataclasses.replace(plain, trust_region=str(call), ratio_denominator="rollout")
-    if base not in found.values():
+    if base not in map(canonical, found.values()):
         found[CONFIGURED] = base
     return found
 
