@@ -45,16 +45,6 @@ class Signals(NamedTuple):
     statistics: Statistics
 
 
-KL_WEIGHTS: Mapping[str, Callable[[Signals], jax.Array]] = MappingProxyType(
-    {
-        "none": lambda signals: signals.planned_weights,
-        "drop": lambda signals: jnp.where(signals.kept, signals.planned_weights, 0.0),
-        "weigh": lambda signals: signals.weights,
-    }
-)
-"""What corrections do to the divergence from the reference policy: name -> weights of its tokens, [R, L]."""
-
-
 _CHARGED: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
     {
         "token": lambda delta, *where: delta,

@@ -17,7 +17,6 @@ from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation, surrogate
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
-from dcmdp_jax.algorithm.signals import KL_WEIGHTS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
@@ -164,10 +163,6 @@ class AlgorithmSettings:
     kl_estimator: str = setting(
         "k3", "Estimator of that divergence.", choices=("k2", "k3"),
         why="k1 is an estimate and no loss: its expected gradient is 0",
-    )  # fmt: skip
-    kl_correction: str = setting(
-        "none", "What corrections do to that divergence. none: its mean is over all tokens. drop: over the tokens that "
-        "they keep. weigh: they also multiply it.", source="ours: as verl and TRL", choices=tuple(KL_WEIGHTS),
     )  # fmt: skip
     router_aux_loss: float = setting(
         0.0, "Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.",

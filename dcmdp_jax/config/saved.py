@@ -54,6 +54,10 @@ REMOVED = {
         4, (), "docs/remedies.md has it as a function of yours; resume with the version that began the run",
         ("excess_grpo",),
     ),
+    "algorithm.kl_correction": Removed(
+        4, ("none",), "corrections leave the divergence from the initial policy as it is, as in verl and TRL"
+    ),
+    "training.max_skipped_share": Removed(4, (0.2,), "a run ends when a fifth of the updates of 20 steps were skipped"),
     **{
         f"algorithm.{name}": Removed(4, (), "write trust_region=clip(low=0.2,high=0.24,dual=0) with the numbers")
         for name in ("clip_low", "clip_high", "dual_clip")

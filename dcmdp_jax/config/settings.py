@@ -201,10 +201,6 @@ class TrainingSettings:
         8, "Updates with a gradient that is not finite are skipped; this many in a row stop the run.", unit="updates",
         source="ours", minimum=1, free=True,
     )  # fmt: skip
-    max_skipped_share: float = setting(
-        0.2, "Largest share of such updates among those of the last 20 steps; above it the run stops. 1: none.",
-        source="ours", minimum=0, maximum=1, free=True,
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
-S is the surrogate summed over the tokens that corrections keep and W their weight; K is the sum of the divergence and V
-the weight of its tokens; B is the load-balancing loss of the mini-batch. Micro-batches add one sum that is divided by W
-at the end, so K / V and B enter it times W. W is therefore known before the pass that takes the gradient: the terms
+S is the surrogate summed over the tokens that corrections keep and W their weight; K is the sum of the divergence over
+all tokens and V their weight; B is the load-balancing loss of the mini-batch. Micro-batches add one sum that is divided
+by W at the end, so K / V and B enter it times W. W is therefore known before the pass that takes the gradient: the terms
 weigh the same however many tokens a correction drops.
 """
 
@@ -87,9 +87,9 @@ def has_terms(settings: AlgorithmSettings) -> bool:
     return bool(settings.kl_coefficient or settings.router_aux_loss)
 
 
-def make_terms(settings: AlgorithmSettings, planned: jax.Array, kept: jax.Array, router: Aux | None) -> Terms:
+def make_terms(planned: jax.Array, kept: jax.Array, router: Aux | None) -> Terms:
     """The constants from the weight of all tokens, that of the kept ones, and the router's sums."""
-    return Terms(jnp.where(kept > 0, kept, 1.0), planned if settings.kl_correction == "none" else kept, router)
+    return Terms(jnp.where(kept > 0, kept, 1.0), planned, router)
 
 
 def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux) -> jax.Array:

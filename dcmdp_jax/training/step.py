@@ -17,7 +17,7 @@ from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages, has_signal, overlong_penalty
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.algorithm.signals import KL_WEIGHTS, Signals, charge_share
+from dcmdp_jax.algorithm.signals import Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, router_metrics
@@ -362,7 +362,7 @@ def _terms(
         (router, dropped), _ = accumulate(count, shared, rows, micro_batches, mesh=parts.mesh)
     planned = normalize()[1]
     kept = normalize(dropped_tokens=dropped.value())[1] if counts else planned
-    return make_terms(settings, planned, kept, router.value() if balances else None)
+    return make_terms(planned, kept, router.value() if balances else None)
 
 
 def _gradient(parts: _Parts, shared: tuple[Params, _Constants], micro: _Micro) -> tuple[_Sums, tuple[jax.Array, ...]]:
@@ -413,7 +413,7 @@ def _objective(
     if settings.kl_coefficient:
         reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, without_replay(rows)).logprobs)
         tokens = losses.reference_kl(train_logprobs, reference, estimator=settings.kl_estimator, completion_mask=mask)
-        kl = masked.weighted_sum(tokens, KL_WEIGHTS[settings.kl_correction](signals)).total
+        kl = masked.weighted_sum(tokens, signals.planned_weights).total
     if constants.terms is not None:
         total += scaled_terms(settings, constants.terms, kl, router)
     statistics = {

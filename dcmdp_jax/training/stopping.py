@@ -21,6 +21,7 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
 from dcmdp_jax.observe.metrics_io import METRICS_FILE
 
+_MOST_SKIPPED = 0.2
 WINDOW = 20
 """Steps that `optimizer/skipped_share` looks back on."""
 
@@ -147,15 +148,15 @@ class SkippedUpdates:
         """Give up where gradients stay broken.
 
         Raises:
-            TrainingStopped: after `max_skipped_in_row`, or over `max_skipped_share` of `WINDOW` steps.
+            TrainingStopped: after `max_skipped_in_row`, or over a fifth of those of `WINDOW` steps.
         """
-        limit, share = self._settings.max_skipped_in_row, self._settings.max_skipped_share
+        limit = self._settings.max_skipped_in_row
         if int(metrics["optimizer/skipped_in_row"]) >= limit:
             found = f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row)"
-        elif len(self._last) == WINDOW and metrics["optimizer/skipped_share"] > share:
+        elif len(self._last) == WINDOW and metrics["optimizer/skipped_share"] > _MOST_SKIPPED:
             found = (
                 f"{metrics['optimizer/skipped_share']:.0%} of the updates of the last {WINDOW} steps had a gradient "
-                f"that is not finite (training.max_skipped_share={share})"
+                f"that is not finite (at most {_MOST_SKIPPED:.0%} may)"
             )
         else:
             return

@@ -263,10 +263,9 @@ def _algorithm_one(
             slopes[i, a:b] = scale * slope
             if settings.kl_coefficient:
                 x = reference[i, a:b] - now[i, a:b]
-                scale = {"none": planned, "drop": planned * keep, "weigh": scale}[settings.kl_correction]
-                kl_total += (scale * (np.exp(x) - 1 - x)).sum()
-                kl_slopes[i, a:b] = scale * (1 - np.exp(x))
-                kl_weight += all_tokens if settings.kl_correction == "none" else unit
+                kl_total += (planned * (np.exp(x) - 1 - x)).sum()
+                kl_slopes[i, a:b] = planned * (1 - np.exp(x))
+                kl_weight += all_tokens
         slopes = slopes / (weight or 1) + settings.kl_coefficient * kl_slopes / (kl_weight or 1)
         return total / (weight or 1), kl_total / (kl_weight or 1), slopes
 
@@ -618,22 +617,17 @@ def test_measured_tolerance_is_not_below_the_noise_floor():
 
 
 _LOSSES = (("kept", "seq_mean_token_mean", MAX_APART), ("all", "token_mean", MAX_APART), ("kept", "token_mean", 1e-6))
-_DIVERGENCES = ("none", "drop", "weigh")
 
 
 @pytest.mark.parametrize(
-    ("kl_correction", "denominator", "aggregation", "limit"),
-    [
-        pytest.param(one, *loss, marks=() if number == place else pytest.mark.long)
-        for number, one in enumerate(_DIVERGENCES)
-        for place, loss in enumerate(_LOSSES)
-    ],
+    ("denominator", "aggregation", "limit"),
+    [pytest.param(*loss, marks=pytest.mark.long if place else ()) for place, loss in enumerate(_LOSSES)],
 )
-def test_what_corrections_do_to_the_divergence_is_a_setting(kl_correction, denominator, aggregation, limit):
-    """Some tokens dropped, or all: by default the divergence keeps its tokens, its weights and its denominator."""
+def test_corrections_leave_the_divergence_as_it_is(denominator, aggregation, limit):
+    """Some tokens dropped, or all: the divergence keeps its tokens, its weights and its denominator."""
     settings = dataclasses.replace(
         ALGORITHM, corrections=f"tis(high=2),token_k1(high={limit})", correction_denominator=denominator,
-        kl_coefficient=0.3, kl_correction=kl_correction, aggregation=aggregation,
+        kl_coefficient=0.3, aggregation=aggregation,
     )  # fmt: skip
     rollout, rewards = _rollout()
     reference = _params(seed=5)
@@ -644,7 +638,7 @@ def test_what_corrections_do_to_the_divergence_is_a_setting(kl_correction, denom
     _close(state.params, expected)
     _same_loss(history[0], terms)
     assert history[0]["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5, abs=1e-7)
-    assert (terms.kl == 0) == (limit < 1 and kl_correction != "none")
+    assert terms.kl > 0
 
 
 def test_update_that_is_not_finite_is_skipped_and_counted():

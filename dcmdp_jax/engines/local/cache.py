@@ -14,12 +14,23 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.quantize import FP8_MAX
 
 FLOAT8 = "float8_e4m3fn"
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 """For each layer keys [R, K, h, S] and values [R, K, S, h], float8 as uint8 bits."""
+
+
+def abstract(config: ModelConfig, rows: int, slots: int, *, dtype: str, sharding: NamedSharding) -> Cache:
+    """Shapes of a cache of `rows` rows with `slots` slots, stored as `dtype`."""
+    stored = jnp.uint8 if dtype == FLOAT8 else jnp.dtype(dtype)
+
+    def held(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, config.num_kv_heads, *dims), stored, sharding=sharding)
+
+    return ((held(config.head_dim, slots), held(slots, config.head_dim)),) * config.num_layers
 
 
 def slots_of(cache: Cache) -> int:

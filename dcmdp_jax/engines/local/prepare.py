@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import jax
-import jax.numpy as jnp
 
-from dcmdp_jax.engines.local.cache import FLOAT8
+from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.decode import RowState, decode
 from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.process_memory import release_freed_memory
@@ -77,17 +76,12 @@ def decoding_program(
         program, prompt_slots, mode: see `decode`.
     """
     rows, slots, prefix_slots = shape
-    config = program.config
-    dtype = jnp.uint8 if program.cache_dtype == FLOAT8 else jnp.dtype(program.cache_dtype)
-
-    def held(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, config.num_kv_heads, *dims), dtype, sharding=program.cache)
 
     def given(kind: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind)
 
     tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
-    cache = ((held(config.head_dim, slots), held(slots, config.head_dim)),) * config.num_layers
+    cache = abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache)
     state = RowState(
         given("uint32", rows, 2), given("int32", rows), given("int32", rows), given("int32", rows), given("bool", rows)
     )

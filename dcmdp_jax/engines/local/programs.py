@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.kind import EngineArguments, EnginePlan, Workload
 from dcmdp_jax.engines.local import decode, score, sizes
-from dcmdp_jax.engines.local.cache import FLOAT8
+from dcmdp_jax.engines.local.cache import FLOAT8, abstract
 from dcmdp_jax.engines.local.layout import Program, check_mesh, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
@@ -40,7 +40,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
-    cache = _cache(model, rows, slots, program)
+    cache = abstract(model, rows, slots, dtype=cache_dtype, sharding=program.cache)
     cache_bytes = bytes_per_device(cache)
 
     def by_row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -108,10 +108,3 @@ def _weights(model: ModelConfig, precision: str, param_dtype: str, mesh: Mesh) -
     specs = weight_specs(shapes, model, mesh)
     tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     return {**tree, "layers": [tree["layers"]] * model.num_layers}
-
-
-def _cache(model: ModelConfig, rows: int, slots: int, program: Program) -> Any:
-    dtype = jnp.uint8 if program.cache_dtype == FLOAT8 else jnp.dtype(program.cache_dtype)
-    key = jax.ShapeDtypeStruct((rows, model.num_kv_heads, model.head_dim, slots), dtype, sharding=program.cache)
-    value = jax.ShapeDtypeStruct((rows, model.num_kv_heads, slots, model.head_dim), dtype, sharding=program.cache)
-    return ((key, value),) * model.num_layers

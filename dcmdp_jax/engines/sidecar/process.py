@@ -34,6 +34,7 @@ _END_S = 5.0
 _CANCEL_S = 30.0
 # The longest that one sidecar is waited for before others get their turn.
 _TURN_MS = 20
+_Header, _Arrays = Mapping[str, Any] | None, Mapping[str, np.ndarray] | None
 
 
 class SidecarBroken(RuntimeError):
@@ -135,13 +136,7 @@ class Sidecar:
         return self._process.pid
 
     def request(
-        self,
-        op: str,
-        header: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
-        *,
-        answer: str,
-        timeout_s: float | None = None,
+        self, op: str, header: _Header = None, arrays: _Arrays = None, *, answer: str, timeout_s: float | None = None
     ) -> wire.Message:
         """Ask, and wait for the answer.
 
@@ -152,13 +147,7 @@ class Sidecar:
         return last
 
     def ask(
-        self,
-        op: str,
-        header: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
-        *,
-        answer: str,
-        timeout_s: float | None = None,
+        self, op: str, header: _Header = None, arrays: _Arrays = None, *, answer: str, timeout_s: float | None = None
     ) -> Generator[None, None, wire.Message]:
         """Ask; yield None until the answer is there and return it: `request` where others have their turn meanwhile.
 
@@ -171,13 +160,7 @@ class Sidecar:
         return last
 
     def stream(
-        self,
-        op: str,
-        header: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
-        *,
-        answer: str,
-        timeout_s: float | None = None,
+        self, op: str, header: _Header = None, arrays: _Arrays = None, *, answer: str, timeout_s: float | None = None
     ) -> Iterator[wire.Message | None]:
         """Ask, and yield each sign of progress, then the answer; None once it is asked, and while nothing comes.
 
