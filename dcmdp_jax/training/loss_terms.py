@@ -4,8 +4,8 @@
 
 S is the surrogate summed over the tokens that corrections keep and W their weight; K is the sum of the divergence over
 all tokens and V their weight; B is the load-balancing loss of the mini-batch. Micro-batches add one sum that is divided
-by W at the end, so K / V and B enter it times W. W is therefore known before the pass that takes the gradient: the terms
-weigh the same however many tokens a correction drops.
+by W at the end, so K / V and B enter it times W. W is therefore known before the pass that takes the gradient: the
+terms weigh the same however many tokens a correction drops.
 """
 
 from __future__ import annotations
