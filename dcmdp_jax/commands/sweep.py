@@ -38,7 +38,6 @@ from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
-from dcmdp_jax.lab.studies.budgets import check_budgets
 from dcmdp_jax.lab.studies.dose import ascending, ascent_table, dose_claims, dose_panels, dose_table
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels
@@ -153,8 +152,6 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         for run in runs:
             print(f"{run.label}: dcmdp train {' '.join(run.arguments)}")
-    if arguments.measured is not None:
-        check_budgets(runs, configs, read_kept_metrics(arguments.measured, None), study.baseline)
     _check_evaluation(study, runs, configs)
     if arguments.dry_run:
         return 0
@@ -213,13 +210,6 @@ def _parser() -> Parser:
         metavar="FILE",
         help="run in this process, where like runs compile once; keep the metrics of each finished run in FILE "
         "(.jsonl.gz), and nothing else. Runs that FILE has are skipped",
-    )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="metrics of earlier runs of the baseline (.jsonl.gz): an arm whose budget is below the noise floor there, "
-        "or above every discrepancy, is refused before the first run",
     )
     parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw the metrics.jsonl.gz of a study; run nothing")
     parser.add_argument(
