@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
@@ -20,10 +22,11 @@ from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.memory.parts import memory_of_run, workload
 from dcmdp_jax.memory.use import MemoryUse
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, sampling_mesh
+from dcmdp_jax.parallel.sharding import PARAM_AXES
 from dcmdp_jax.plan.compiled import Compiled, compile_program
 from dcmdp_jax.plan.flops import step_flops
-from dcmdp_jax.plan.least_traffic import LeastBytes, least_bytes
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import CHIPS, Topology
@@ -32,6 +35,18 @@ from dcmdp_jax.training.model_checks import check_experts, check_lengths, platfo
 GIB = 2**30
 PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
+
+
+class LeastBytes(NamedTuple):
+    """Bytes that each device receives in one step.
+
+    Attributes:
+        gathers: of parameters, in the compute dtype.
+        reductions: of gradients.
+    """
+
+    gathers: float
+    reductions: float
 
 
 class Phase(NamedTuple):
@@ -222,7 +237,7 @@ def compile_run(
         engine=engine,
         memory=memory,
         programs=programs,
-        least=least_bytes(
+        least=_least_bytes(
             model, mesh, compute_dtype=config.model.compute_dtype, updates=updates, recomputations=recomputed,
             mini_batches=packing.mini_batches,
         ),
@@ -271,3 +286,37 @@ def _share(config: Config) -> DeviceShare | None:
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         return kind.device_share(arguments)
+
+
+def _least_bytes(
+    model: ModelConfig, mesh: Mesh, *, compute_dtype: str, updates: float, recomputations: float, mini_batches: int
+) -> LeastBytes:
+    """Every parameter gathered once a forward and once a backward pass of a micro-batch, its gradient reduced once.
+
+    Among n devices along fsdp each receives (n - 1) / n of a parameter's part on them. The gradient is reduced in
+    float32, over fsdp (and expert, for parameters that it does not split) in each micro-batch and over data once a
+    mini-batch. Along tensor and expert activations travel too, which this does not count.
+
+    Args:
+        model: the model.
+        mesh: the training devices.
+        compute_dtype: what is gathered.
+        updates: micro-batches with a gradient, of the whole step.
+        recomputations: micro-batches of the pass for p^Train.
+        mini_batches: optimizer updates.
+    """
+    item = jnp.dtype(compute_dtype).itemsize
+    shapes = jax.tree.leaves(param_shapes(model))
+    axes = jax.tree.leaves(logical_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    gathered = reduced = 0.0
+    data = mesh.shape["data"]
+    for leaf, names in zip(shapes, axes, strict=True):
+        split = [PARAM_AXES[name] for name in names if name is not None and PARAM_AXES[name] is not None]
+        ways = math.prod(mesh.shape[axis] for axis in split if axis != "fsdp")
+        part, fsdp = leaf.size / ways, mesh.shape["fsdp"] if "fsdp" in split else 1
+        gathered += part * (fsdp - 1) / fsdp
+        reduced += part * (fsdp - 1) / fsdp * updates
+        # Devices whose rows differ and whose part of the parameter does not.
+        same = math.prod(mesh.shape[axis] for axis in ("fsdp", "expert") if axis not in split)
+        reduced += 2 * part / fsdp * ((same - 1) / same * updates + (data - 1) / data * mini_batches)
+    return LeastBytes(gathered * item * (2 * updates + recomputations), 4 * reduced)

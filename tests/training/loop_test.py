@@ -22,7 +22,7 @@ _PROGRAM = """
 import os, signal, sys
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.rewards.grading import Grading
+from dcmdp_jax.rewards.scoring import Grading
 
 *where, number = sys.argv.pop(1).split()
 calls = []

@@ -27,7 +27,7 @@ _SIGNALLED = """
 import os, sys
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.rewards.grading import Grading
+from dcmdp_jax.rewards.scoring import Grading
 
 number, step = map(int, sys.argv.pop(1).split())
 generate, begin, now = LocalEngine.generate, Grading.begin, []

@@ -17,12 +17,14 @@ from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.evidence import Lifted
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.compare import Setup, compare, sampling_floor
-from dcmdp_jax.lab.probe.lifting import lift
 from dcmdp_jax.lab.probe.models import Model, prompt_variants
 from dcmdp_jax.lab.probe.specs import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rewards.protocol import Problem
+
+_MOST_LIFTED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +181,45 @@ def _lifted(
 def _names(spec: ProbeSpec, other: ProbeSpec) -> tuple[str, str]:
     """The names of a pair's engines, which may be two of the same kind."""
     return (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
+
+
+def lift(
+    spec: ProbeSpec,
+    build: Callable[[ProbeSpec], engines.Scorer],
+    prompts: Sequence[np.ndarray],
+    sampled: engines.Sampled,
+    pairs: TokenPairs,
+    *,
+    temperature: float,
+) -> list[Lifted]:
+    """Measure the mismatch that is left without each setting that has a price (`ProbeSpec.costs`).
+
+    An emulation tells a quantized cache or weights only where it rounds as the engine does. The engine itself, built
+    once more without the setting, needs no emulation: the rest of it, kernels included, stays as it is.
+
+    Args:
+        spec: the engine that sampled.
+        build: makes an engine with the same weights.
+        prompts: token ids, as that engine got them.
+        sampled: by it; the first 64 completions are scored again.
+        pairs: the same completions with both log-probs.
+        temperature: of the sampling.
+
+    Raises:
+        UserError, EngineError, MemoryError: if such an engine does not start or score here.
+    """
+    count = min(_MOST_LIFTED, len(pairs.lengths))
+    tokens = int(pairs.lengths[:count].sum())
+    p, q = (np.exp(x[:tokens].astype(np.float64)) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    whole = np.abs(q - p).sum()
+    asked = [prompts[index] for index in sampled.prompt_index[:count]], sampled.completion_ids[:count]
+    found = []
+    for cause in spec.costs:
+        other = spec.without(cause)
+        engine = build(other)
+        try:
+            h = np.exp(np.concatenate(engine.score(*asked, temperature=temperature)).astype(np.float64))
+        finally:
+            engine.close()
+        found.append(Lifted(str(other), cause, float(1 - np.abs(h - p).sum() / whole) if whole else 0.0))
+    return found

@@ -12,7 +12,7 @@ from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.probe import rescoring
 from dcmdp_jax.lab.probe.compare import Setup, compare, sampling_floor
 from dcmdp_jax.lab.probe.engines import Sampled, sample
-from dcmdp_jax.lab.probe.lifting import lift
+from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.decoder import Compute
