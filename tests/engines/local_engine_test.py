@@ -167,8 +167,6 @@ def test_samples_are_a_function_of_seed_step_and_row():
     [
         {"max_rows": 4},  # groups of 3: batches of one group
         {"max_rows": 2},  # a group does not fit: cut in the middle
-        {"prompt_buckets": (16, 40)},
-        {"prompt_buckets": (40,)},
         {"cache_block": 2},
     ],
     ids=str,
@@ -176,6 +174,15 @@ def test_samples_are_a_function_of_seed_step_and_row():
 def test_a_row_does_not_depend_on_batch_or_bucket(settings):
     whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     assert_same_samples(whole, sample(engine(**settings), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_the_bucket_of_its_prompt():
+    # Beside a prompt of 20 tokens those of up to 16 are padded to 32 too.
+    longer = (*prompts(), np.arange(20, dtype=np.int32))
+    alone, beside = (sample(engine(), each, SAMPLING, seed=1, step=2) for each in (prompts(), longer))
+    for place, (ids, logprobs) in enumerate(zip(alone.completion_ids, alone.rollout_logprobs, strict=True)):
+        np.testing.assert_array_equal(ids, beside.completion_ids[place])
+        np.testing.assert_allclose(logprobs, beside.rollout_logprobs[place], atol=2e-5)
 
 
 def test_a_row_does_not_depend_on_later_prompts():
@@ -402,12 +409,11 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
         ([np.array([-1])], "prompt 0: token id -1 is outside 0 .. 39"),
         ([np.array([1.0])], "prompt 0: dtype float64, token ids must be integers"),
         ([np.zeros(56, int)], "prompt 0: 56 tokens and max_completion_tokens=9 exceed max_total_tokens=64"),
-        ([np.zeros(33, int)], "prompt 0: 33 tokens, the longest prompt bucket has 32"),
     ],
 )
 def test_bad_prompts_are_named(bad, message):
     with pytest.raises(ValueError, match=message):
-        engine(prompt_buckets=(8, 32)).generate(bad, SAMPLING, seed=0, step=0)
+        engine().generate(bad, SAMPLING, seed=0, step=0)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +427,6 @@ def test_bad_prompts_are_named(bad, message):
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: got 'int8', allowed are auto, fp8"),
         ({"max_rows": 0}, "max_rows: got 0, must be at least 1"),
         ({"max_total_tokens": 40000}, "max_total_tokens: got 40000, must be between 2 and .*32768"),
-        ({"prompt_buckets": (32, 16)}, r"prompt_buckets: got \(32, 16\), must be positive and ascending"),
     ],
 )
 def test_bad_settings_are_named(setting, message):

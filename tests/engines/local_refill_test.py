@@ -160,10 +160,6 @@ def test_groups_that_do_not_fit_a_batch():
     assert_same(generate(sampling, **STAGGERED), alone(sampling))
 
 
-def test_prompts_of_several_buckets():
-    assert_same(generate(prompt_buckets=(8, 16), **STAGGERED), alone())
-
-
 def test_preempted_rows_are_bounded(monkeypatch):
     aside, refused, original = [], [], schedule.Scheduler._blocked
 

@@ -66,7 +66,6 @@ class LocalEngine:
         compute_dtype: str = "float32",
         kv_cache_dtype: str = "auto",
         max_total_tokens: int,
-        prompt_buckets: Sequence[int] = (),
         max_rows: int = 256,
         min_rows: int = 32,
         cache_block: int | None = None,
@@ -83,8 +82,6 @@ class LocalEngine:
             compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
             kv_cache_dtype: "auto" (the compute dtype) or "fp8" (float8_e4m3fn, scale 1).
             max_total_tokens: longest prompt with its completion.
-            prompt_buckets: lengths that prompts are padded to; empty: powers of two from 16. The longest is the longest
-                prompt allowed.
             max_rows: completions in one batch. Bounds the memory of caches: with more rows than this to sample, up to
                 three times that of a batch of the longest rows.
             min_rows: batches do not shrink below this when rows finish. 0: `sizes.smallest_batch`.
@@ -119,12 +116,9 @@ class LocalEngine:
                 f"max_total_tokens: got {max_total_tokens}, must be between 2 and the model's "
                 f"max_position_embeddings={config.max_position_embeddings}"
             )
-        if list(prompt_buckets) != sorted(set(prompt_buckets)) or any(bucket < 1 for bucket in prompt_buckets):
-            raise UserError(f"prompt_buckets: got {tuple(prompt_buckets)}, must be positive and ascending")
         self.config = config
         self.precision = precision
         self.max_total_tokens = max_total_tokens
-        self._prompt_buckets = tuple(prompt_buckets) or _powers_of_two(max_total_tokens)
         self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
         cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
         self._program = Program(config, compute_dtype, cache_dtype, self._mesh, routed_experts)
@@ -209,10 +203,6 @@ class LocalEngine:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
         limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
         prompts = checked_sequences(prompts, "prompt", **limits, reserve=sampling.max_completion_tokens)
-        longest = self._prompt_buckets[-1]
-        for index, prompt in enumerate(prompts):
-            if prompt.size > longest:
-                raise ValueError(f"prompt {index}: {prompt.size} tokens, the longest prompt bucket has {longest}")
         group, limit = sampling.group_size, sampling.max_completion_tokens
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
@@ -242,7 +232,7 @@ class LocalEngine:
 
         def groups() -> Iterator[list[Episode]]:
             waiting = OpenGroups(group)
-            for bucket, members in self._by_bucket(prompts, -(-size // group)):
+            for bucket, members in _by_bucket(prompts, -(-size // group)):
                 for _ in scheduler.sample(prompts, members, group, bucket):
                     yield waiting.add(map(episode, sampled.take_finished()))
                 self._prepare(scheduler, weights, draw, bucket)
@@ -258,17 +248,6 @@ class LocalEngine:
             return
         self._prepared.add(key)
         self._preparation.add(decoding_program(weights, shape, draw.stop_ids.size, **options) for shape in shapes)
-
-    def _by_bucket(self, prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
-        """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next one in use."""
-        runs: list[tuple[int, list[int]]] = []
-        for index in np.argsort([prompt.size for prompt in prompts], kind="stable").tolist():
-            bucket = _bucket(prompts[index].size, self._prompt_buckets)
-            if runs and (runs[-1][0] == bucket or len(runs[-1][1]) < fill):
-                runs[-1] = (bucket, [*runs[-1][1], index])
-            else:
-                runs.append((bucket, [index]))
-        return runs
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -341,11 +320,13 @@ def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
         raise UserError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
 
 
-def _powers_of_two(limit: int) -> tuple[int, ...]:
-    """Return 16, 32, ... up to the first that is at least `limit`."""
-    return tuple(sorted({length_bucket(1 << i) for i in range((length_bucket(limit)).bit_length())}))
-
-
-def _bucket(length: int, buckets: Sequence[int]) -> int:
-    """Return the smallest bucket of at least `length`."""
-    return next(bucket for bucket in buckets if bucket >= length)
+def _by_bucket(prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
+    """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next one in use."""
+    runs: list[tuple[int, list[int]]] = []
+    for index in np.argsort([prompt.size for prompt in prompts], kind="stable").tolist():
+        bucket = length_bucket(prompts[index].size)
+        if runs and (runs[-1][0] == bucket or len(runs[-1][1]) < fill):
+            runs[-1] = (bucket, [*runs[-1][1], index])
+        else:
+            runs.append((bucket, [index]))
+    return runs
