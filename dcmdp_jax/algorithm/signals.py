@@ -27,7 +27,6 @@ class Signals(NamedTuple):
         discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
         weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
         planned_weights: [R, L] float32, the same before corrections: w_i on each sampled token.
-        kept: [R, L] bool, false on tokens that a correction drops.
         dropped_tokens: [N] int32, tokens of each completion that corrections leave out of the loss and of its
             denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
@@ -39,7 +38,6 @@ class Signals(NamedTuple):
     discrepancy: jax.Array
     weights: jax.Array
     planned_weights: jax.Array
-    kept: jax.Array
     dropped_tokens: jax.Array
     mean_discrepancy: Mean
     statistics: Statistics
@@ -130,19 +128,18 @@ def row_signals(
     tokens = tokens._replace(discrepancy=_CHARGED[level](delta, *where))
     penalized, statistics = split(penalty(tokens))
     planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
-    kept, dropped, corrected = jnp.ones(jnp.shape(mask), bool), jnp.zeros(completions, jnp.int32), planned
+    dropped, corrected = jnp.zeros(completions, jnp.int32), planned
     if corrections:
         found, of_corrections = chain(tokens, corrections)
-        kept, statistics = found.keep, statistics | of_corrections
-        corrected = jnp.where(mask & kept, planned * found.weights, 0.0)
+        statistics = {**statistics, **of_corrections}
+        corrected = jnp.where(mask & found.keep, planned * found.weights, 0.0)
         if not count_dropped:
-            dropped = completion_counts(mask & ~kept, *where[1:])
+            dropped = completion_counts(mask & ~found.keep, *where[1:])
     return Signals(
         tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
         discrepancy=delta,
         weights=jax.lax.stop_gradient(corrected),
         planned_weights=planned,
-        kept=kept,
         dropped_tokens=dropped,
         mean_discrepancy=masked_sum(delta, mask),
         statistics=jax.lax.stop_gradient(statistics),
