@@ -41,7 +41,7 @@ def group_advantages(
 
     Returns:
         [N] float32, float64 for float64 rewards with x64. No gradient flows. A NaN reward under `valid` makes its
-        group NaN.
+        group NaN; so is a completion whose group id is outside 0 .. N-1, where its value is not seen.
 
     Raises:
         ValueError: if the shapes differ, `group_ids` are not integers in 0 .. N-1 (their values are not seen under
@@ -51,11 +51,12 @@ def group_advantages(
     _require_group_ids(group_ids)
     valid = jnp.ones(jnp.shape(rewards), bool) if valid is None else valid
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
+    outside = jnp.asarray(valid, bool) & ((jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.mean)))
     group_ids = jnp.asarray(group_ids, jnp.int32)
     signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
     centered = jnp.where(signal, as_float(rewards) - table.mean[group_ids], 0.0)
     scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
-    return jax.lax.stop_gradient(centered / scale)
+    return jax.lax.stop_gradient(jnp.where(outside, jnp.nan, centered / scale))
 
 
 def _require_group_ids(group_ids: Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,13 @@ from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, clipped
 from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
 from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.penalties import penalized_advantages
-from dcmdp_jax.algorithm.require import concrete, require_number, require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import concrete, require_number, require_option, require_rank, require_same_shape
 from dcmdp_jax.types import Array
+
+_MOST_REWARD = 1e18
+"""Of a reward's size: the squares of larger ones overflow float32."""
+_ROUNDING = 1e-3
+"""Nats by which a log-prob of a certain token may be above 0."""
 
 
 class DcGrpoAux(NamedTuple):
@@ -106,14 +111,20 @@ def dc_grpo_loss(
     Raises:
         ValueError: in one line that names the argument. Always: shapes or ranks that disagree, log-probs that are no
             floats, group ids that are no integers, unknown options, numbers out of range. Of values only where they are
-            known, so not of arguments traced by jit or vmap: a NaN or +inf in a log-prob or a reward under the
-            mask, probabilities in place of log-probs, a mask with other values than 0 and 1, a completion without a
-            token, a group of one, a group id outside 0 .. N-1, a negative multiplier. Where they are not known NaN
-            makes the loss NaN, a completion without a token is left out of it, and a group of one has A = 0.
+            known, so not of arguments traced by jit or vmap: a NaN or +inf in a log-prob under the mask, a reward that
+            is not finite or 1e18 and more, probabilities in place of log-probs, a mask with other values than 0 and 1,
+            a completion without a token, a group of one, a group id outside 0 .. N-1, a negative multiplier. Where
+            they are not known NaN, or a group id outside, makes the loss NaN, a completion without a token is left out
+            of it, and a group of one has A = 0.
     """
-    logprobs = {
+    given = {
         "train_logprobs": train_logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs,
+        "completion_mask": completion_mask, "rewards": rewards, "group_ids": group_ids,
     }  # fmt: skip
+    given = {name: _numbers(name, value) for name, value in given.items()}
+    completion_mask, rewards, group_ids = (given.pop(name) for name in tuple(given)[3:])
+    logprobs = given
+    require_option("aggregation", aggregation, get_args(Aggregation))
     require_number("multiplier_min", multiplier_min, minimum=0)
     require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
     for name, value in {"multiplier": multiplier, "tolerance": tolerance}.items():
@@ -144,6 +155,17 @@ def dc_grpo_loss(
     return loss, lax.stop_gradient(DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier))
 
 
+def _numbers(name: str, value: Array) -> Array:
+    """The argument as an array; a list that is ragged, and what holds no real numbers, is refused."""
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name} is a list of lists that differ in length; pad them, and mask the padding") from None
+    if array.dtype.kind in "cOSUMmV" and array.dtype != jnp.bfloat16:
+        raise ValueError(f"{name} has dtype {array.dtype}; must be real numbers")
+    return array
+
+
 def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
     """Raise for ranks, shapes and dtypes that do not fit: what is known under jit too."""
     for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
@@ -164,7 +186,7 @@ def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards:
     """Raise for values that are wrong, as far as they are known."""
     rewards, ids, mask = (concrete(x) for x in (rewards, group_ids, completion_mask))
     if rewards is not None:
-        _require_each("rewards", rewards, np.isfinite(rewards.astype(float)), "finite")
+        _require_each("rewards", rewards, np.abs(rewards.astype(float)) < _MOST_REWARD, f"finite, below {_MOST_REWARD}")
     if ids is not None and np.issubdtype(ids.dtype, np.integer):
         found, counts = np.unique(ids, return_counts=True)
         if counts.min() < 2:
@@ -184,8 +206,8 @@ def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards:
             continue
         known = known.astype(float)
         _require_each(name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0")  # NaN is not below
-        if (known[sampled] > 0).all():
-            raise ValueError(f"{name} is above 0 on all sampled tokens; must be log-probs in nats, not probabilities")
+        if (known[sampled] >= 0).all() and (known[sampled] > _ROUNDING).any():
+            raise ValueError(f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities")
 
 
 def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:

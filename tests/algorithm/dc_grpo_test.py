@@ -250,10 +250,20 @@ BAD = {
     r"clip_high=-0.1": lambda data: data.update(clip_high=-0.1),
     r"tolerance=nan": lambda data: data.update(tolerance=math.nan),
     r"multiplier_max=0.1; .*\[0.2,": lambda data: data.update(multiplier_min=0.2, multiplier_max=0.1),
-    r"mode='mean'": lambda data: data.update(aggregation="mean"),
+    r"aggregation='mean'": lambda data: data.update(aggregation="mean"),
     r"max_completion_tokens=None": lambda data: data.update(aggregation="fixed_length"),
     r"measure='kl'": lambda data: data.update(measure="kl"),
     r"ddof=2": lambda data: data.update(ddof=2),
+}
+BAD_LISTS = {
+    r"old_logprobs is a list of lists that differ in length": lambda data: data.update(
+        old_logprobs=[[-1.0]] + [[]] * 7
+    ),
+    r"rollout_logprobs has dtype <U1": lambda data: data.update(rollout_logprobs=[["a"] * 5] * 8),
+    r"train_logprobs has dtype object": lambda data: data.update(train_logprobs=data["train_logprobs"].astype(object)),
+    r"rewards has dtype object": lambda data: data.update(rewards=[1.0, None] * 4),
+    r"rewards has dtype complex": lambda data: data.update(rewards=data["rewards"] * 1j),
+    r"group_ids has dtype <U1": lambda data: data.update(group_ids=list("aabbccdd")),
 }
 BAD_VALUES = {
     r"multiplier=-0.5; must be a finite number in \[0, inf\)": lambda data: data.update(multiplier=jnp.float32(-0.5)),
@@ -261,9 +271,10 @@ BAD_VALUES = {
     r"tolerance=-1.0; must be": lambda data: data.update(tolerance=np.array(-1.0)),
     r"train_logprobs is nan at \[3, 1\]": _with("train_logprobs", (3, 1), np.nan),
     r"rollout_logprobs is inf at \[0, 0\]": _with("rollout_logprobs", (0, 0), np.inf),
-    r"old_logprobs is above 0 .* not probabilities": lambda data: data.update(
-        old_logprobs=np.exp(data["old_logprobs"])
+    r"old_logprobs is nowhere below 0 .* not probabilities": lambda data: data.update(
+        old_logprobs=np.nan_to_num(np.exp(data["old_logprobs"])) * (np.arange(5) > 0)
     ),
+    r"rewards is 1e\+20 at \[2\]; must be finite, below 1e\+18": _with("rewards", 2, 1e20),
     r"rewards is nan at \[2\]": _with("rewards", 2, np.nan),
     r"completion_mask is 0 everywhere": lambda data: data.update(completion_mask=np.zeros((8, 5), bool)),
     r"completion_mask is 0 in row 4": _with("completion_mask", 4, False),
@@ -289,6 +300,23 @@ def test_bad_input_is_one_line_that_names_the_argument(message):
     if message in BAD:  # seen under jit too
         with pytest.raises(ValueError, match=message.partition("\\[")[0]):
             traced(arrays)
+
+
+@pytest.mark.parametrize("message", BAD_LISTS)
+def test_lists_that_are_no_arrays_of_numbers_are_one_line_too(message):
+    data = draw()
+    BAD_LISTS[message](data)
+    with pytest.raises(ValueError, match=f"^{message}") as error:
+        dcmdp_jax.dc_grpo_loss(**data)
+    assert "\n" not in str(error.value)
+
+
+def test_under_jit_a_group_id_outside_is_seen_in_the_loss_and_not_another_groups_statistics():
+    data = {name: value for name, value in draw().items() if name in NAMES}
+    for outside in (8, -1):
+        _with("group_ids", 5, outside)(data)
+        loss, aux = jax.jit(lambda data: dcmdp_jax.dc_grpo_loss(**data, **CONSTANTS))(data)
+        assert np.isnan(loss) and np.flatnonzero(np.isnan(aux.advantages)).tolist() == [5]
 
 
 def test_under_jit_a_nan_is_seen_in_the_loss_and_an_empty_completion_is_left_out():
