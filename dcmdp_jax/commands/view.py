@@ -68,12 +68,14 @@ def main(argv: list[str]) -> None:
                  for each in _of_run(path, label if len(runs) > 1 else None, arguments)]  # fmt: skip
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         found = list(_kept(_evaluated(paths), arguments.completions))
+        if not found:
+            raise UserError(f"{paths[0]}: holds no completions yet; evaluations of earlier versions kept none")
     elif probes := [path for path in paths if (path / COMPLETIONS_FILE).is_file()]:
         if len(paths) > 1:
             raise UserError(f"PATH: {probes[0]} is a probe beside others; give it alone")
     else:
         found = list(_kept(_recorded(arguments.paths, None, _Words(arguments.tokenizer)), arguments.completions))
-    data = read_json_object(probes[0] / COMPLETIONS_FILE) if probes else completions_data(found)
+    data = _of_probe(probes[0] / COMPLETIONS_FILE) if probes else completions_data(found)
     title = " / ".join(path.resolve().name for path in paths)
     page = render_page(
         _PAGE_FILE, scripts=["completions.js"] if data["rows"] else [], title=title[:200], completions=data, **content
@@ -100,11 +102,26 @@ def _samples(path: Path, label: str | None) -> Iterator[Completion]:
         )  # fmt: skip
 
 
+def _of_probe(path: Path) -> dict[str, Any]:
+    data = read_json_object(path)
+    rows, numbers = data.get("rows"), [data.get(name) for name in ("left_out", "unit", "full_color")]
+    whole_rows = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not (whole_rows and isinstance(data.get("words"), list) and all(isinstance(n, int | float) for n in numbers)):
+        raise UserError(f"{path}: does not hold what dcmdp probe writes; run the probe again")
+    return data
+
+
 def _evaluated(paths: list[Path]) -> Iterator[Completion]:
     for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(2, "No such file or directory", str(path))
         for record in jsonl.read(path):
-            texts = record.get("completions") or ()
-            for text, score, found in zip(texts, record.get("scores", ()), record.get("found", ()), strict=True):
+            columns = [record.get(name) for name in ("completions", "scores", "found")]
+            if columns[0] is None:  # no problem's line, or of an earlier version
+                continue
+            if not all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
+                raise UserError(f"{path}: a problem's completions, scores and found are not lists of one length")
+            for text, score, found in zip(*columns, strict=True):
                 yield Completion(
                     source=_text(record.get("task")), prompt=_text(record.get("prompt")), text=_text(text),
                     answer=_text(record.get("answer")), found=_text(found), reward=_number(score),

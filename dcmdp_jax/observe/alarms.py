@@ -59,7 +59,7 @@ def alarms(series: Series) -> list[Alarm]:
     | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
     | charge | one of three. The median of `dual/charge_share` is above 0.1, over the steps that have a prompt with unequal rewards, at least half. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
-    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below half of the usual, no charge alarm says why, and the entropy does not move as under collapse |
+    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no charge alarm says why, and the entropy does not move as under collapse |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
@@ -212,11 +212,12 @@ def _charge(series: Series) -> Alarm | None:
 
 
 def _reward_fell(series: Series, place: int) -> bool:
-    """Whether the mean reward of the 3 steps before `place` was below half of what was usual before the window."""
+    """Whether the mean reward of the 3 steps before `place` was below what was usual, by half of its size."""
     if "reward/mean" not in series or len(series["reward/mean"][1]) != len(series["discrepancy/mean"][1]) or place < 3:
         return False
     values = np.asarray(series["reward/mean"][1], np.float64)
-    return bool(values[place - 3 : place].mean() < _REWARD_FALL * np.median(values[:-WINDOW]))
+    usual = float(np.median(values[:-WINDOW]))
+    return bool(values[place - 3 : place].mean() < usual - _REWARD_FALL * abs(usual))
 
 
 def _weight_sync(series: Series) -> Alarm | None:

@@ -1,7 +1,8 @@
 """Completions for a page: tokens with both probabilities, in few bytes.
 
-2,000 completions stay below 5 MB: tokens are numbers into one list of words, probabilities have five decimals, and long
-completions are cut. Those with the largest mismatch come first.
+2,000 completions with short prompts stay below 5 MB: tokens are numbers into one list of words, probabilities have five
+decimals, long completions are cut, and long prompts in their middle; both say by how much. Those with the largest
+mismatch come first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 
 MOST_TOKENS = 260_000
-"""Tokens on one page, at about 17 bytes each."""
+"""Tokens on one page, at `_BYTES` each."""
+_BYTES = 17
 _FULL_COLOR = 0.99
 """Quantile of |p - q| over a page's tokens from which on a token has the full color: mismatch differs by orders between
 engines, so no absolute scale shows all."""
@@ -59,15 +61,16 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     """What `completions.js` shows.
 
     Args:
-        completions: in any order. If they are too many, each is cut to as many tokens as fit, but not below 100; then
-            every k-th is kept, so that all steps stay. What is cut or left out is counted.
+        completions: in any order. If they are too many, each is cut to as many tokens as fit, but not below 100, or
+            without tokens to 17 times as many characters; then every k-th is kept, so that all steps stay. What is cut
+            or left out is counted.
         most_tokens: on the page.
 
     Returns:
         Values that JSON can hold: `words`; `rows`, the largest mean |p - q| first; `left_out`; `unit`, by which
         probabilities are multiplied; and `full_color`, the |p - q| from which on a token has the full color.
     """
-    sizes = np.array([len(each.tokens or ()) or len(each.text) // 4 for each in completions], np.int64)
+    sizes = np.array([len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64)
     overhead = 20  # of a completion, in tokens
     fitting = [n for n in range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
                if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]  # fmt: skip
@@ -86,12 +89,14 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
 
 def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "run": each.run, "step": each.step, "source": each.source, "prompt": each.prompt[:_LONGEST_PROMPT],
+        "run": each.run, "step": each.step, "source": each.source, "prompt": _without_middle(each.prompt),
         "reward": _finite(each.reward), "advantage": _finite(each.advantage), "answer": each.answer,
         "found": each.found,
     }  # fmt: skip
     if each.tokens is None:
-        return row | {"discrepancy": _finite(each.discrepancy), "text": each.text, "length": len(each.text)}
+        text = each.text[: longest * _BYTES]
+        row |= {"discrepancy": _finite(each.discrepancy), "text": text, "length": len(each.text)}
+        return row | {"more": len(each.text) - len(text)}
     p, q = np.asarray(each.train_probs, float), np.asarray(each.rollout_probs, float)
     sampled = np.isfinite(p) & np.isfinite(q)
     mean = float(np.abs(p - q)[sampled].mean()) if sampled.any() else None
@@ -104,6 +109,12 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
     if each.versions is not None and len(set(np.asarray(each.versions)[sampled].tolist())) > 1:
         row["versions"] = np.asarray(each.versions)[shown].tolist()
     return row
+
+
+def _without_middle(prompt: str) -> str:
+    """A prompt with what it begins with and, as the question may come last, what it ends with."""
+    cut, half = len(prompt) - _LONGEST_PROMPT, _LONGEST_PROMPT // 2
+    return prompt if cut <= 0 else f"{prompt[:half]}\n[... {cut:,} characters ...]\n{prompt[-half:]}"
 
 
 def _whole(values: np.ndarray, known: np.ndarray) -> list[int | None]:

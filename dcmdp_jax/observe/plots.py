@@ -297,16 +297,17 @@ def draw_timeline(runs: Runs) -> Figure | None:
     figure, panels = _panels("Three steps", len(shown), columns=1)
     for axes, (label, steps) in zip(panels, shown.items(), strict=True):
         series, drawn = runs[label], set()
-        at = {name: np.nan_to_num(_at(series[f"time/{name}"], steps), posinf=0, neginf=0) for name in _OF_TIMELINE}
+        at = {name: _at(series[f"time/{name}"], steps) for name in _OF_TIMELINE}
         # At most a step before the trainer: what samples them may have begun before a program was compiled.
-        trainer = min(at[f"start_{phase}"].min() for phase, process in _TIMELINE.items() if process == 0)
-        first = min(at[f"start_{phase}"].min() for phase in _TIMELINE)
-        begin = max(first, trainer - at["total"].min())
+        begun = {process: np.concatenate([at[f"start_{phase}"] for phase in _TIMELINE if _TIMELINE[phase] == process])
+                 for process in (0, 1)}  # fmt: skip
+        trainer, sampler = (np.min(each[np.isfinite(each)], initial=np.inf) for each in begun.values())
+        begin = max(min(trainer, sampler), trainer - np.nanmin(at["total"], initial=np.inf))
         for phase, process in _TIMELINE.items():
             starts = at[f"start_{phase}"] - begin
             for step, start, end in zip(steps.tolist(), starts, starts + at[phase], strict=True):
                 name, start = None if phase in drawn else phase, max(start, 0.0)
-                if end <= start:
+                if not start < end < np.inf:  # a phase that was not recorded has NaN
                     continue
                 drawn.add(phase)
                 color = _PHASE_COLORS[phase]

@@ -82,9 +82,6 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     if not run_dirs:
         raise UserError("no run directory given; name at least one")
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
-    for place, path in enumerate(paths):
-        if path in paths[:place]:
-            raise UserError(f"run directory {path} is given twice")
     runs = [read_run(path, label) for path, label in zip(paths, labels_of(paths), strict=True)]
     plots = Path(out_dir) / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
@@ -114,12 +111,19 @@ def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
 
 def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:
     for stem, (caption, draw) in FIGURES.items():
-        if (figure := draw({run.label: run.series for run in runs})) is not None:
+        # A dollar in a directory's name is no mathematics.
+        if (figure := draw({run.label.replace("$", r"\$"): run.series for run in runs})) is not None:
             yield stem, caption, figure
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes that are unique."""
+    """Return the shortest path suffixes that are unique.
+
+    Raises:
+        UserError: if one is there twice.
+    """
+    if twice := [path for place, path in enumerate(paths) if path in paths[:place]]:
+        raise UserError(f"run directory {twice[0]} is given twice")
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1

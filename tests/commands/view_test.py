@@ -102,3 +102,43 @@ def test_what_it_cannot_show_is_one_line(tmp_path, capsys):
     assert code == 2 and "run directories and recordings in one call" in error
     code, _, error = _view(capsys, tmp_path / "absent.jsonl")
     assert code == 2 and error.count("\n") == 1
+    code, _, error = _view(capsys, tmp_path / "run", tmp_path / "run")
+    assert code == 2 and f"run directory {tmp_path / 'run'} is given twice" in error
+
+
+def test_an_evaluation_without_completions_and_a_damaged_probe_are_one_line(tmp_path, capsys):
+    """Of an earlier version, before its first problem, lists that do not fit, absent; then what no probe writes."""
+    scores = {"task": "t", "scores": [1, 0]}
+    whole = {**scores, "completions": ["a", "b"], "found": ["1", None]}
+    cases = {
+        "holds no completions yet": [[scores], [], [{"model": "m"}]],
+        "not lists of one length": [
+            [whole | {"found": ["1"]}],
+            [whole | {"completions": "ab"}],
+            [whole | {"found": 1}],
+        ],
+    }
+    for expected, files in cases.items():
+        for lines in files:
+            path = tmp_path / "evaluation-m.problems.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            code, _, error = _view(capsys, path, "--out", tmp_path / "page")
+            assert code == 2 and expected in error and error.count("\n") == 1, error
+    code, _, error = _view(capsys, tmp_path / "absent.problems.jsonl", "--out", tmp_path / "page")
+    assert code == 2 and "No such file" in error
+    (tmp_path / "probe").mkdir()
+    good = {"rows": [], "words": [], "left_out": 0, "unit": 1, "full_color": 1.0}
+    for damaged in ({}, good | {"rows": 5}, good | {"rows": [1]}, good | {"full_color": "x"}):
+        (tmp_path / "probe" / "completions.json").write_text(json.dumps(damaged))
+        code, _, error = _view(capsys, tmp_path / "probe", "--out", tmp_path / "page")
+        assert code == 2 and "does not hold what dcmdp probe writes" in error and error.count("\n") == 1, error
+
+
+def test_dollars_in_the_names_of_runs_are_no_mathematics(tmp_path, capsys):
+    for name in ("a$\\frac$", "b$x$"):
+        with MetricsWriter(tmp_path / name) as writer:
+            writer.write(1, {"reward/mean": 0.5})
+    code, _, error = _view(capsys, tmp_path / "a$\\frac$", tmp_path / "b$x$", "--out", tmp_path / "page")
+    assert code == 0, error
+    page = (tmp_path / "page" / "view.html").read_text()
+    assert ">a$\\frac$<" in page and ">b$x$<" in page

@@ -170,6 +170,8 @@ def test_a_jump_after_the_reward_fell_or_under_whole_charges_is_no_failed_sync()
     for fell, spoken in ((42, False), (45, True)):
         found = _named(**jump, reward__mean=np.where(fell > STEPS, 0.6, 0.1))
         assert ("weight_sync" in found) is spoken, fell
+    assert "weight_sync" in _named(**jump, reward__mean=np.full(50, -1.0))  # did not fall
+    assert "weight_sync" not in _named(**jump, reward__mean=np.where(STEPS >= 42, -2.0, -1.0))
     for largest, spoken in ((0.4, True), (0.6, False)):
         found = _named(**jump, dual__multiplier=np.ones(50), discrepancy__max=np.full(50, largest))
         assert ("weight_sync" in found) is spoken and ("charge" in found) is not spoken, largest

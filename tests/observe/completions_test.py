@@ -30,6 +30,18 @@ def test_probabilities_have_five_decimals_and_words_are_kept_once():
     assert second["reward"] is None
 
 
+def test_long_texts_and_prompts_are_cut_and_say_so():
+    """2,000 texts of 20,000 characters; the question at the end of a prompt stays."""
+    prompt = "system " * 1000 + "QUESTION?"
+    data = completions_data([Completion(text="x" * 20_000, prompt=prompt) for _ in range(2000)], most_tokens=260_000)
+    row = data["rows"][0]
+    assert row["more"] + len(row["text"]) == row["length"] == 20_000
+    assert sum(len(row["text"]) for row in data["rows"]) <= 17 * 260_000
+    assert row["prompt"].endswith("QUESTION?") and "[... 5,009 characters ...]" in row["prompt"]
+    (short,) = completions_data([Completion(text="x" * 20_000, prompt="p" * 2000)])["rows"]
+    assert (short["text"], short["more"], short["prompt"]) == ("x" * 20_000, 0, "p" * 2000)
+
+
 def test_full_color_is_a_quantile_of_the_page():
     """101 tokens whose |p - q| is 0, 1e-5, ... 1e-3: the 99% quantile is 9.9e-4; without a mismatch it is the unit."""
     q = np.full(101, 0.5)

@@ -233,6 +233,10 @@ def test_the_timeline_has_each_phase_where_it_was():
     short["time/start_generate"] = steps[:2], np.array([1e9 - 340.0, 1e9 + 2 - 340.0])
     (axes,) = draw_timeline({"r": short}).axes
     assert 2 <= axes.get_xlim()[1] < 5 and axes.get_xlim()[0] == 0
+    # A phase that one of the steps did not record does not move the axis to 1970.
+    series["time/start_push"] = np.delete(steps, 3), np.delete(1e9 + steps + 0.1, 3)
+    (axes,) = draw_timeline({"r": series}).axes
+    assert 3 <= axes.get_xlim()[1] < 5 and len(axes.patches) == 17
 
 
 def test_the_timeline_has_the_colors_of_the_panel_of_phases():

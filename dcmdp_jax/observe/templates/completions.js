@@ -63,7 +63,10 @@
       if (row.prompt) { html("div", "label", box, "prompt"); html("pre", "", box, row.prompt); }
       html("div", "label", box, "completion");
       const text = html("pre", "", box);
-      if (!row.tokens) { text.textContent = row.text; }
+      if (!row.tokens) {
+        text.textContent = row.text;
+        if (row.more) html("span", "given", text, ` … ${row.more} more characters`);
+      }
       else {
         row.tokens.forEach((id, t) => {
           const span = html("span", "", text, data.words[id]);
