@@ -46,9 +46,9 @@ def test_a_record_that_breaks_the_rule_is_found(changes, said):
 
 
 def test_the_sentence_says_where_lambda_went_and_whether_the_discrepancy_fell():
-    # Over c = 0.78125 at step 3 alone; before it c is 0.5, exceeded at step 2.
+    # Over c = 0.78125 at step 3 alone, of the three that have it; c was measured on the first two.
     assert what_the_multiplier_did(_series()) == (
-        "lambda went from 0.125 to 0, with its peak of 0.5625 at step 4; the budget c was exceeded in 2 of 5 steps; "
+        "lambda went from 0.125 to 0, with its peak of 0.5625 at step 4; the budget c was exceeded in 1 of 3 steps; "
         "the discrepancy fell from 0.25 to 0.125 (first and last step)"
     )
     assert what_the_multiplier_did({"dual/multiplier": (np.arange(3), np.full(3, 0.5))}) == "lambda stayed at 0.5"

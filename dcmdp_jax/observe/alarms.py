@@ -193,7 +193,9 @@ def _charge(series: Series) -> Alarm | None:
         share = share[equal < 1] if np.mean(equal < 1) >= 0.5 else None
     part = None if share is None else float(np.median(share))
     first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
-    rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
+    tolerance = _last(series, "dual/tolerance")
+    over = tolerance is None or delta[half:].mean() > tolerance[half:].mean()
+    rises = over and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
     if part is not None and part > _CHARGE_SHARE:
         text = f"The charge is {part:.1%} of the update at lambda = {last:.3g}: the policy learns the charge."
     elif rises and delta[half:].mean() >= delta[:half].mean() and (part is None or part >= _LEAST_SHARE):

@@ -431,7 +431,8 @@ def _draw_tolerances(axes: Axes, runs: Runs) -> None:
         levels = set(values[np.isfinite(values)].tolist())
         if len(levels) == 1:
             constant.setdefault(levels.pop(), []).append(index)
-        elif levels:
+        elif levels:  # measured on the first steps, which have a setting in its place
+            steps, values = steps[values == values[-1]], values[values == values[-1]]
             axes.plot(steps, values, color=_color(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
     for level, indices in constant.items():
         color = INK if len(constant) == 1 else _color(indices[0])

@@ -50,7 +50,8 @@ class Summary:
         scores: held-out scores, avg@K before pass@K.
         mean_discrepancy: over all steps.
         tolerance: c of the last step.
-        share_over_tolerance: steps whose mean discrepancy exceeds that step's c, as a fraction of the steps with both.
+        share_over_tolerance: steps whose mean discrepancy exceeds c, as a fraction of the steps with both, without
+            those that c was measured on.
         multiplier_low, multiplier_high: range of lambda.
         multiplier_rises, multiplier_falls: steps with lambda above, below that of the previous step.
         tokens_per_second: median over steps.
@@ -206,6 +207,8 @@ def _over(series: Series) -> np.ndarray:
     _, left, right = np.intersect1d(series["discrepancy/mean"][0], series["dual/tolerance"][0], return_indices=True)
     discrepancy, tolerance = series["discrepancy/mean"][1][left], series["dual/tolerance"][1][right]
     both = np.isfinite(discrepancy) & np.isfinite(tolerance)
+    # While c is measured on the first steps, nothing is held against the setting in its place.
+    both &= tolerance == tolerance[both][-1] if both.any() else both
     return (discrepancy[both] > tolerance[both]).astype(np.float64)
 
 

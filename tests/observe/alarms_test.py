@@ -153,9 +153,10 @@ def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
     silent = np.where(STEPS % 3, 1.0, 0.5)
     assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=silent) == []
     assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == ["charge"]
-    flat, rising = np.full(50, 0.9 * C), 0.1 + 0.01 * STEPS  # the last ten steps: 0.51 to 0.6
+    flat, rising = np.full(50, 1.1 * C), 0.1 + 0.01 * STEPS  # the last ten steps: 0.51 to 0.6
     steep = np.where(STEPS <= 40, 0.1, 0.1 + 0.01 * (STEPS - 40))  # 0.11 to 0.2
     assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["charge"]
+    assert _named(discrepancy__mean=flat * 0.8, dual__multiplier=steep) == []  # within the budget
     assert _named(discrepancy__mean=flat, dual__multiplier=rising) == []  # by less than half
     assert _named(discrepancy__mean=np.where(STEPS <= 45, C, 0.9 * C), dual__multiplier=steep) == []  # it follows
     small = {"discrepancy__mean": flat, "dual__multiplier": steep}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.observe.run_summary import ScoreHistory, overlap, summarize, warnings
+from dcmdp_jax.observe.run_summary import ScoreHistory, overlap, summarize, warnings, what_the_multiplier_did
 
 
 def _series(values, first=1):
@@ -53,6 +53,17 @@ def test_share_over_tolerance_compares_the_same_steps():
     assert summary.share_over_tolerance == 0.0
 
 
+def test_steps_that_c_was_measured_on_are_not_held_against_it():
+    """Two steps with the setting 1 in the place of c, then c = 4: one of three is above it, not three of five."""
+    steps = np.arange(1, 6)
+    series = {
+        "discrepancy/mean": (steps, np.array([3.0, 3.0, 3.0, 5.0, 4.0])),
+        "dual/tolerance": (steps, np.array([1.0, 1.0, 4.0, 4.0, 4.0])),
+    }
+    assert summarize(series).share_over_tolerance == pytest.approx(1 / 3)
+    assert "the budget c was exceeded in 1 of 3 steps" in what_the_multiplier_did(series)
+
+
 def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     """Medians over three steps, of which the first compiles: 3 + 2 seconds of work in 3.2, so 1.8 are won."""
     seconds = {
@@ -84,7 +95,7 @@ _HEALTHY = {
     "discrepancy/mean": _series([0.004] * 10),
     "dual/tolerance": _series([0.0037] * 10),
     "mismatch/noise_floor": _series([0.001]),
-    "dual/multiplier": _series([0.1 * step for step in range(1, 11)]),
+    "dual/multiplier": _series([0.1 + 0.001 * step for step in range(10)]),
 }
 
 
@@ -102,7 +113,7 @@ def test_a_healthy_run_has_no_warnings():
         ("optimizer/skipped_updates", [1, 0, 1], "2 optimizer updates were skipped"),
         ("reward/all_equal_groups", [0.2] * 9 + [0.95], "In 95% of the last prompts all completions got one reward"),
         ("mismatch/noise_floor", [0.005], "c = 0.0037 is below the noise floor 0.005"),
-        ("dual/multiplier", [0.5] * 4 + [1.0] * 6, "Lambda stayed at 1 over the last 6 steps"),
+        ("dual/multiplier", [0.8] * 4 + [1.0] * 6, "Lambda stayed at 1 over the last 6 steps"),
         ("policy/loss", [0.1, math.nan], "not finite were recorded for policy/loss"),
     ],
 )
