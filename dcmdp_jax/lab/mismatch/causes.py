@@ -22,7 +22,7 @@ _LIFTED_AT_ALL = 0.1
 _MISSING_MASS, _SAMPLE_SHARE = 0.005, 0.5
 _SHARPER_ALIGNED, _COLD_ALIGNED, _COLD = 0.85, 0.75, 0.2
 _FLATTER_ALIGNED, _FLATTEST = -0.96, -0.6
-_LEAST_POWER, _FEWEST_UNCERTAIN = 0.02, 32
+_LEAST_POWER, _LEAST_LOWERED, _FEWEST_UNCERTAIN = 0.02, 0.01, 32
 _CORRELATED, _LEAST_SPREAD, _SPREAD_TIMES = 0.97, 0.03, 5.0
 _LEAST_SURPRISE, _SURPRISE_TIMES = 0.01, 3.0
 _VARIANCE_FALLS, _OLDER_TIMES = 1.6, 2.0
@@ -307,6 +307,8 @@ def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
     else:
         power, expected = float(np.expm1(e.spread.mean)), np.inf
         fits = e.correlation >= _CORRELATED and abs(e.spread.mean) > _least_spread(e)
+        # A cut alone makes every token that is left likelier; a power makes some less likely.
+        fits = fits and (e.lowered >= _LEAST_LOWERED or not _cut(e))
         line = f"log q spreads {np.exp(e.spread.mean):.2f} times as far as log p, correlation {e.correlation:.3f}"
     if not fits:
         return "", ()
@@ -371,6 +373,10 @@ def _power_of_tests(e: Evidence) -> list[str]:
         seen.append(f"raw log-probs on both sides that make tokens {raw:.2g} nats more or less surprising")
     if e.uncertain < _FEWEST_UNCERTAIN:
         unseen.append(f"a temperature ({e.uncertain} tokens with p and q below 0.9)")
+    elif _temperature(e)[1]:
+        unseen.append("whose log-probs that temperature belongs to")
+    elif e.variance == 0:
+        unseen.append("a temperature (every token is as surprising as the entropy)")
     elif not np.isnan(e.surprise.mean):
         # The variance is that of today's tokens; a lower temperature makes it smaller.
         sharper = _VARIANCE_FALLS * (_reach(e) + _LEAST_SURPRISE) / e.variance

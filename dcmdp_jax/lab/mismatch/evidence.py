@@ -22,7 +22,7 @@ _SHORTEST_PART, _TIMES_BEFORE = 4, 5.0
 RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
 _START_TOKENS, _SETTLED_FROM, _START_TIMES, _FEWEST_ALIKE = 4, 16, 3.0, 16
 _LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
-_ERRORS = 3.5
+_ERRORS, _LOWERED = 3.5, 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Evidence:
         start: mean |d| of the first 4 tokens of a completion.
         start_expected: the same for tokens from the 17th on with the same q; NaN if there are too few.
         start_excess: of |d| less 3 times what is expected, over the first 4.
+        lowered: share of the tokens that q finds less likely than p by 0.02 nats.
         lag_means: age of the weights in steps -> mean of |p - q|; empty if not known.
         floor: the larger of both engines' noise floors; None if not measured.
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
@@ -166,6 +167,7 @@ class Evidence:
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifted: Sequence[Lifted] = ()
+    lowered: float = 1.0
 
     @property
     def start_stands_apart(self) -> bool:
@@ -226,6 +228,7 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
         "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)), "ratio_tokens": len(d),
         "surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "alignment": np.nan,
         "spread": TokenMean(0.0, np.inf), "correlation": _correlation(log_p, log_q),
+        "lowered": float(np.mean(d > _LOWERED)),
         "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
     }  # fmt: skip
     if pairs.entropies is not None:

@@ -187,6 +187,37 @@ def test_what_is_denied_is_what_the_test_could_have_seen():
 _NOISE = collect(columns(noise=0.1))
 
 
+def test_constant_log_probs_get_a_verdict():
+    # An untrained head: every token is exactly as surprising as the entropy, so the variance is 0.
+    rows = [np.arange(20)] * 50, [np.full(20, -1.0)] * 50, [np.full(20, -1.2)] * 50
+    (finding,) = diagnose(collect(make_pairs(*rows, entropies=[np.full(20, 1.0)] * 50)))
+    assert finding.cause == "undetermined" and "a temperature (every token" in finding.evidence[-1]
+
+
+def test_a_temperature_that_is_seen_and_whose_is_open_is_not_denied():
+    many = columns(temperature=0.9)
+    shape = len(many.lengths), many.lengths[0]
+    few = lambda values: values.reshape(shape)[:8, :25]  # noqa: E731
+    cells = [few(values) for values in (many.token_ids, many.train_logprobs, many.rollout_logprobs)]
+    for entropies in (few(many.entropies), None):
+        (finding,) = diagnose(collect(make_pairs(*cells, entropies=entropies)))
+        said = " ".join(finding.evidence)
+        assert "at a temperature of about 0.9" in said and "too few tokens to tell whose" in said
+        assert "a temperature below" not in said and "whose log-probs that temperature belongs to" in said
+
+
+def test_a_cut_alone_is_no_temperature_without_entropies():
+    # Top-p of 0.8 on uneven distributions: log q spreads less than log p, and no token that is left is less likely.
+    rng = np.random.default_rng(3)
+    p = np.exp(5 * rng.normal(size=(1800, 512)))
+    p = -np.sort(-p / p.sum(1, keepdims=True))
+    q = p * (np.cumsum(p, 1) - p < 0.8)
+    q /= q.sum(1, keepdims=True)
+    ids = (np.cumsum(q, 1) > rng.random((1800, 1))).argmax(1)
+    columns_of = [ids, *(np.log(np.take_along_axis(each, ids[:, None], 1)) for each in (p, q))]
+    assert _named(make_pairs(*(values.reshape(60, 30) for values in columns_of))) == ["support"]
+
+
 def _decide(**changes):
     return diagnose(dataclasses.replace(_NOISE, **changes))
 
