@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _DPI = 130
 _FINEST = 4000
-"""Points of a curve above which it is a picture within the SVG: a screen has no more columns."""
+"""Points of a curve or an area above which it is a picture within the SVG: a screen has no more columns."""
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -51,6 +51,8 @@ def inline_svg(figure: Figure) -> markupsafe.Markup:
     for axes in figure.axes:
         for line in axes.get_lines():
             line.set_rasterized(len(line.get_xdata()) > _FINEST)
+        for area in axes.collections:
+            area.set_rasterized(sum(len(path.vertices) for path in area.get_paths()) > _FINEST)
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dcmdp_jax", "font.family": "sans-serif"}):
         figure.savefig(drawn, format="svg", dpi=_DPI, metadata={"Date": None})

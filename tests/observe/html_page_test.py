@@ -59,3 +59,11 @@ def test_an_installation_has_the_templates():
     (pattern,) = project["tool"]["setuptools"]["package-data"]["dcmdp_jax.observe"]
     package = _ROOT / "dcmdp_jax" / "observe"
     assert sorted(package.glob(pattern)) == sorted((package / "templates").iterdir())
+
+
+def test_a_long_area_is_a_picture_within_the_svg():
+    figure = Figure(figsize=(4, 2))
+    at = np.arange(20_000)
+    figure.subplots().fill_between(at, np.sin(at), step="mid")
+    drawn = inline_svg(figure)
+    assert "<image" in drawn and len(drawn) < 300_000
