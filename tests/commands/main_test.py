@@ -259,7 +259,7 @@ def test_the_version_is_declared_once():
 
 
 def test_the_readme_s_python_trains(tmp_path, monkeypatch):
-    [code] = re.findall(r"```python\n(.*?)```", (_ROOT / "README.md").read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n(.*?)```", (_ROOT / "docs" / "start.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "readme.py").write_text(code)
     found = runpy.run_path(str(tmp_path / "readme.py"))
