@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from configs import base
+from dcmdp_jax.commands.main import COMMANDS
 from dcmdp_jax.observe.metric_names import METRICS
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +39,18 @@ def test_named_files_modules_and_links_exist():
             assert (_ROOT / (module.replace(".", "/") + ".py")).is_file(), (page, module)
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
             assert (page.parent / link).exists(), (page, link)
+
+
+def test_named_commands_and_their_options_exist():
+    rooms = "".join(path.read_text(encoding="utf-8") for path in (_ROOT / "dcmdp_jax/commands").glob("*.py"))
+    known, seen = set(re.findall(r"\"(--[a-z][\w-]*)\"", rooms)) | {"--help"}, 0
+    for page, text in _TEXTS.items():
+        for name, words in re.findall(r"(?:`|^    )(?:dcmdp |python -m bin\.)([a-z_]+)\b([^\n`|]*)", text, re.MULTILINE):
+            assert name in COMMANDS, (page, name)
+            options = {word for word in re.findall(r"(?<= )--[a-z][\w-]*", words) if word != "--config"}
+            assert options - known == set(), (page, name)
+            seen += 1
+    assert seen > 50
 
 
 def test_named_metrics_exist():
