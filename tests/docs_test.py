@@ -45,7 +45,7 @@ def test_named_commands_and_their_options_exist():
     rooms = "".join(path.read_text(encoding="utf-8") for path in (_ROOT / "dcmdp_jax/commands").glob("*.py"))
     known, seen = set(re.findall(r"\"(--[a-z][\w-]*)\"", rooms)) | {"--help"}, 0
     for page, text in _TEXTS.items():
-        for name, words in re.findall(r"(?:`|^    )(?:dcmdp |python -m bin\.)([a-z_]+)\b([^\n`|]*)", text, re.MULTILINE):
+        for name, words in re.findall(r"(?:`|^    )(?:dcmdp |python -m bin\.)([a-z_]+)\b([^\n`|]*)", text, re.M):
             assert name in COMMANDS, (page, name)
             options = {word for word in re.findall(r"(?<= )--[a-z][\w-]*", words) if word != "--config"}
             assert options - known == set(), (page, name)
