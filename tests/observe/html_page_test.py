@@ -25,6 +25,7 @@ _CONTENT = {
     "verdicts": ["</p>"], "provenance": [], "figures": [('<b>"', inline_svg(_figure('</svg><b>')))], "samples": [],
     "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
     "metrics": {"header": ["<m>", "last", "unit", "meaning"], "rows": []},
+    "held_out": [("<t>", ["<e>"], [{"prompt": "<p>", "written": [{"completion": "<w>"}], "answer": "<a>"}])],
 }  # fmt: skip
 
 
@@ -34,6 +35,7 @@ def test_every_value_is_escaped():
     assert '<div class="name">&lt;i&gt;</div><div class="value">1 &amp; 2</div><div class="more">&#34;</div>' in page
     assert "<li>&lt;/li&gt;</li>" in page
     assert "<figcaption>&lt;b&gt;&#34;</figcaption>" in page and "&lt;/svg&gt;&lt;b&gt;</text>" in page
+    assert all(f"&lt;{text}&gt;" in page and f"<{text}>" not in page for text in "tew")
     assert '<td class="key">&lt;k&gt;</td>' in page and "<td>&lt;v&gt;</td>" in page and "<th>&lt;m&gt;</th>" in page
 
 
