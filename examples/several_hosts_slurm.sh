@@ -24,7 +24,7 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 # SLURM_PROCID has its value in the tasks only, so bash -c reads it there.
 # A process that fails takes the others with it within hosts.timeout_s by itself: no --kill-on-bad-exit is needed.
 srun --kill-on-bad-exit=0 bash -c '
-  exec dcmdp train \
+  exec python -m bin.train \
     --config.hosts.coordinator="$0" \
     --config.hosts.processes="$SLURM_NTASKS" \
     --config.hosts.process="$SLURM_PROCID" \

@@ -11,4 +11,4 @@ set -euo pipefail
 # Quoted for the shell of the workers.
 arguments=$(printf ' %q' "$@")
 gcloud compute tpus tpu-vm ssh "$TPU_NAME" --zone="$ZONE" --worker=all \
-  --command="cd ~/dcmdp-jax && exec .venv/bin/dcmdp train --config.hosts.coordinator=auto$arguments"
+  --command="cd ~/dcmdp-jax && exec .venv/bin/python -m bin.train --config.hosts.coordinator=auto$arguments"

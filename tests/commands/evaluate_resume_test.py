@@ -170,8 +170,8 @@ def test_one_table_over_finished_evaluations(hf_dir, tasks, tmp_path, capsys):
         ),
         (
             ("{hf}", "--tasks", "{tmp}/half.jsonl"),
-            "{tmp}/half.jsonl:1: no answer in any of the fields reward_model, label, final_answer, expected_answer, "
-            "ground_truth, answer, solution; the row has question, target",
+            "{tmp}/half.jsonl:1: no answer in any of the fields reward_model, final_answer, expected_answer, "
+            "ground_truth, answer, solution, label; the row has question, target",
         ),
     ],
 )

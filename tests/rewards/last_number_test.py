@@ -9,8 +9,8 @@ def test_the_last_number_counts_digit_by_digit():
         " 17": 1.0, "17.": 1.0, " 5 + 12 = 17": 1.0, "17\n": 1.0, "17, 18": 0.0, "170": 0.0, "7": 0.0, "": 0.0,
         "x": 0.0, "-17": 0.0, "17.0": 0.0, "１７": 0.0,
     }  # fmt: skip
-    assert dict(zip(cases, last_number(list(cases), answer=["17"] * len(cases)), strict=True)) == cases
-    assert last_number([[{"role": "assistant", "content": " 17"}]], answer=["17"]) == [1.0]
+    assert dict(zip(cases, last_number(list(cases), reference_answer=["17"] * len(cases)), strict=True)) == cases
+    assert last_number([[{"role": "assistant", "content": " 17"}]], reference_answer=["17"]) == [1.0]
     # A loop of digits is read in a moment.
-    assert last_number(["1" * 1_000_000 + " 17"], answer=["17"]) == [1.0]
-    assert load_reward("last_number", ["answer"]) is not None
+    assert last_number(["1" * 1_000_000 + " 17"], reference_answer=["17"]) == [1.0]
+    assert load_reward("last_number", ["reference_answer"]) is not None

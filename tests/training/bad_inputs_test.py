@@ -269,7 +269,7 @@ _LONG = "7" * 10**6
     [
         ({"prompt": "p", "answer": "{" + _LONG}, "more than"),
         ({"prompt": "p", "answer": r"\frac{" + "7" * 300}, "... (306 characters)"),
-        ({"prompt": "p", "answer": [_LONG]}, "must be text or a finite number, not ['777"),
+        ({"prompt": "p", "answer": [_LONG]}, "the answer has 1000000 characters, more than 2000: '777"),
         ({"prompt": "p", "final_answer": [_LONG, "2"]}, "must be a list of one text, not ['777"),
         ({"prompt": "p", "final_answer": ["2"], "error": "x" * 10**6}, "... (1,000,000 characters), not a number"),
         ({"prompt": "p", "answer": "５"}, "the answer '５' has the digit '５' (FULLWIDTH DIGIT FIVE), write 5"),

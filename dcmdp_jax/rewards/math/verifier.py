@@ -161,7 +161,7 @@ class Verifier:
         stated = sum(extract_answer(completion, "flexible") is not None for completion in completions)
         _LOG.warning(
             'none of the first %d completions has an answer in \\boxed{} or after "Answer:", so all get reward 0; %d '
-            'have one as "#### 72" or "The answer is 72", which rewards.answer_extraction=flexible reads (it is %s)',
+            'have one as "#### 72" or "The answer is 72", which answer_extraction=flexible reads (it is %s)',
             *(len(completions), stated, self._extraction),
         )
 

@@ -105,7 +105,7 @@ def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_
         pool.grade(texts, answers)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("none of the first 3 completions has an answer") and "2 have one" in said
-    assert "rewards.answer_extraction=flexible" in said
+    assert "answer_extraction=flexible" in said
     caplog.clear()
     with Verifier(extraction="flexible") as pool:
         assert pool.grade(texts, answers).rewards.tolist() == [1.0, 1.0, 0.0]
