@@ -196,8 +196,9 @@ def _rope_section(section: str, fields: Mapping[str, Any], max_position_embeddin
     raw = dict(fields.get(section) or {})
     for name in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         outside, inside = fields.get(name), raw.get(name)
-        if name == "rope_theta":
-            _ = [_number(name, value) for value in (outside, inside) if value is not None]
+        for value in (outside, inside):
+            if name == "rope_theta" and value is not None:
+                _number(name, value)  # NaN would disagree with itself
         if None not in (outside, inside) and outside != inside:
             raise UserError(
                 f"config.json: {name} is {shorten(outside)}, in {section} it is {shorten(inside)}; keep the one that "

@@ -36,7 +36,6 @@ class Completion:
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
-        versions: [T] training step whose weights sampled the token.
         reward, advantage: of the completion.
         discrepancy: mean |p - q| over its sampled tokens, where the tokens are not known.
     """
@@ -51,7 +50,6 @@ class Completion:
     tokens: Sequence[str] | None = None
     train_probs: np.ndarray | None = None
     rollout_probs: np.ndarray | None = None
-    versions: np.ndarray | None = None
     reward: float | None = None
     advantage: float | None = None
     discrepancy: float | None = None
@@ -106,8 +104,6 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
         "tokens": [words.setdefault(word, len(words)) for word in each.tokens[shown]],
         "p": _whole(p[shown], sampled[shown]), "q": _whole(q[shown], sampled[shown]),
     }  # fmt: skip
-    if each.versions is not None and len(set(np.asarray(each.versions)[sampled].tolist())) > 1:
-        row["versions"] = np.asarray(each.versions)[shown].tolist()
     return row
 
 

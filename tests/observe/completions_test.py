@@ -56,12 +56,6 @@ def test_given_tokens_have_no_probabilities_and_count_for_nothing():
     assert row["p"] == [50_000, None, 25_000] and row["discrepancy"] == 0.1
 
 
-def test_versions_are_told_only_where_they_differ():
-    same = completions_data([_completion(versions=np.array([4, 4, 4]))])["rows"][0]
-    mixed = completions_data([_completion(versions=np.array([4, 4, 5]))])["rows"][0]
-    assert "versions" not in same and mixed["versions"] == [4, 4, 5]
-
-
 def test_what_does_not_fit_is_cut_or_left_out_and_counted():
     long = completions_data([_completion(tokens=["x"] * 2_345)])["rows"][0]
     assert len(long["tokens"]) == len(long["p"]) == 2_000 and long["more"] == 345

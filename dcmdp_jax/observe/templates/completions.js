@@ -73,7 +73,7 @@
           if (row.p[t] === null) { span.className = "given"; span.title = "given, not sampled"; return; }
           const p = row.p[t] / data.unit, q = row.q[t] / data.unit;
           span.style.background = color(p, q);
-          span.title = `p ${p.toFixed(5)}, q ${q.toFixed(5)}` + (row.versions ? `, sampled by the weights of step ${row.versions[t]}` : "");
+          span.title = `p ${p.toFixed(5)}, q ${q.toFixed(5)}`;
         });
         if (row.more) html("span", "given", text, ` … ${row.more} more tokens`);
       }
