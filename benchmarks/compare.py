@@ -41,7 +41,7 @@ from benchmarks.workload import GROUP, PROMPTS, SIZES, model
 from dcmdp_jax.commands.cli import Parser, run_main
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.cpu import usable_cores
+from dcmdp_jax.parallel.backend import usable_cores
 
 _WARM_UPS = 2
 _ROOT = Path(__file__).resolve().parents[1]

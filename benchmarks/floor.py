@@ -24,8 +24,7 @@ from benchmarks.workload import GROUP, PROMPT_TOKENS, PROMPTS, SIZES, batch_of, 
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import training_mesh
 from dcmdp_jax.training.setup import layout
 
@@ -38,8 +37,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=names_of(("64", "128", "256", "512", "1024")), default=["128", "1024"])
     parser.add_argument("--repeats", type=at_least_one, default=3)
     arguments = parser.parse_args()
-    enable_compile_cache()
-    set_cpu_devices(0)
+    prepare_jax()
     print(machine() + "\n")
     print("| size | tokens | CPU s of a step | least, GFLOP | product, GFLOP per CPU s | of the floor |")
     print("|---|---|---|---|---|---|")

@@ -22,8 +22,7 @@ from benchmarks.peers.ours import run_config, stepped
 from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import make_plan_of_run
 
@@ -36,8 +35,7 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="9M")
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
-    enable_compile_cache()
-    set_cpu_devices(0)
+    prepare_jax()
     print(machine() + "\n")
     stamps: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -26,8 +26,7 @@ from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import model
 from configs import demo_vllm
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices, usable_cores
+from dcmdp_jax.parallel.backend import prepare_jax, usable_cores
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.setup import make_plan_of_run
 
@@ -41,11 +40,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--lags", type=_lags, default="0,1", metavar="N,N", help="(default: %(default)s)")
     arguments = parser.parse_args()
-    enable_compile_cache()
     cores = sorted(os.sched_getaffinity(0))
     if usable_cores() > 1:
         os.sched_setaffinity(0, cores[:1])
-    set_cpu_devices(0)
+    prepare_jax()
     print(machine() + "\n")
     steps: dict[str, list[dict[str, float]]] = {lag: [] for lag in arguments.lags}
     with tempfile.TemporaryDirectory() as scratch:

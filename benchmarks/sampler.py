@@ -38,8 +38,7 @@ from dcmdp_jax.engines.local.schedule import Scheduler
 from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 
 TAIL_PROMPTS, TAIL_ROWS, MEDIAN, LONGEST = 64, 128, 32, 256
@@ -169,8 +168,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("equal", "longtail"), default="equal")
     parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()
-    enable_compile_cache()
-    set_cpu_devices(0)
+    prepare_jax()
     print(machine() + "\n")
     if arguments.lengths == "longtail":
         print(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.accelerator_parts.sizes import Size, Tell
 from benchmarks.timing import interleave, matmul_gflops
-from dcmdp_jax.parallel.lowerable import Lowerable
+from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.compiled import Compiled, read_executable
 from dcmdp_jax.plan.roofline import roofline
 from dcmdp_jax.plan.step_program import blocks_at_most

@@ -24,8 +24,7 @@ from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.training import loop
@@ -182,6 +181,5 @@ def _model(job: Job) -> ModelConfig:
 
 
 if __name__ == "__main__":
-    enable_compile_cache()
-    set_cpu_devices(0)
+    prepare_jax()
     work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})

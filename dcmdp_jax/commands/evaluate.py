@@ -60,8 +60,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Verifier
@@ -109,8 +108,7 @@ def main(argv: list[str]) -> None:
     if arguments.table is not None:
         print(format_comparison([read_scores(path) for path in arguments.table]))
         return
-    enable_compile_cache()
-    set_cpu_devices(0)
+    prepare_jax()
     model = _find_model(arguments.model, arguments.step)
     if model.run is not None:
         keep_tracebacks_in(model.run[0])

@@ -39,8 +39,7 @@ from dcmdp_jax.lab.probe.models import load_model, run_directory
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.training.run_directory import read_config
 
@@ -184,8 +183,7 @@ def _session(arguments: argparse.Namespace) -> tuple[Session, list[ProbeSpec], A
     for kind in {spec.record for spec in (*first, arguments.b)} - {None}:
         count = max(spec.record is kind for spec in first) + (arguments.b.record is kind)
         kind.share_devices(own_settings(kind), count)
-    enable_compile_cache()
-    set_cpu_devices(0)
+    prepare_jax()
     model = load_model(path)
     rollout = known.rollout
     sampled_at = arguments.temperature if arguments.temperature is not None else rollout.temperature

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dcmdp_jax.engines.sidecar.probe import Probe
     from dcmdp_jax.machine import Machine, Part
     from dcmdp_jax.models.config import ModelConfig
-    from dcmdp_jax.parallel.lowerable import Lowerable
+    from dcmdp_jax.parallel.sharding import Lowerable
 
 
 class Workload(NamedTuple):

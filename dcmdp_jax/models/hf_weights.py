@@ -36,7 +36,7 @@ from dcmdp_jax.models.hf_manifest import (
     say_shape,
 )
 from dcmdp_jax.models.params import hf_tensors, param_shapes
-from dcmdp_jax.parallel.global_arrays import to_host
+from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
 
 _GENERATION = "generation_config.json"

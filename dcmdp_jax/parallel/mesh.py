@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.parallel import cpu
+from dcmdp_jax.parallel import backend
 
 AXES = ("data", "fsdp", "tensor", "expert")
 _MAX_REPLICATED_PARAMS = 1 << 25
@@ -66,7 +66,7 @@ def one_device_mesh() -> Mesh:
 
 
 def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int) -> Mesh:
-    """`make_mesh`, but data-parallel over the devices left over where `set_cpu_devices` split the CPU.
+    """`make_mesh`, but data-parallel over the devices left over where `prepare_jax` split the CPU.
 
     Cores with rows of their own synchronize once per update, not after every operation: a step of a small model takes
     0.8 of its time on one device with all cores. Every device holds the whole state. A large model gains nothing, as
@@ -77,12 +77,12 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 
         num_params: parameters of the model.
     """
     devices, sizes = jax.devices(), (data, fsdp, tensor, expert)
-    if cpu.cpu_is_split() and jax.process_count() == 1:
+    if backend.cpu_is_split() and jax.process_count() == 1:
         fixed = math.prod(size for size in sizes if size != -1)
         if -1 not in sizes:
             devices = devices[:fixed]
         elif fixed == 1:
-            one = num_params > _MAX_REPLICATED_PARAMS or len(devices) < cpu.usable_cores()
+            one = num_params > _MAX_REPLICATED_PARAMS or len(devices) < backend.usable_cores()
             devices, sizes = devices[:1] if one else devices, (-1, 1, 1, 1)
     return make_mesh(*sizes, devices=devices)
 
@@ -102,7 +102,7 @@ def sampling_mesh(training: Mesh, *, tensor: int = 1, expert: int = 1) -> Mesh:
     Raises:
         UserError: naming the settings, if they do not divide the number of devices.
     """
-    devices = np.asarray(jax.local_devices()) if cpu.cpu_is_split() else training.devices.reshape(-1)
+    devices = np.asarray(jax.local_devices()) if backend.cpu_is_split() else training.devices.reshape(-1)
     if jax.process_count() > 1:
         own = [device for device in devices if device.process_index == jax.process_index()]
         devices = np.asarray(own)

@@ -1,4 +1,8 @@
-"""Shardings from logical axis names: one table for parameters, one for activations."""
+"""Shardings from logical axis names, and arrays that have them: of one process, of several, and abstract ones.
+
+Where the parts of an array lie on the devices of several processes, every process calls `to_global`, `to_local` and
+`to_host`, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 DATA = "data"
 """The mesh axis that splits rows and replicates parameters."""
+
+TripCounts = Callable[[str], float | None]
+"""Name scope of a loop whose end is data -> its trip count in the worst case; None for another loop."""
 
 MeshAxes = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
@@ -228,6 +236,90 @@ def shard_map_over_model_axes(
         )(*arguments)  # fmt: skip
 
     return mapped
+
+
+def to_global(tree: Any, shardings: Any) -> Any:
+    """Place NumPy arrays that every process holds whole; each device gets its part.
+
+    Args:
+        tree: of arrays.
+        shardings: a prefix of the tree, with a sharding for each subtree.
+    """
+
+    def place(sharding: NamedSharding, part: Any) -> Any:
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), part)
+
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(place, shardings, tree)
+
+
+def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Bring an array to devices of this process; each device receives its part alone.
+
+    Args:
+        x: with a `NamedSharding`.
+        sharding: over devices of this process. Other processes give one like it, over devices of theirs.
+
+    Returns:
+        `x` itself if its parts all lie on devices of this process. Else the array with `sharding`, or replicated over
+        all devices of this process if `sharding` names some of them only: JAX has no such transfer.
+    """
+    if x.is_fully_addressable:
+        return x
+    devices: dict[int, list[jax.Device]] = {}
+    for device in x.sharding.mesh.devices.flat:
+        devices.setdefault(device.process_index, []).append(device)
+    local, mesh, spec = devices[jax.process_index()], sharding.mesh, sharding.spec
+    if mesh.size != len(local):
+        mesh, spec = Mesh(np.asarray(local), ("local",)), P()
+    places = [local.index(device) for device in mesh.devices.flat]
+    grid = np.asarray([[row[place] for place in places] for row in devices.values()])
+    every = Mesh(grid.reshape(len(devices), *mesh.devices.shape), ("hosts", *mesh.axis_names))
+    spread = jax.device_put(x, NamedSharding(every, spec))
+    parts = [shard.data for shard in spread.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), parts)
+
+
+def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
+    """Bring an array to this process's memory, all of it."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        x = jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
+    return np.asarray(x)
+
+
+class Lowerable(NamedTuple):
+    """A program of the run, not compiled yet.
+
+    Attributes:
+        name: "step", "prefill", ...
+        trace: gives the traced program.
+        trip_counts: of loops whose end is data, in the worst case.
+        held: bytes on each device of its arguments that live longer than it, by kind.
+        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
+        tokens: of one device at least, in a forward pass.
+    """
+
+    name: str
+    trace: Callable[[], jax.stages.Traced]
+    trip_counts: TripCounts
+    held: dict[str, int]
+    row_lengths: tuple[int, ...]
+    tokens: int
+
+
+def sharded(tree: Any, shardings: Any) -> Any:
+    """Shapes with shardings, of which `shardings` has one for each leaf or for a whole subtree."""
+
+    def attach(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+
+    return jax.tree.map(attach, shardings, tree)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that each device holds of arrays with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:

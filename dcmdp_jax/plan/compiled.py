@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from dcmdp_jax.parallel.lowerable import Lowerable
+from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.collectives import Collective, collectives
 from dcmdp_jax.plan.flops import CompiledFlops, compiled_flops
 from dcmdp_jax.plan.hlo import Array, parse, walk

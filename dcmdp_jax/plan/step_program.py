@@ -19,8 +19,8 @@ from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
 from dcmdp_jax.models.ops.blocks import expert_blocks
 from dcmdp_jax.models.ops.blockwise import attention_blocks
 from dcmdp_jax.models.params import param_shapes
-from dcmdp_jax.parallel.lowerable import Lowerable, TripCounts, bytes_per_device, sharded
 from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.sharding import Lowerable, TripCounts, bytes_per_device, sharded
 from dcmdp_jax.plan.hlo import in_scope
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
 from dcmdp_jax.training.build import make_step_programs

@@ -14,7 +14,7 @@ from dcmdp_jax.config.arguments import PACKING, in_settings
 from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.observe.metric_names import STEP_PHASES
-from dcmdp_jax.parallel.global_arrays import to_global
+from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.training.ahead import (
     Begun,
     KeptParams,

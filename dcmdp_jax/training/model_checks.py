@@ -17,7 +17,7 @@ from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.scheme import FULL
-from dcmdp_jax.parallel.gpus import has_cuda_plugin, present_gpus
+from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
 
 def check_platform(platform: str) -> None:

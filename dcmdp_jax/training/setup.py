@@ -39,8 +39,7 @@ from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.run_files import METRICS_FILE
 from dcmdp_jax.observe.run_summary import overlap
 from dcmdp_jax.observe.trackers import require
-from dcmdp_jax.parallel.compile_cache import enable_compile_cache
-from dcmdp_jax.parallel.cpu import set_cpu_devices
+from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, sampling_mesh, training_mesh
 from dcmdp_jax.rewards.protocol import Reward
@@ -169,8 +168,7 @@ def _start_machine(config: Config, engine: EngineArguments, hosts: Hosts, *, sho
     model, kind = engine.model, find_trainable(config.rollout.engine)
     with as_settings(of_engine(kind)):
         kind.check_model(engine, engine.platform)
-    enable_compile_cache()
-    set_cpu_devices(config.mesh.cpu_devices)
+    prepare_jax(config.mesh.cpu_devices)
     platform = jax.devices()[0].platform
     check_platform(platform)
     check_kernel(config, platform, model.head_dim)

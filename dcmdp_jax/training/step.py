@@ -22,7 +22,7 @@ from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.models.products import PRECISE, products_in
-from dcmdp_jax.parallel.cpu import compiler_options
+from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate, map_rows
 from dcmdp_jax.training.batch_metrics import Metrics, batch_metrics, gap_metrics

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from dcmdp_jax.parallel.global_arrays import to_global, to_host, to_local
+from dcmdp_jax.parallel.sharding import to_global, to_host, to_local
 from dcmdp_jax.parallel.hosts import join_hosts
 
 number, port = int(sys.argv[1]), sys.argv[2]

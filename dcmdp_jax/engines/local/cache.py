@@ -75,7 +75,7 @@ def take(
     """
     taken = []
     for layer in cache:
-        # Wait for each layer: see `parallel.cpu.MAX_IN_FLIGHT_PROGRAMS`.
+        # Wait for each layer: see `parallel.backend.MAX_IN_FLIGHT_PROGRAMS`.
         taken.append(jax.block_until_ready(_take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)))
         if release:
             for old in layer:

@@ -39,7 +39,7 @@ from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
-from dcmdp_jax.parallel.global_arrays import to_local
+from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from dcmdp_jax.engines.local.layout import Program, check_mesh, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops.blocks import expert_blocks
-from dcmdp_jax.parallel.lowerable import Lowerable, bytes_per_device, sharded
+from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 
 
 def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:

@@ -408,7 +408,7 @@ class Scheduler:
             to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
             to[: part.size] = places[start : start + self._unit]
             cache = insert(cache, source, np.resize(part, self._unit), to, sharding=self._program.cache)
-        # Wait: see `parallel.cpu.MAX_IN_FLIGHT_PROGRAMS`.
+        # Wait: see `parallel.backend.MAX_IN_FLIGHT_PROGRAMS`.
         return jax.block_until_ready(cache)
 
     def _shrunk(self, size: int, live: int) -> int:

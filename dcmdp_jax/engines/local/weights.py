@@ -22,7 +22,7 @@ from dcmdp_jax.models import quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import fuse_projections, output_kernel
 from dcmdp_jax.models.params import param_shapes, quantized_leaves
-from dcmdp_jax.parallel.global_arrays import to_local
+from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
 ENGINE_PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)

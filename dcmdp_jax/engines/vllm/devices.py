@@ -7,7 +7,7 @@ import os
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.parallel.gpus import has_cuda_plugin, present_gpus
+from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
 NO_CHIPS = (
     "visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' chips there, "

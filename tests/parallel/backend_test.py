@@ -13,12 +13,11 @@ from typing import Any
 _REPORT = """
 import json, sys
 import jax
-from dcmdp_jax.parallel import compile_cache, cpu, mesh
+from dcmdp_jax.parallel import backend, mesh
 if sys.argv[1] == "late":
     jax.devices()
-compile_cache.enable_compile_cache()
-cpu.set_cpu_devices(int(sys.argv[2]))
-cpu.usable_cores = lambda: int(sys.argv[3])
+backend.prepare_jax(int(sys.argv[2]))
+backend.usable_cores = lambda: int(sys.argv[3])
 meshes = [mesh.training_mesh(*sizes, num_params=count) for *sizes, count in json.loads(sys.argv[4])]
 print(json.dumps({
     "devices": jax.device_count(), "training": [list(each.shape.values())[:3] for each in meshes],
