@@ -53,7 +53,7 @@ test-quick: $(VENV)/.installed-dev
 # Before a release: the tests marked `long`, whose result it writes to docs/test_long.md, and those of hypothesis with all
 # their examples. One to two hours on two cores.
 test-long: environment
-	$(BIN)/python -m pytest -m long -p tests.long_result
+	$(BIN)/python -m pytest -m long -p tests.support.long_result
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 \
 	  $$(grep -rl --include='*_test.py' hypothesis tests)
 

@@ -23,8 +23,8 @@ from dcmdp_jax.training.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.user_code import load_function
-from tests.engines.sampling import Rollout
-from tests.waiting import HANGS_S
+from tests.support.sampling import Rollout
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[1]
 _HUBER, _PRIME_RL = (f"examples/remedies.py:{call}" for call in ("huber(knee=0.1)", "prime_rl(low=0.1,kl_tau=0.5)"))

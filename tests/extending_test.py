@@ -17,7 +17,7 @@ from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.rewards.reward_pool import RewardPool
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[1]
 _RECIPES = (_ROOT / "docs" / "extending.md").read_text()

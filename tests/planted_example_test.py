@@ -15,7 +15,7 @@ from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params
-from tests.engines.vllm_tools import small_model
+from tests.support.vllm_tools import small_model
 
 _FILE = str(Path(__file__).parents[1] / "examples" / "planted" / "planted.py")
 _IDS = dict(zip("ABCN", build_tokenizer().convert_tokens_to_ids(list("ABCN")), strict=True))

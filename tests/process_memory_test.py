@@ -14,7 +14,7 @@ import pytest
 
 from dcmdp_jax import process_memory
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).parents[1]
 _PREPARE = "from dcmdp_jax.process_memory import keep_freed_memory\nkeep_freed_memory({!r})\n"

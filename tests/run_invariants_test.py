@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dcmdp_jax.config.settings import from_config_dict, to_dict
-from tests.run_invariants import contradictions
+from tests.support.run_invariants import contradictions
 
 _C, _ETA = 0.25, 2.0
 

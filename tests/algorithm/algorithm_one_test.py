@@ -18,7 +18,7 @@ from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked, s
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.stats import Mean
-from tests.algorithm.surrogate import policy_surrogate
+from tests.support.surrogate import policy_surrogate
 
 CLIP_LOW, CLIP_HIGH, TOLERANCE, MULTIPLIER, RATE, MAX_TOKENS = 0.2, 0.24, 0.05, 0.7, 1.5, 8
 COMPLETIONS = 6

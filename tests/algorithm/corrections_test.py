@@ -12,7 +12,7 @@ from dcmdp_jax.algorithm import corrections, losses, penalties, signals, stats
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, chain
 from dcmdp_jax.algorithm.remedies import Tokens, uses
 from dcmdp_jax.config.algorithm import AlgorithmSettings, check_algorithm
-from tests.algorithm.surrogate import policy_surrogate
+from tests.support.surrogate import policy_surrogate
 
 # Parameters for which the random input below has tokens or completions on both sides of every bound.
 _GIVEN = {

@@ -12,11 +12,13 @@ import pytest
 
 import dcmdp_jax
 from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.training.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.step import OLD_LOGPROBS, make_train_step
-from tests.engines.sampling import Rollout
-from tests.training import step_test
+from tests.support import step_runs
+from tests.support.sampling import Rollout
 
 LENGTHS = (5, 3, 1, 4, 2, 5, 5, 1)
 CONSTANTS = {"multiplier": 0.4, "tolerance": 0.05, "learning_rate": 1.5, "clip_high": 0.24}
@@ -162,10 +164,10 @@ def _packed_step(data, clip_high):
         [np.zeros(2, np.int32)] * len(ids), ids, [tables["rollout_logprobs"][each] for each in ids],
         ["stop"] * len(ids), data["group_ids"][order], 0,
     )  # fmt: skip
-    plan = step_test.make_row_shapes(
+    plan = make_row_shapes(
         row_lengths=(16,), micro_batch_tokens=32, mini_batches=1, completions=len(ids), segments_per_row=2, row_shards=1
     )
-    batch, _ = step_test.pack(rollout.episodes, data["rewards"][order].astype(np.float32), plan, mask_truncated=False)
+    batch, _ = pack(rollout.episodes, data["rewards"][order].astype(np.float32), plan, mask_truncated=False)
     assert max(np.max(bucket.segment_ids) for bucket in batch.rows) == 2
     rows = (bucket.with_columns(**{OLD_LOGPROBS: tables["old_logprobs"][bucket.input_ids]}) for bucket in batch.rows)
     batch = batch._replace(rows=tuple(rows))
@@ -175,7 +177,7 @@ def _packed_step(data, clip_high):
         return RowOutputs(logprobs, jnp.zeros_like(logprobs), {})
 
     settings = dataclasses.replace(
-        step_test.ALGORITHM,
+        step_runs.ALGORITHM,
         multiplier=0.4,
         tolerance=0.05,
         dual_learning_rate=1.5,

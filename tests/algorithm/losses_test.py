@@ -9,7 +9,7 @@ import pytest
 
 from dcmdp_jax.algorithm import losses, stats
 from dcmdp_jax.algorithm.stats import Mean
-from tests.algorithm.surrogate import policy_surrogate
+from tests.support.surrogate import policy_surrogate
 
 LOG = np.log
 

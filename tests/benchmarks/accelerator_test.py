@@ -26,7 +26,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import REFERENCE
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.plan.published import model_of
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 _TOY = SIZES["toy"]

@@ -12,7 +12,7 @@ import pytest
 
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, run_main
 from dcmdp_jax.errors import UserError
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 

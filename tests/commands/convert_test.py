@@ -24,7 +24,7 @@ from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.training import checkpoint
 from dcmdp_jax.training.state import new_state
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ModelConfig("qwen3", 104, 8, 12, 2, 4, 2, 4)  # the built-in tokenizer's 104 tokens

@@ -8,7 +8,7 @@ import pytest
 from dcmdp_jax.commands import evaluate
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
-from tests.engines.vllm_tools import random_params, small_model
+from tests.support.vllm_tools import random_params, small_model
 
 
 @pytest.fixture(scope="module")

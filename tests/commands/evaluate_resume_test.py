@@ -11,9 +11,11 @@ import pytest
 
 from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.evaluate import main
+from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.evaluation import resumable
-from tests.commands.evaluate_test import _fails, _model, _params, build_tokenizer, save_params
-from tests.waiting import HANGS_S
+from dcmdp_jax.models.hf_weights import save_params
+from tests.support.coin_model import coin_model, coin_params, evaluation_fails
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +25,13 @@ def hf_dir(tmp_path_factory):
     """Answers 4 or 7, each with probability 1/2."""
     base = tmp_path_factory.mktemp("hf")
     build_tokenizer().save_pretrained(base / "tokenizer")
-    save_params(_params(_model(), "4", "7"), _model(), base / "coin", dtype="float32", tokenizer_dir=base / "tokenizer")
+    save_params(
+        coin_params(coin_model(), "4", "7"),
+        coin_model(),
+        base / "coin",
+        dtype="float32",
+        tokenizer_dir=base / "tokenizer",
+    )
     return base / "coin"
 
 
@@ -118,7 +126,7 @@ def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, task
         patch.setattr(resumable, "evaluate", stop_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             main(["evaluate", *_words(hf_dir, tasks, out)])
-    got = _fails(capsys, *_words(hf_dir, tasks, out), "--seed", 1)
+    got = evaluation_fails(capsys, *_words(hf_dir, tasks, out), "--seed", 1)
     assert got.startswith(f"{tmp_path}/o.problems.jsonl: holds an unfinished evaluation with seed=0, this one has 1")
 
 
@@ -180,4 +188,4 @@ def test_bad_input_is_one_line(hf_dir, tasks, tmp_path, capsys, monkeypatch, arg
     (tmp_path / "odd.jsonl").write_text('{"problem": "p", "answer": "4"}\n{"instruction": "p", "output": "4"}\n')
     (tmp_path / "half.jsonl").write_text('{"question": "p", "target": "4"}\n')
     places = {"tmp": tmp_path, "hf": hf_dir, "task": tasks.split(",")[0]}
-    assert _fails(capsys, *(word.format(**places) for word in argv)).startswith(line.format(**places))
+    assert evaluation_fails(capsys, *(word.format(**places) for word in argv)).startswith(line.format(**places))

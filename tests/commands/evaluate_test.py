@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,45 +16,20 @@ from safetensors.numpy import load_file, save_file
 from configs.base import get_config
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.commands import evaluate
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.evaluate import main
 from dcmdp_jax.commands.evaluate_flags import parse, settings_of
 from dcmdp_jax.config.settings import from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.memory import use as memory_plan
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
-from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
-from tests.waiting import HANGS_S
+from tests.support.coin_model import VOCABULARY, coin_model, coin_params, evaluation_fails
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _BENCHMARKS = _ROOT.parent / "shared" / "data" / "benchmarks"
-_TOKENIZER = build_tokenizer()
-_VOCABULARY = len(_TOKENIZER)
-
-
-def _model(context=256):
-    return ModelConfig("qwen3", _VOCABULARY, _VOCABULARY, 8, 1, 1, 1, 16, max_position_embeddings=context)
-
-
-def _params(model, *digits):
-    r"""Says `\boxed{d}` and ends, d drawn evenly from `digits`.
-
-    Attention and MLP write nothing, embeddings are unit vectors: the normed hidden state of token i is sqrt(V) e_i and
-    its logits are sqrt(V) times row i of the output layer. sqrt(104) * 8 = 82 leaves e^-82 for any other token.
-    """
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), param_shapes(model))
-    params["norm"]["scale"][:] = 1
-    params["embedding"][:] = np.eye(_VOCABULARY)
-    ids = {text: _TOKENIZER.convert_tokens_to_ids(text) for text in ["\n", r"\boxed{", "}", *digits]}
-    pairs = [("\n", r"\boxed{"), *((r"\boxed{", digit) for digit in digits), *((digit, "}") for digit in digits)]
-    for before, after in pairs:
-        params["output"][ids[before], ids[after]] = 8
-    params["output"][ids["}"], _TOKENIZER.eos_token_id] = 8
-    return jax.tree.map(jnp.asarray, params)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +52,13 @@ def hf_dir(tmp_path_factory):
     """Answers 4 or 7, each with probability 1/2."""
     base = tmp_path_factory.mktemp("hf")
     build_tokenizer().save_pretrained(base / "tokenizer")
-    save_params(_params(_model(), "4", "7"), _model(), base / "coin", dtype="float32", tokenizer_dir=base / "tokenizer")
+    save_params(
+        coin_params(coin_model(), "4", "7"),
+        coin_model(),
+        base / "coin",
+        dtype="float32",
+        tokenizer_dir=base / "tokenizer",
+    )
     return base / "coin"
 
 
@@ -109,19 +89,10 @@ def run_dir(tmp_path_factory):
     checkpoints = Checkpoints(path, keep_last=2, keep_best=0)
     for step, digit in ((1, "4"), (2, "7")):
         dual = dual_init(0.1, minimum=0.0, maximum=1.0)
-        state = new_state(_params(_model(64), digit), optax.sgd(0.1), dual)
-        checkpoints.save(step, state, model=_model(64))
+        state = new_state(coin_params(coin_model(64), digit), optax.sgd(0.1), dual)
+        checkpoints.save(step, state, model=coin_model(64))
     checkpoints.close()
     return path
-
-
-def _fails(capsys, *argv):
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["evaluate", *map(str, argv)])
-    assert left.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    return lines[0].removeprefix("error: ")
 
 
 def _evaluate(out, *argv):
@@ -214,8 +185,8 @@ def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
     # Six shapes compile several times faster for one device.
     monkeypatch.setattr(evaluate, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    model = _model(4096)
-    save_params(_params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer")
+    model = coin_model(4096)
+    save_params(coin_params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer")
     names = ["olympiadbench", "minerva", "math500", "amc23", "aime25", "aime24"]
     files = ",".join(str(_BENCHMARKS / f"{name}.jsonl") for name in names)
     # Few rows at a time: one shape for K = 32 and K = 4.
@@ -238,8 +209,8 @@ def test_every_row_of_the_six_benchmarks_is_answered_and_graded(tmp_path, monkey
     """A tiny policy that always says 4, once for each problem: right where the file's answer is 4, or 4 degrees."""
     monkeypatch.setattr(evaluate, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    model = _model(8192)
-    save_params(_params(model, "4"), model, tmp_path / "m", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
+    model = coin_model(8192)
+    save_params(coin_params(model, "4"), model, tmp_path / "m", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
     names = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
     files = {name: _BENCHMARKS / f"{name}.jsonl" for name in names}
     words = (tmp_path / "m", "--tasks", ",".join(map(str, files.values())), "--samples", 1,
@@ -332,28 +303,33 @@ def test_bad_arguments_are_one_line_before_any_weight_is_read(hf_dir, tasks, tmp
     monkeypatch.setattr(evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     places = {"tmp": tmp_path, "hf": hf_dir}
     given = [word.format(**places) for word in argv]
-    got = _fails(capsys, hf_dir, "--tasks", tasks, "--max_completion_tokens", 4, *given)
+    got = evaluation_fails(capsys, hf_dir, "--tasks", tasks, "--max_completion_tokens", 4, *given)
     assert got.startswith(line.format(**places))
 
 
 def test_a_length_that_does_not_fit_names_the_one_that_does(hf_dir, tasks, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     # 8 tokens of template, 2 of the problem: 256 - 10.
-    assert _fails(capsys, hf_dir, "--tasks", tasks, "--prompt_suffix", "") == (
+    assert evaluation_fails(capsys, hf_dir, "--tasks", tasks, "--prompt_suffix", "") == (
         "--max_completion_tokens: got 32768, with the longest prompt (10 tokens, three) more than the model's "
         "max_position_embeddings=256; --max_completion_tokens=246 fits"
     )
     long = "x" * 300
-    assert "--max_prompt_tokens leaves it out" in _fails(capsys, hf_dir, "--tasks", tasks, "--prompt_suffix", long)
+    assert "--max_prompt_tokens leaves it out" in evaluation_fails(
+        capsys, hf_dir, "--tasks", tasks, "--prompt_suffix", long
+    )
 
 
 def test_bad_files_are_named(hf_dir, tasks, tmp_path, capsys):
     with tasks.open("a") as file:
         file.write('{"problem": "p", "answer": ""}\n')
-    assert _fails(capsys, hf_dir, "--tasks", tasks).startswith(f"{tasks}:4: ")
-    assert _fails(capsys, tmp_path / "nothing", "--tasks", tasks) == f"MODEL {tmp_path}/nothing: no such directory"
-    assert "no config.json" in _fails(capsys, tmp_path, "--tasks", tasks)
-    assert _fails(capsys, hf_dir).startswith("--tasks is missing")
+    assert evaluation_fails(capsys, hf_dir, "--tasks", tasks).startswith(f"{tasks}:4: ")
+    assert (
+        evaluation_fails(capsys, tmp_path / "nothing", "--tasks", tasks)
+        == f"MODEL {tmp_path}/nothing: no such directory"
+    )
+    assert "no config.json" in evaluation_fails(capsys, tmp_path, "--tasks", tasks)
+    assert evaluation_fails(capsys, hf_dir).startswith("--tasks is missing")
 
 
 def test_a_directory_without_a_tensor_or_a_chat_template_is_refused(hf_dir, tasks, tmp_path, capsys):
@@ -365,10 +341,10 @@ def test_a_directory_without_a_tensor_or_a_chat_template_is_refused(hf_dir, task
     fields = json.loads((broken / "tokenizer_config.json").read_text())
     fields.pop("chat_template", None)
     (broken / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert "no chat template" in _fails(capsys, broken, "--tasks", tasks)
+    assert "no chat template" in evaluation_fails(capsys, broken, "--tasks", tasks)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-    got = _fails(capsys, broken, "--tasks", tasks)
+    got = evaluation_fails(capsys, broken, "--tasks", tasks)
     assert got.startswith(f"{broken}/config.json: num_hidden_layers is 2, the safetensors files hold 1 layers")
 
 
@@ -379,23 +355,23 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(hf_dir
     tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
     tensors["model.norm.weight"][3] = np.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    got = _fails(capsys, broken, "--tasks", tasks, "--max_completion_tokens", 4)
-    assert got.startswith(f"{broken}/model.safetensors: tensor model.norm.weight has 1 value(s) of {_VOCABULARY} that")
+    got = evaluation_fails(capsys, broken, "--tasks", tasks, "--max_completion_tokens", 4)
+    assert got.startswith(f"{broken}/model.safetensors: tensor model.norm.weight has 1 value(s) of {VOCABULARY} that")
 
 
 def test_an_engine_that_cannot_fit_is_refused_before_any_weight_is_read(hf_dir, tasks, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
-    got = _fails(capsys, hf_dir, "--tasks", tasks, "--max_completion_tokens", 4)
+    got = evaluation_fails(capsys, hf_dir, "--tasks", tasks, "--max_completion_tokens", 4)
     assert got.startswith("memory: this machine has 0.0 GiB and the phase 'sample' takes at least 0.0, of which key-")
     assert got.endswith("smaller with --max_rows or --max_completion_tokens")
 
 
 def test_a_checkpoint_that_is_not_there_is_named(run_dir, tmp_path, capsys):
-    got = _fails(capsys, run_dir, "--step", 9, "--max_completion_tokens", 4)
+    got = evaluation_fails(capsys, run_dir, "--step", 9, "--max_completion_tokens", 4)
     assert got == f"{run_dir}/checkpoints: no checkpoint of step 9"
     (tmp_path / "checkpoints").mkdir()
-    assert "no checkpoint there" in _fails(capsys, tmp_path, "--max_completion_tokens", 4)
+    assert "no checkpoint there" in evaluation_fails(capsys, tmp_path, "--max_completion_tokens", 4)
 
 
 def test_the_command_itself(hf_dir, tasks, tmp_path):
@@ -438,9 +414,11 @@ def test_a_run_is_scored_with_its_own_rewards_on_rows_without_answers(run_dir, t
     weights = _evaluate(tmp_path / "b.json", path, *options, "--rewards", f"{tmp_path}/own.py:length")
     assert weights["tasks"]["held"]["problem_averages"] == [4.0, 4.5]
     capsys.readouterr()
-    assert "no answer in any of the fields" in _fails(capsys, path, *options, "--rewards", "math")
-    assert "--rewards: got 'environment'" in _fails(capsys, path, *options, "--rewards", "environment")
-    assert _fails(capsys, path, *options, "--rewards", "mth").startswith("--rewards: got 'mth', allowed are math, ")
+    assert "no answer in any of the fields" in evaluation_fails(capsys, path, *options, "--rewards", "math")
+    assert "--rewards: got 'environment'" in evaluation_fails(capsys, path, *options, "--rewards", "environment")
+    assert evaluation_fails(capsys, path, *options, "--rewards", "mth").startswith(
+        "--rewards: got 'mth', allowed are math, "
+    )
 
 
 def test_an_environment_is_played_in_turns_and_its_reward_is_the_score(run_dir, tmp_path, capsys):
@@ -474,7 +452,7 @@ def test_an_environment_is_played_in_turns_and_its_reward_is_the_score(run_dir, 
     assert once["tasks"]["held"]["problem_averages"] == [0.25, 0.25]
     capsys.readouterr()
     options = (*options, "--max_completion_tokens", 24)
-    assert "--environment: " in _fails(capsys, path, *options, "--environment", "no.py:Name")
-    assert "--max_turns: got 2, goes with" in _fails(
+    assert "--environment: " in evaluation_fails(capsys, path, *options, "--environment", "no.py:Name")
+    assert "--max_turns: got 2, goes with" in evaluation_fails(
         capsys, run_dir, *options, "--rewards", "math", "--max_turns", 2
     )  # fmt: skip

@@ -20,7 +20,7 @@ from dcmdp_jax.commands.config_files import call_function
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import read_metrics
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 

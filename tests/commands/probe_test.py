@@ -21,8 +21,8 @@ from dcmdp_jax.lab.oracle.oracle import ask
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
-from tests.lab.mismatch.sampled_columns import columns
-from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
+from tests.support.sampled_columns import columns
+from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 
 def _write(path, pairs):

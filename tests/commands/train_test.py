@@ -18,7 +18,7 @@ from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

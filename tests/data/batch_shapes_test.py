@@ -9,7 +9,7 @@ import pytest
 from dcmdp_jax.data.batch_shapes import abstract_batch
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from tests.data.packing_test import _rollout
+from tests.support.sampling import counted_rollout
 
 
 @pytest.mark.parametrize("further", [{}, {"routed_experts": (3, 2)}, {"old_logprobs": (), "token_rewards": ()}])
@@ -22,7 +22,7 @@ def test_the_abstract_batch_is_the_one_that_is_packed(further):
             name: np.zeros((len(episode.token_ids), *entry), np.int16 if entry else np.float32)
             for name, entry in further.items()
         })
-        for episode in _rollout([(3, 1), (3, 4)] * 4, 2).episodes
+        for episode in counted_rollout([(3, 1), (3, 4)] * 4, 2).episodes
     ]  # fmt: skip
     batch, _ = pack(episodes, np.zeros(8, np.float32), packing, mask_truncated=False)
 

@@ -12,16 +12,7 @@ from dcmdp_jax.data.episode import Episode, OpenGroups, collect
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes
 from dcmdp_jax.training.batch_metrics import staleness_metrics
-from tests.engines.sampling import Rollout
-
-
-def _rollout(lengths, group_size, finish=None):
-    """Completion i has prompt 100 + group and tokens i * 1000 + t, log-prob -(t + 1) / 8."""
-    prompts = [np.arange(p, dtype=np.int32) + 100 for p, _ in lengths]
-    completions = [np.arange(c, dtype=np.int32) + 1000 * (i + 1) for i, (_, c) in enumerate(lengths)]
-    logprobs = [-(np.arange(c, dtype=np.float32) + 1) / 8 for _, c in lengths]
-    groups = np.arange(len(lengths), dtype=np.int32) // group_size
-    return Rollout(prompts, completions, logprobs, finish or ["stop"] * len(lengths), groups, 7)
+from tests.support.sampling import counted_rollout
 
 
 def _unpack(batch):
@@ -51,7 +42,7 @@ def _bucket(batch, rows):
 
 def test_two_buckets_by_hand():
     # Lengths with prompt: 3 + 2 = 5, 3 + 6 = 9 | 2 + 1 = 3, 2 + 8 = 10. Rows of 6 and 10: 0 and 2 are short.
-    rollout = _rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
+    rollout = counted_rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
     plan = RowShapes((6, 10), (1, 1), (2, 2), mini_batches=2, completions=2, segments_per_row=1)
     batch, report = pack(rollout.episodes, np.array([1, 0, 0, 1], np.float32), plan, mask_truncated=False)
     np.testing.assert_array_equal(batch.micro_batches, [[1, 1], [1, 1]])
@@ -77,7 +68,7 @@ def _routed(rollout, layers=2, k=2):
 
 def test_routed_experts_lie_with_the_tokens_that_were_read():
     # As the test above: rows of 6 and 10; -1 for what was not read, the last token of each and padding.
-    rollout = _rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
+    rollout = counted_rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
     rollout.routed_experts = _routed(rollout)
     plan = RowShapes((6, 10), (1, 1), (2, 2), mini_batches=2, completions=2, segments_per_row=1)
     batch, _ = pack(rollout.episodes, np.zeros(4, np.float32), plan, mask_truncated=False)
@@ -89,7 +80,7 @@ def test_routed_experts_lie_with_the_tokens_that_were_read():
 
 
 def test_refuses_experts_of_some_completions_alone():
-    rollout = _rollout([(3, 2), (3, 3)], group_size=2)
+    rollout = counted_rollout([(3, 2), (3, 3)], group_size=2)
     plan = make_row_shapes(
         row_lengths=(6,), micro_batch_tokens=12, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
     )
@@ -106,7 +97,7 @@ def test_refuses_experts_of_some_completions_alone():
 
 def test_segments_first_fit_longest_first():
     # Lengths 7, 5, 4, 3 in rows of 8 with at most 2 segments: 7 alone; 5 + 3; 4.
-    rollout = _rollout([(1, 6), (1, 4), (1, 3), (1, 2)], group_size=4)
+    rollout = counted_rollout([(1, 6), (1, 4), (1, 3), (1, 2)], group_size=4)
     plan = make_row_shapes(
         row_lengths=(8,), micro_batch_tokens=8, mini_batches=1, completions=4, segments_per_row=2, row_shards=1
     )
@@ -127,7 +118,7 @@ def test_segments_first_fit_longest_first():
     shards=st.sampled_from([1, 2, 4]),
 )
 def test_every_completion_comes_back_whole(lengths, segments, buckets, tokens, shards):
-    rollout = _rollout(lengths, group_size=2)
+    rollout = counted_rollout(lengths, group_size=2)
     plan = make_row_shapes(
         row_lengths=buckets, micro_batch_tokens=tokens, mini_batches=2, completions=4, segments_per_row=segments,
         row_shards=shards,
@@ -145,7 +136,7 @@ def test_every_completion_comes_back_whole(lengths, segments, buckets, tokens, s
 
 
 def test_dropped_and_truncated():
-    rollout = _rollout([(1, 2), (1, 3), (1, 2), (1, 4)], 2, finish=["stop", "length", "stop", "stop"])
+    rollout = counted_rollout([(1, 2), (1, 3), (1, 2), (1, 4)], 2, finish=["stop", "length", "stop", "stop"])
     plan = make_row_shapes(
         row_lengths=(8,), micro_batch_tokens=64, mini_batches=1, completions=4, segments_per_row=1, row_shards=1
     )
@@ -165,9 +156,9 @@ def test_too_long_is_named():
         row_lengths=(8,), micro_batch_tokens=64, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
     )
     with pytest.raises(ValueError, match=r"completion 1 has 9 tokens with its prompt, rows 8"):
-        pack(_rollout([(1, 2), (3, 6)], 2).episodes, np.ones(2, np.float32), plan, mask_truncated=False)
+        pack(counted_rollout([(1, 2), (3, 6)], 2).episodes, np.ones(2, np.float32), plan, mask_truncated=False)
     with pytest.raises(ValueError, match="3 completions"):
-        pack(_rollout([(1, 2)] * 3, 1).episodes, np.ones(3, np.float32), plan, mask_truncated=False)
+        pack(counted_rollout([(1, 2)] * 3, 1).episodes, np.ones(3, np.float32), plan, mask_truncated=False)
 
 
 def _tool_episode(group, member, start, versions=(4, 6)):
@@ -203,7 +194,7 @@ def test_tokens_that_the_policy_did_not_sample_are_read_but_not_trained():
 
 
 def test_order_of_finishing_does_not_change_a_batch():
-    rollout = _rollout([(2, 3), (2, 3), (3, 1), (3, 2), (1, 4), (1, 1)], group_size=2)
+    rollout = counted_rollout([(2, 3), (2, 3), (3, 1), (3, 2), (1, 4), (1, 1)], group_size=2)
     plan = make_row_shapes(
         row_lengths=(8,), micro_batch_tokens=16, mini_batches=3, completions=2, segments_per_row=2, row_shards=1
     )
@@ -225,7 +216,7 @@ def test_an_episode_that_can_not_be_trained_on_is_named(mask, said):
     plan = make_row_shapes(
         row_lengths=(8,), micro_batch_tokens=16, mini_batches=1, completions=2, segments_per_row=1, row_shards=1
     )
-    good = _rollout([(2, 1), (2, 1)], 2).episodes
+    good = counted_rollout([(2, 1), (2, 1)], 2).episodes
     wrong = dataclasses.replace(good[1], sampled_mask=np.array(mask, bool))
     with pytest.raises(ValueError, match=f"rollout: completion 1: {said} marked as sampled"):
         pack([good[0], wrong], np.ones(2, np.float32), plan, mask_truncated=False)

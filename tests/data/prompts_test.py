@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.prompts import encode_prompts, end_token_ids, load_tokenizer, save_tokenizer
 from dcmdp_jax.rewards.protocol import Problem
-from tests.our_log import our_log
+from tests.support.our_log import our_log
 
 
 def _problem(prompt: str, index: int = 0, context: tuple[tuple[str, str], ...] = ()) -> Problem:

@@ -14,22 +14,9 @@ from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.rows import problem_from_row
+from tests.support.chat_rows import CODE, SEARCH
 
 # verl's schema: a row of a code set and one of search-R1.
-CODE = {
-    "data_source": "codecontests",
-    "prompt": [{"role": "user", "content": "Add two numbers."}],
-    "ability": "code",
-    "reward_model": {"style": "rule", "ground_truth": {"inputs": ["1 2"], "outputs": ["3"]}},
-    "extra_info": {"index": 0, "split": "train"},
-}
-SEARCH = {
-    "data_source": "nq",
-    "prompt": [{"role": "user", "content": "Who wrote Faust?"}],
-    "ability": "fact-reasoning",
-    "reward_model": {"style": "rule", "ground_truth": {"target": ["Goethe", "J. W. von Goethe"]}},
-    "extra_info": {"index": 1, "split": "train"},
-}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 _TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 

@@ -9,7 +9,7 @@ import pytest
 
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
-from tests.engines.vllm_tools import (
+from tests.support.vllm_tools import (
     ROWS,
     TOTAL,
     left_behind,
@@ -18,7 +18,7 @@ from tests.engines.vllm_tools import (
     trainer_probe,
     vllm_settings,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

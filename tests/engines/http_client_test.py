@@ -16,8 +16,8 @@ from dcmdp_jax.engines.http import client as http_client
 from dcmdp_jax.engines.http.engine import RemoteEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.models.config import ModelConfig
-from tests.engines.sampling import sample
-from tests.waiting import HANGS_S
+from tests.support.sampling import sample
+from tests.support.waiting import HANGS_S
 
 CONFIG = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 32)
 

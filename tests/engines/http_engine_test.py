@@ -26,9 +26,9 @@ from dcmdp_jax.engines.validation import unusable_completions
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from tests.engines.sampling import sample
-from tests.engines.vllm_tools import shared_memory_of
-from tests.waiting import HANGS_S, wait_until
+from tests.support.sampling import sample
+from tests.support.vllm_tools import shared_memory_of
+from tests.support.waiting import HANGS_S, wait_until
 
 CONTEXT, KEY = 64, "key-that-no-one-may-see"
 

@@ -16,7 +16,7 @@ from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.types import Params
-from tests.engines.sampling import Rollout, sample
+from tests.support.sampling import Rollout, sample
 
 QWEN3 = ModelConfig(
     model_type="qwen3",

@@ -27,7 +27,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import AXES, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from tests.engines.sampling import Rollout, sample
+from tests.support.sampling import Rollout, sample
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
 

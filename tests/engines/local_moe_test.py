@@ -26,7 +26,7 @@ from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
-from tests.engines.sampling import Rollout, sample
+from tests.support.sampling import Rollout, sample
 
 CONFIG = ModelConfig(
     "qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3,

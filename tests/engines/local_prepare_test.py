@@ -14,7 +14,7 @@ from dcmdp_jax.engines.local.prepare import Preparation
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
-from tests.engines.sampling import sample
+from tests.support.sampling import sample
 
 # Widths of no other test, whose programs would be found compiled.
 MODEL = ModelConfig("qwen3", 37, 24, 40, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)

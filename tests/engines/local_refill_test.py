@@ -17,7 +17,7 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.types import Params
-from tests.engines.sampling import Rollout, sample
+from tests.support.sampling import Rollout, sample
 
 MODEL = ModelConfig(
     model_type="qwen3",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dcmdp_jax.engines.sidecar.wire import Connection, WireError
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
 _MIB = 1 << 20

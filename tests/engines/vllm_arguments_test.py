@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from dcmdp_jax.engines.vllm import launch
-from tests.engines.vllm_tools import TOTAL, small_model, vllm_settings
-from tests.waiting import HANGS_S
+from tests.support.vllm_tools import TOTAL, small_model, vllm_settings
+from tests.support.waiting import HANGS_S
 
 _READ = """
 import json, sys

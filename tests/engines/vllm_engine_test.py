@@ -13,8 +13,8 @@ import pytest
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.models.hf_weights import save_params
-from tests.engines.sampling import sample
-from tests.engines.vllm_tools import (
+from tests.support.sampling import sample
+from tests.support.vllm_tools import (
     STOP,
     TOTAL,
     assert_same_bits,

@@ -10,11 +10,8 @@ import pytest
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
-from tests.engines.vllm_tools import prompts, random_params, small_model
+from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model
 
-EXPERTS = dataclasses.replace(
-    small_model("qwen3"), model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
-)
 LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama")
 
 

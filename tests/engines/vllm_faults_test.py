@@ -16,8 +16,8 @@ import pytest
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import shared_memory, weights
 from dcmdp_jax.engines.sidecar.process import Sidecar
-from tests.engines.sampling import sample
-from tests.engines.vllm_tools import (
+from tests.support.sampling import sample
+from tests.support.vllm_tools import (
     STOP,
     left_behind,
     pid_of,
@@ -27,7 +27,7 @@ from tests.engines.vllm_tools import (
     small_model,
     vllm_settings,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
@@ -164,7 +164,7 @@ def test_broken_weights_are_the_trainers_fault(engine):
 _PARENT = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.engines.vllm_tools import *
+from tests.support.vllm_tools import *
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from pathlib import Path

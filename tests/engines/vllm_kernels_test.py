@@ -13,7 +13,7 @@ import pytest
 from dcmdp_jax.models.quantize import quantize_kernel
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.models.scheme_products import round_cache, scheme_matmul, with_scheme
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 # Reads x and W as float32 that bfloat16 holds exactly; W [out, in], as Hugging Face has it.
 _PROGRAM = """

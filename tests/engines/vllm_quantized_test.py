@@ -16,8 +16,8 @@ from benchmarks.mismatch import Regime, measure, model
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.quantize import quantize_kernel
-from tests.engines.sampling import sample
-from tests.engines.vllm_tools import STOP, TOTAL, assert_same_bits, fresh_answers, prompts, random_params
+from tests.support.sampling import sample
+from tests.support.vllm_tools import STOP, TOTAL, assert_same_bits, fresh_answers, prompts, random_params
 
 BF16 = Regime("bfloat16", "bfloat16", "auto")
 REGIMES = (

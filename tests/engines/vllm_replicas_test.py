@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.engines.protocol import SamplingParams
-from tests.engines.sampling import sample
-from tests.engines.vllm_tools import STOP, memory_files, pid_of, prompts, random_params, small_model
+from tests.support.sampling import sample
+from tests.support.vllm_tools import STOP, memory_files, pid_of, prompts, random_params, small_model
 
 pytestmark = pytest.mark.long
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))

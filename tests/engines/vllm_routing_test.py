@@ -8,8 +8,7 @@ import pytest
 from benchmarks.router_replay import effect
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.protocol import SamplingParams
-from tests.engines.vllm_families_test import EXPERTS
-from tests.engines.vllm_tools import STOP, prompts, random_params
+from tests.support.vllm_tools import EXPERTS, STOP, prompts, random_params
 
 
 @pytest.mark.long

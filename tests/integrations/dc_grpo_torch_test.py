@@ -15,8 +15,8 @@ from dcmdp_jax.algorithm import discrepancy, dual, penalties  # noqa: E402
 from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
 from dcmdp_jax.integrations import dc_grpo_torch as module  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
-from tests.algorithm.surrogate import policy_surrogate  # noqa: E402
-from tests.waiting import HANGS_S  # noqa: E402
+from tests.support.surrogate import policy_surrogate  # noqa: E402
+from tests.support.waiting import HANGS_S  # noqa: E402
 
 _CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 

@@ -17,16 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from dcmdp_jax.integrations import dc_grpo_torch, prime_rl_loss, skyrl_trainer, slime_hooks, verl_hooks  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
-
-# p = 0.5, 0.4, 0.3; q = 0.4, 0.6, 0.3: deltas 0.1, 0.2, 0. The third is not sampled in the second completion.
-P = torch.tensor([[0.5, 0.4, 0.3]] * 2).log()
-Q = torch.tensor([[0.4, 0.6, 0.3]] * 2).log()
-MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-A = torch.tensor([1.0, -1.0])
-# lambda = 0.5: A - 0.05, A - 0.1, A.
-CHARGED = torch.tensor([[0.95, 0.9, 1.0], [-1.05, -1.1, 0.0]])
-# (0.1 + 0.2 + 0 + 0.1 + 0.2) / 5 = 0.12; lambda += 2 (0.12 - 0.02).
-MOVED = 0.7
+from tests.support.charged_tokens import CHARGED, MASK, MOVED, A, P, Q  # noqa: E402
 
 
 def _dc_grpo():

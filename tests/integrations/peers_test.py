@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, dual_update  # noqa: E402
-from tests.integrations.hooks_test import CHARGED, MASK, MOVED, P, Q  # noqa: E402
+from tests.support.charged_tokens import CHARGED, MASK, MOVED, P, Q  # noqa: E402
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 

@@ -1,7 +1,6 @@
 """Memory of a run: figures by hand for known models, and one measured run."""
 
 import dataclasses
-import functools
 import json
 import os
 import subprocess
@@ -12,89 +11,68 @@ import jax
 import pytest
 
 from configs import base, demo, qwen3_8b, qwen3_30b_a3b
-from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.engines.kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.memory import use as memory_plan
-from dcmdp_jax.memory.parts import memory_of_run, plan_evaluation
+from dcmdp_jax.memory.parts import plan_evaluation
 from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
+from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.training import build, setup
-from tests.waiting import HANGS_S
+from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIB = 2**30
-QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
 QWEN3_0_6B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True)
-
-
-def _plan(config, model, machine, shape, *, prompts=(1024,), vllm_on_cpu=False):
-    config = from_config_dict(config)
-    devices = shape[0] * shape[1] * shape[2]
-    mesh = make_mesh(*shape, devices=jax.devices()[:devices])
-    compute, packing = setup.layout(config, mesh)
-    if machine.platform == "gpu":
-        compute = dataclasses.replace(compute, attention="cudnn")
-    completions = config.training.prompts_per_step * config.rollout.group_size
-    _, engine = engine_arguments(
-        config, model=model, mesh=functools.partial(sampling_mesh, mesh), platform="cpu" if vllm_on_cpu else "cuda"
-    )
-    return memory_of_run(
-        config, model, compute, mesh, packing, machine, engine=engine, prompt_lengths=prompts, completions=completions
-    )
-
-
-def _part(plan, name):
-    return next(part for part in plan.parts if part.name.startswith(name))
 
 
 def test_older_versions_and_batches_ahead_are_counted_where_they_are():
     """Lag 2 on eight GPUs: two sharded copies; a run that they do not fit says so."""
     config, machine = qwen3_8b.get_config("local"), Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    without = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    without = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     config.rollout.lag = 2
-    kept = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    kept = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     item = {"float32": 4, "bfloat16": 2}[config.model.param_dtype]
     share = (8_190_735_360 - 308_224) // 8 + 308_224
-    assert _part(kept, "parameters of 2 older").each == 2 * share * item
-    batch, ahead = _part(kept, "batch"), _part(kept, "2 batch(es) sampled ahead")
-    assert ahead.each == 2 * batch.each and batch.each > _part(without, "batch").each
+    assert part_of(kept, "parameters of 2 older").each == 2 * share * item
+    batch, ahead = part_of(kept, "batch"), part_of(kept, "2 batch(es) sampled ahead")
+    assert ahead.each == 2 * batch.each and batch.each > part_of(without, "batch").each
     config.rollout.lag = 60
     with pytest.raises(ValueError, match=r"of which parameters of 60 older version\(s\) .*; smaller with rollout.lag"):
-        _plan(config, QWEN3_8B, machine, (1, 8, 1)).check()
+        memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1)).check()
 
 
 def test_qwen3_8b_on_eight_gpus_by_hand():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
+    plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     params = 8_190_735_360
     # Norms are replicated: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
     share = (params - 308_224) // 8 + 308_224
     assert share == 1_024_111_616
-    assert _part(plan, "parameters").each == 4 * share
-    assert _part(plan, "Adam's moments").each == 8 * share
-    assert _part(plan, "gradients").each == 4 * share
+    assert part_of(plan, "parameters").each == 4 * share
+    assert part_of(plan, "Adam's moments").each == 8 * share
+    assert part_of(plan, "gradients").each == 4 * share
     # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096 twice, with both.
-    assert _part(plan, "layers on their way").each == 2 * 2 * (2 * 151_936 * 4096 + 4096)
+    assert part_of(plan, "layers on their way").each == 2 * 2 * (2 * 151_936 * 4096 + 4096)
     # bfloat16 weights, replicated: 15.3 GiB.
-    assert _part(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
+    assert part_of(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
     # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row, 3.8 with the caches
     # of preempted rows. State 11.4 GiB and the engine's weights leave 33.3 of 60, less what attention of eight prompts
     # takes, 1.0: 8 rows a device, 30.4. (Nine are 34.2.)
     assert plan.rows == 8 * 8
-    cache = _part(plan, "key-value cache")
+    cache = part_of(plan, "key-value cache")
     assert cache.each == 8 * 9216 * 147_456
-    assert _part(plan, "preempted caches").each == 2 * cache.each
+    assert part_of(plan, "preempted caches").each == 2 * cache.each
     # For sure rows begin with 128 slots each, after their prompt's bucket.
     assert cache.certain == (8 * (1024 + 128) * 147_456, 0, 0)
     # Orbax copies the state to the host before the next step: no device holds a second one. Twice while it is written.
     for name in ("checkpoint's copy", "checkpoint being written"):
-        assert (_part(plan, name).each, _part(plan, name).host) == (0, 8 * 12 * share)
+        assert (part_of(plan, name).each, part_of(plan, name).host) == (0, 8 * 12 * share)
     # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
     assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
     assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
@@ -104,25 +82,25 @@ def test_an_engine_over_tensor_has_room_for_more_rows():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
     config = qwen3_8b.get_config("local")
     config.rollout.local.tensor = 8
-    plan = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    plan = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     # Norms are replicated, as above.
-    assert _part(plan, "engine's weights").each == 2 * ((8_190_735_360 - 308_224) // 8 + 308_224)
+    assert part_of(plan, "engine's weights").each == 2 * ((8_190_735_360 - 308_224) // 8 + 308_224)
     # All 64 rows' heads are split over eight devices, one each.
-    cache = _part(plan, "key-value cache")
+    cache = part_of(plan, "key-value cache")
     assert cache.each == plan.rows * 9216 * 147_456 // 8
     assert 64 < plan.rows < 256 and not plan.shortages()
     # With more memory all of 512 completions fit into batches of 256.
-    wide = _plan(config, QWEN3_8B, machine._replace(device_bytes=200 * _GIB), (1, 8, 1))
+    wide = memory_plan_of(config, QWEN3_8B, machine._replace(device_bytes=200 * _GIB), (1, 8, 1))
     assert wide.rows == 256
 
 
 def test_a_replicated_state_is_copied_to_the_host_once():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (2, 4, 1))
+    plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (2, 4, 1))
     # Orbax has each replica copy a part. As above with four shards: norms on each.
     share = (8_190_735_360 - 308_224) // 4 + 308_224
-    assert _part(plan, "parameters").each == 4 * share
-    assert _part(plan, "checkpoint's copy").host == 4 * 12 * share
+    assert part_of(plan, "parameters").each == 4 * share
+    assert part_of(plan, "checkpoint's copy").host == 4 * 12 * share
 
 
 def test_router_replay_is_counted_where_it_is_held():
@@ -132,25 +110,25 @@ def test_router_replay_is_counted_where_it_is_held():
     config.rollout.engine = "local"
     model = from_hf(PUBLISHED["Qwen3-30B-A3B"])
     machine = Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
-    without = _plan(config, model, machine, (1, 8, 1))
+    without = memory_plan_of(config, model, machine, (1, 8, 1))
     config.rollout.router_replay = True
-    plan = _plan(config, model, machine, (1, 8, 1))
+    plan = memory_plan_of(config, model, machine, (1, 8, 1))
     completions = config.training.prompts_per_step * config.rollout.group_size
-    assert _part(plan, "routed experts of the completions' tokens").host == completions * (1024 + 8192) * 768
-    assert _part(plan, "engine's record").host == completions * 8192 * 768
+    assert part_of(plan, "routed experts of the completions' tokens").host == completions * (1024 + 8192) * 768
+    assert part_of(plan, "engine's record").host == completions * 8192 * 768
     # Each device decodes an eighth of the rows; for sure the first 128 of each one's tokens.
     rows = plan.rows // 8
-    assert _part(plan, "experts of decoded").each == rows * 8192 * 768
-    assert _part(plan, "experts of decoded").certain == (rows * 128 * 768, 0, 0)
+    assert part_of(plan, "experts of decoded").each == rows * 8192 * 768
+    assert part_of(plan, "experts of decoded").certain == (rows * 128 * 768, 0, 0)
     # Five int32, a float32 and a bool for each token of a row, and its experts.
-    assert _part(without, "batch").each * (25 + 768) == _part(plan, "batch").each * 25
-    assert _part(plan, "batch, before").host == 8 * _part(plan, "batch").each
+    assert part_of(without, "batch").each * (25 + 768) == part_of(plan, "batch").each * 25
+    assert part_of(plan, "batch, before").host == 8 * part_of(plan, "batch").each
     assert not any(part.name.startswith(("experts of", "engine's record")) for part in without.parts)
 
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
     machine = Machine("gpu", 8, 28 * _GIB, 1000 * _GIB)
-    plan = _plan(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
+    plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     # One row for each device: 26.7 GiB of state and engine, and 3.8.
     assert plan.rows == 8 and 30 < plan.total("sample", "first") / _GIB < 31
     # A push: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
@@ -174,15 +152,15 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     config.rollout.group_size, config.rollout.max_completion_tokens = 4, 48
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 1
     config.training.row_lengths = (112,)
-    plan = _plan(config, QWEN3_0_6B, Machine("cpu", 1, None, 23 * _GIB), (1, 1, 1), prompts=(40,))
+    plan = memory_plan_of(config, QWEN3_0_6B, Machine("cpu", 1, None, 23 * _GIB), (1, 1, 1), prompts=(40,))
     params = 596_049_920
     assert num_params(QWEN3_0_6B) == params
-    assert _part(plan, "parameters").host == 2 * params and _part(plan, "Adam's moments").host == 4 * params
-    assert _part(plan, "checkpoint's copy").host == 6 * params
-    assert _part(plan, "engine's weights").host == 2 * params
+    assert part_of(plan, "parameters").host == 2 * params and part_of(plan, "Adam's moments").host == 4 * params
+    assert part_of(plan, "checkpoint's copy").host == 6 * params
+    assert part_of(plan, "engine's weights").host == 2 * params
     # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer twice in a step.
-    assert _part(plan, "engine's weights, cast").host == 4 * params
-    assert _part(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
+    assert part_of(plan, "engine's weights, cast").host == 4 * params
+    assert part_of(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
     # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6 and what of it is on its
     # way to the disk 6, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
     # (26 * 596,049,920 + 1,244,659,712) / 2^30 = 15.59 GiB. It was announced with 6.7 and took over 12.6.
@@ -196,12 +174,12 @@ def test_a_cpus_devices_share_the_hosts_memory():
     config = demo.get_config()
     machine = Machine("cpu", 4, None, 23 * _GIB)
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
-    one = _plan(config, model, machine, (1, 1, 1), prompts=(20,))
-    four = _plan(config, model, machine, (4, 1, 1), prompts=(20,))
+    one = memory_plan_of(config, model, machine, (1, 1, 1), prompts=(20,))
+    four = memory_plan_of(config, model, machine, (4, 1, 1), prompts=(20,))
     for name, times in (("parameters", 4), ("Adam's moments", 4), ("gradients of", 4), ("engine's weights", 1)):
-        assert _part(four, name).host == times * _part(one, name).host
+        assert part_of(four, name).host == times * part_of(one, name).host
     # Rows are divided: the caches of all devices together are as large as one's.
-    assert _part(four, "key-value cache").host == _part(one, "key-value cache").host
+    assert part_of(four, "key-value cache").host == part_of(one, "key-value cache").host
 
 
 @pytest.mark.parametrize(
@@ -231,7 +209,7 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
         load = Workload(8, 1, [5], 4, "float32", training=False)
         plan = plan_evaluation(ENGINES["local"], arguments, load, Machine(platform, 2, None, None), {})
         place = "first" if platform == "gpu" else "host"
-        assert _part(plan, "engine's weights").on(place) == kept
+        assert part_of(plan, "engine's weights").on(place) == kept
         found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]
         assert found == ([cast] if cast else [])
 
@@ -241,28 +219,28 @@ def test_vllms_two_copies_are_counted_in_the_host():
     config.rollout.engine = "vllm"
     config.rollout.vllm.kv_cache_gib = 2.0
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
-    plan = _plan(config, QWEN3_8B, machine, (1, 8, 1))
+    plan = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     # Two copies of 8,190,735,360 bfloat16; every tensor of this model is a multiple of 64 bytes.
-    assert _part(plan, "two copies").host == 2 * 2 * 8_190_735_360
+    assert part_of(plan, "two copies").host == 2 * 2 * 8_190_735_360
     assert plan.note == "besides: vLLM takes 0.4 of each of its GPUs (rollout.vllm.memory_share)"
     assert not any(part.name.startswith(("engine's", "key-value", "layers on their way")) for part in plan.parts)
-    on_cpu = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
-    assert _part(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
-    assert _part(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
+    on_cpu = memory_plan_of(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert part_of(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
+    assert part_of(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
     config.rollout.vllm.replicas = 3
-    three = _plan(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
-    assert _part(three, "two copies").host == _part(on_cpu, "two copies").host
-    assert _part(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
-    assert _part(three, "vLLM's key-value cache").host == 3 * 2 * _GIB
-    assert _part(three, "vLLM's weights").lower.startswith("rollout.vllm.replicas, ")
+    three = memory_plan_of(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert part_of(three, "two copies").host == part_of(on_cpu, "two copies").host
+    assert part_of(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
+    assert part_of(three, "vLLM's key-value cache").host == 3 * 2 * _GIB
+    assert part_of(three, "vLLM's weights").lower.startswith("rollout.vllm.replicas, ")
 
 
 def test_a_reference_policy_is_counted():
     config = demo.get_config()
     config.algorithm.kl_coefficient = 0.1
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
-    plan = _plan(config, model, Machine("cpu", 1, None, None), (1, 1, 1), prompts=(20,))
-    assert _part(plan, "reference policy").host == 4 * num_params(model)
+    plan = memory_plan_of(config, model, Machine("cpu", 1, None, None), (1, 1, 1), prompts=(20,))
+    assert part_of(plan, "reference policy").host == 4 * num_params(model)
     assert plan.shortages() == []  # nobody knows what there is
 
 

@@ -21,7 +21,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, model_directory
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FETCH = "tests.models.fetch"

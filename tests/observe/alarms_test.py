@@ -10,7 +10,7 @@ import pytest
 
 from dcmdp_jax.lab.mismatch.statistics import measure
 from dcmdp_jax.observe.alarms import alarms
-from tests.lab.mismatch.sampled_columns import columns
+from tests.support.sampled_columns import columns
 
 _RECORDED = Path(__file__).parent / "clean_run_of_50_steps.jsonl"
 

@@ -8,7 +8,7 @@ import pytest
 from dcmdp_jax.observe import completions as module
 from dcmdp_jax.observe.completions import Completion, completions_data
 from dcmdp_jax.observe.html_page import render_page
-from tests.observe.browser_test import _CHROMIUM, look_at
+from tests.support.browser import CHROMIUM, look_at
 
 _HOSTILE = "</script><b>"
 
@@ -81,7 +81,7 @@ def test_two_thousand_completions_stay_below_5_mb_and_are_all_there():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_them_a_few_at_a_time(tmp_path, width):
     many = [_completion(tokens=("<i>", _HOSTILE, "x" * 300), step=n, prompt=_HOSTILE, reward=n % 2) for n in range(50)]

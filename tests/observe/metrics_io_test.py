@@ -21,8 +21,8 @@ from tensorboardX.proto import event_pb2
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
-from tests.our_log import our_log
-from tests.waiting import HANGS_S
+from tests.support.our_log import our_log
+from tests.support.waiting import HANGS_S
 
 
 def _lines(run_dir, name="metrics.jsonl"):

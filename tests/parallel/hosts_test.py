@@ -16,7 +16,7 @@ from dcmdp_jax.config.hosts import HostSettings, check_hosts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import hosts as hosts_module
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import meeting
 from dcmdp_jax.parallel.hosts import _find_out, join_hosts
 from dcmdp_jax.parallel.meeting import meet
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = socket.gethostname()

@@ -34,7 +34,7 @@ from dcmdp_jax.plan.collectives import KINDS, collectives
 from dcmdp_jax.plan.hlo import in_scope, parse
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
-from tests.our_log import our_log
+from tests.support.our_log import our_log
 
 # 2 key-value heads: fewer than the 8 devices of (1, 1, 8).
 CONFIG = ModelConfig("qwen3", 96, 32, 64, 2, 8, 2, 16, rope_theta=1e4, attention_bias=True, initializer_range=0.2)

@@ -16,7 +16,7 @@ from dcmdp_jax.models.params import init_params, logical_axes, num_params, param
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.plan.published import PUBLISHED, model_of
-from tests.our_log import our_log
+from tests.support.our_log import our_log
 
 # Of the model cards, and of transformers' own modules on the meta device.
 _PARAMETERS = {

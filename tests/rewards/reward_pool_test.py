@@ -18,7 +18,7 @@ from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_pool import Failure, Returned, RewardPool
 from tests.rewards import planted_rewards
 from tests.rewards.planted_worker import is_alive
-from tests.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S, wait_until
 
 _FILE = planted_rewards.__file__
 _ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 from dcmdp_jax.rewards.worker_pool import Outcome, Task, WorkerPool
 from dcmdp_jax.rewards.worker_process import MEMORY_LIMIT_BYTES
 from tests.rewards.planted_worker import PROGRAM, descendants, is_alive
-from tests.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,7 +194,7 @@ def test_workers_end_with_a_killed_trainer_even_while_they_hang(tmp_path) -> Non
 import os, signal, time
 from dcmdp_jax.rewards.worker_pool import Task, WorkerPool
 from tests.rewards.planted_worker import PROGRAM, descendants
-from tests.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S, wait_until
 pool = WorkerPool(PROGRAM, num_workers=2)
 pool.submit(Task(key=0, args=("hang", {str(file)!r}), cpu_s=0.5, wall_s=1000.0))
 pool.submit(Task(key=1, args=("echo", 1), cpu_s=0.5, wall_s=1000.0))

@@ -13,9 +13,9 @@ from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.observe.alarms import ALARMS, broken_completions
 from dcmdp_jax.training.stopping import AlarmWatch, TrainingStopped
-from tests.our_log import our_log
+from tests.support.our_log import our_log
+from tests.support.waiting import HANGS_S
 from tests.training.planted_alarms import FAULTS, STEPS
-from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.rows_test import CODE, SEARCH
 from tests.environments import planted_environments
 from tests.rewards import trl_examples
-from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S
+from tests.support.chat_rows import CODE, SEARCH
+from tests.support.run_invariants import contradictions
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EXAMPLES = trl_examples.__file__

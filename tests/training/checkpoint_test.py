@@ -30,8 +30,8 @@ from dcmdp_jax.training.checkpoint import (
 )
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.types import LossScale, TrainState
-from tests.our_log import our_log
-from tests.waiting import wait_until
+from tests.support.our_log import our_log
+from tests.support.waiting import wait_until
 
 _MODEL = ModelConfig(
     "qwen3", 24, 16, 32, 2, 2, 1, 8, rope_scaling=RopeScaling("linear", factor=2.0), max_position_embeddings=64

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.observe.metrics_io import read_metrics
-from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S
+from tests.support.run_invariants import contradictions
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,14 +21,27 @@ from dcmdp_jax.training.state import (
 )
 from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.types import LossScale
-from tests.training.matched_precision_test import LENGTH, PROMPT, _model, _rows
-from tests.training.step_test import ALGORITHM, LIMIT, MODEL, OPTIMIZER, TEMPERATURE, UPDATES, _batch, _params, _rollout
+from tests.support.step_runs import (
+    ALGORITHM,
+    LENGTH,
+    LIMIT,
+    MODEL,
+    OPTIMIZER,
+    PROMPT,
+    TEMPERATURE,
+    UPDATES,
+    make_model,
+    make_params,
+    make_rollout,
+    packed_batch,
+    unpacked_rows,
+)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
     """11 significant bits against 8: an eighth of the rounding."""
-    model = _model(tied)
+    model = make_model(tied)
     params = init_params(model, jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 31, (12, LENGTH)).astype(np.int32)
     apart = {}
@@ -38,7 +51,7 @@ def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
         scored = engine.score([row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=1.0)
         engine.close()
         row_logprobs = make_row_logprobs(model, Compute(dtype=dtype, one_segment=True), temperature=1.0, mesh=None)
-        train = jax.jit(row_logprobs)(params, _rows(ids))[0][:, PROMPT:]
+        train = jax.jit(row_logprobs)(params, unpacked_rows(ids))[0][:, PROMPT:]
         apart[dtype] = np.abs(np.exp(train) - np.exp(np.stack(scored))).mean()
     assert 0 < apart["float16"] < apart["bfloat16"] / 5
 
@@ -57,8 +70,8 @@ def _step(dtype):
 def _run(dtype, loss_scale=None, rollout=None, steps=1):
     scale = loss_scale or initial_loss_scale(dtype)
     transform = make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, updates=UPDATES))
-    state = new_state(jax.tree.map(jnp.copy, _params()), transform, initial_dual(ALGORITHM), scale)
-    batch = _batch(rollout or _rollout(), 2, None, tokens=64)
+    state = new_state(jax.tree.map(jnp.copy, make_params()), transform, initial_dual(ALGORITHM), scale)
+    batch = packed_batch(rollout or make_rollout(), 2, None, tokens=64)
     history = []
     for _ in range(steps):
         state, metrics = _step(dtype)(state, batch, None)
@@ -69,7 +82,7 @@ def _run(dtype, loss_scale=None, rollout=None, steps=1):
 def _moved(state):
     return np.concatenate([
         np.ravel(np.asarray(after) - np.asarray(before))
-        for after, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(_params()), strict=True)
+        for after, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(make_params()), strict=True)
     ])  # fmt: skip
 
 

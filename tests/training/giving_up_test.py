@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 

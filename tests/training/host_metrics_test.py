@@ -8,7 +8,7 @@ import pytest
 from dcmdp_jax.observe.metric_names import METRICS
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.training.batch_metrics import rollout_metrics
-from tests.engines.sampling import Rollout
+from tests.support.sampling import Rollout
 
 
 def test_each_kind_of_ungraded_answer_has_its_own_count() -> None:

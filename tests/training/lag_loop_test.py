@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,15 +14,14 @@ import pytest
 
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.errors import UserError
-from tests.run_invariants import contradictions
-from tests.training.loop_test import _finish, _records
-from tests.waiting import wait_until
+from tests.support.run_invariants import contradictions
+from tests.support.runs import ROOT, finish, read_digests, read_records, start
+from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 _ENGINE = "tests/training/overlapping_engine.py:ENGINE"
 _STEPS = 7
 _SETTINGS = (
-    "--config=configs/demo.py:debug", "--config.rollout.precision=float32", f"--config.rollout.engine={_ENGINE}",
+    "--config.rollout.precision=float32", f"--config.rollout.engine={_ENGINE}",
     f"--config.training.steps={_STEPS}", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=0",
     "--config.warmup.steps=0", "--config.checkpoint.keep_last=9", "--config.optimizer.learning_rate=1e-2",
     "--config.observe.rollouts_every_steps=3",
@@ -35,27 +31,19 @@ _SETTINGS = (
 
 
 def _start(environment, run_dir, *settings):
-    command = [sys.executable, "-m", "bin.train", *_SETTINGS, f"--config.run_dir={run_dir}", *settings]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def _digests(run_dir, step):
-    meta = json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())
-    return meta["digests"]
+    return start(environment, run_dir, *_SETTINGS, *settings)
 
 
 @pytest.fixture(scope="module")
 def whole(run_environment, tmp_path_factory):
     """An undisturbed run with lag 1."""
     run_dir = tmp_path_factory.mktemp("lagged") / "run"
-    _finish(_start(run_environment, run_dir, "--config.rollout.lag=1"))
+    finish(_start(run_environment, run_dir, "--config.rollout.lag=1"))
     return run_dir
 
 
 def test_each_step_trains_on_tokens_of_the_weights_before(whole):
-    records = _records(whole)
+    records = read_records(whole)
     assert [records[step]["rollout/staleness_max"] for step in range(1, _STEPS + 1)] == [0, *[1] * (_STEPS - 1)]
     assert all(records[s]["rollout/staleness_mean"] == records[s]["rollout/staleness_max"] for s in records if s)
     for step in range(1, _STEPS + 1):
@@ -72,7 +60,7 @@ def test_the_gap_can_be_added_from_the_recorded_tokens(whole):
     now, then, engine = (
         np.concatenate([row[f"{name}_logprobs"] for row in rows])[mask] for name in ("start", "train", "rollout")
     )
-    recorded = _records(whole)[4]
+    recorded = read_records(whole)[4]
     assert np.abs(now - then).mean() > 1e-4
     for name, values in {"staleness": now - then, "mismatch": then - engine, "gap": now - engine}.items():
         assert values.mean() == pytest.approx(recorded[f"{name}/log_ratio_mean"], abs=2e-6), name
@@ -83,8 +71,8 @@ def test_the_gap_can_be_added_from_the_recorded_tokens(whole):
 
 def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
     """Those before step 4, of whose weights the batch of step 5 is sampled: the digests are those of checkpoint 3."""
-    assert set(_digests(whole, 4)["behind"]) == {"3"} and "behind" not in _digests(whole, 0)
-    saved = {step: _digests(whole, step) for step in (2, 4, 6)}
+    assert set(read_digests(whole, 4)["behind"]) == {"3"} and "behind" not in read_digests(whole, 0)
+    saved = {step: read_digests(whole, step) for step in (2, 4, 6)}
     assert saved[4]["behind"]["3"] not in (saved[2]["params"], saved[4]["params"])
 
 
@@ -93,9 +81,9 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
     chance, done = random.Random(seed), 0
     process = _start(environment, run_dir, *settings)
     while done < kills:
-        seen = max(_records(run_dir), default=0)
+        seen = max(read_records(run_dir), default=0)
         wait_until(
-            lambda seen=seen, p=process: max(_records(run_dir), default=0) > seen or p.poll() is not None, "step"
+            lambda seen=seen, p=process: max(read_records(run_dir), default=0) > seen or p.poll() is not None, "step"
         )
         time.sleep(0.3 * chance.random())
         if process.poll() is not None:
@@ -107,7 +95,7 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
             process.communicate()
             process = _start(environment, run_dir, *settings)
         done += 1
-    _finish(process)
+    finish(process)
     return done
 
 
@@ -128,30 +116,30 @@ def _samplers_of(trainer):
 @pytest.mark.long
 def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, whole):
     assert _kill_and_resume(run_environment, tmp_path / "run", 3, 0, "--config.rollout.lag=1") == 3
-    assert _records(tmp_path / "run") == _records(whole)
-    assert _digests(tmp_path / "run", _STEPS) == _digests(whole, _STEPS)
+    assert read_records(tmp_path / "run") == read_records(whole)
+    assert read_digests(tmp_path / "run", _STEPS) == read_digests(whole, _STEPS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lag", [1, 2])
 def test_killed_twenty_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, lag):
     settings = f"--config.rollout.lag={lag}", "--config.training.steps=40"
-    _finish(_start(run_environment, tmp_path / "whole", *settings))
+    finish(_start(run_environment, tmp_path / "whole", *settings))
     assert _kill_and_resume(run_environment, tmp_path / "run", 20, lag, *settings) == 20
-    assert _records(tmp_path / "run") == _records(tmp_path / "whole")
-    assert _digests(tmp_path / "run", 40) == _digests(tmp_path / "whole", 40)
+    assert read_records(tmp_path / "run") == read_records(tmp_path / "whole")
+    assert read_digests(tmp_path / "run", 40) == read_digests(tmp_path / "whole", 40)
 
 
 @pytest.mark.long
 def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole):
     process = _start(run_environment, tmp_path / "run", "--config.rollout.lag=1")
-    wait_until(lambda: len(_records(tmp_path / "run")) >= 3 or process.poll() is not None, "three steps")
+    wait_until(lambda: len(read_records(tmp_path / "run")) >= 3 or process.poll() is not None, "three steps")
     process.send_signal(signal.SIGTERM)
-    output = _finish(process, code=143)
+    output = finish(process, code=143)
     assert "stopped by SIGTERM" in output and "Traceback" not in output
-    _finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1"))
-    assert _records(tmp_path / "run") == _records(whole)
-    assert _digests(tmp_path / "run", _STEPS) == _digests(whole, _STEPS)
+    finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1"))
+    assert read_records(tmp_path / "run") == read_records(whole)
+    assert read_digests(tmp_path / "run", _STEPS) == read_digests(whole, _STEPS)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +177,8 @@ _TIS, _PROXIMAL = "--config.algorithm.corrections=tis(high=2)", "--config.algori
 )
 def test_what_goes_with_a_lag(run_environment, tmp_path, settings):
     """Each ends with a record that contradicts nothing, of tokens one step old whose gap is the sum of its parts."""
-    _finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1", *settings))
-    records = _records(tmp_path / "run")
+    finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1", *settings))
+    records = read_records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []
     for step in range(1, _STEPS + 1):
         assert records[step]["rollout/staleness_max"] == min(1, step - 1)

@@ -17,13 +17,13 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.step import make_old_logprobs
-from tests.engines.sampling import Rollout
-from tests.training import step_test
+from tests.support import step_runs
+from tests.support.sampling import Rollout
 
 MODELS = {
-    "dense": step_test.MODEL,
+    "dense": step_runs.MODEL,
     "moe": dataclasses.replace(
-        step_test.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        step_runs.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
 }
 OLDER, NOW = 1, 2  # seeds of two versions' parameters
@@ -81,7 +81,7 @@ def _logprobs(params: Any, model: ModelConfig, ids: np.ndarray) -> np.ndarray:
         h, mlp = _normed(x, layer["mlp_norm"]["scale"], epsilon), layer["mlp"]
         kernels = [mlp[name]["kernel"] for name in ("gate", "up", "down")] if "gate" in mlp else None
         x = x + (_mlp(h, *kernels) if kernels else _experts(h, mlp, model))
-    logits = _normed(x, params["norm"]["scale"], epsilon) @ params["embedding"].T / step_test.TEMPERATURE
+    logits = _normed(x, params["norm"]["scale"], epsilon) @ params["embedding"].T / step_runs.TEMPERATURE
     logits = logits - logits.max(-1, keepdims=True)
     table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return table[np.arange(len(ids) - 1), ids[1:]]
@@ -95,28 +95,28 @@ def _by_hand(params: Any, model: ModelConfig, rollout: Rollout) -> np.ndarray:
 
 def _sampled(values: np.ndarray) -> tuple[Rollout, np.ndarray]:
     """The tests' rollout whose engine says `values`, one after the other."""
-    rollout, rewards = step_test._rollout()
+    rollout, rewards = step_runs.make_rollout()
     ends = np.cumsum([len(ids) for ids in rollout.completion_ids])[:-1]
     return dataclasses.replace(rollout, rollout_logprobs=np.split(values.astype(np.float32), ends)), rewards
 
 
 @functools.cache
 def _old_program(model: ModelConfig, compute: Compute, mesh: Any) -> Any:
-    row_logprobs = make_row_logprobs(model, compute, temperature=step_test.TEMPERATURE, mesh=mesh)
+    row_logprobs = make_row_logprobs(model, compute, temperature=step_runs.TEMPERATURE, mesh=mesh)
     return make_old_logprobs(row_logprobs, mesh=mesh)
 
 
 def _lagged_step(
     model: ModelConfig, sampled: tuple[Rollout, np.ndarray], *, mini_batches: int = 2, mesh: Any = None,
-    settings: AlgorithmSettings = step_test.ALGORITHM, older: int = OLDER,
+    settings: AlgorithmSettings = step_runs.ALGORITHM, older: int = OLDER,
 ) -> tuple[Any, dict[str, np.ndarray]]:  # fmt: skip
     """One step of the policy `NOW` on a batch of the policy `older`."""
     # A chunk of its own for each model: programs are cached by their settings, which the model is not among.
     compute = Compute(one_segment=True, logprob_chunk=12 if model.num_experts else 11)
-    batch = step_test._batch(sampled, mini_batches, mesh, tokens=64)
-    batch = _old_program(model, compute, mesh)(step_test._params(older), batch)
-    create, step, _ = step_test._programs(settings, mini_batches, mesh, compute, False)
-    state, metrics = step(create(jax.tree.map(jnp.copy, step_test._params(NOW))), batch, None)
+    batch = step_runs.packed_batch(sampled, mini_batches, mesh, tokens=64)
+    batch = _old_program(model, compute, mesh)(step_runs.make_params(older), batch)
+    create, step, _ = step_runs.programs(settings, mini_batches, mesh, compute, False)
+    state, metrics = step(create(jax.tree.map(jnp.copy, step_runs.make_params(NOW))), batch, None)
     return state, {name: np.asarray(value) for name, value in metrics.items()}
 
 
@@ -134,10 +134,10 @@ def test_both_parts_are_those_computed_by_hand(
 ) -> None:
     """log p_now - log p^Inf = staleness + mismatch, token by token; the discrepancy is that of the older weights."""
     model = MODELS[kind]
-    monkeypatch.setattr(step_test, "MODEL", model)
+    monkeypatch.setattr(step_runs, "MODEL", model)
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:2])
-    rollout, _ = step_test._rollout()
-    then, now = (_by_hand(step_test._params(seed), model, rollout) for seed in (OLDER, NOW))
+    rollout, _ = step_runs.make_rollout()
+    then, now = (_by_hand(step_runs.make_params(seed), model, rollout) for seed in (OLDER, NOW))
     engine = then + np.random.default_rng(3).normal(0, 0.05, len(then))
     state, metrics = _lagged_step(model, _sampled(engine), mesh=mesh)
     engine = engine.astype(np.float32).astype(np.float64)
@@ -147,10 +147,10 @@ def test_both_parts_are_those_computed_by_hand(
         assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), name
     # The policies are far apart and the engine is near the older one.
     assert metrics["staleness/log_ratio_abs_mean"] > 20 * metrics["mismatch/log_ratio_abs_mean"]
-    assert (step_test.ALGORITHM.measure, step_test.ALGORITHM.sided) == (MEASURE, SIDED)
+    assert (step_runs.ALGORITHM.measure, step_runs.ALGORITHM.sided) == (MEASURE, SIDED)
     delta = np.abs(np.exp(then) - np.exp(engine))
     assert float(metrics["discrepancy/mean"]) == pytest.approx(delta.mean(), rel=1e-4)
-    moved = 0.4 + step_test.ALGORITHM.dual_learning_rate * (delta.mean() - step_test.ALGORITHM.tolerance)
+    moved = 0.4 + step_runs.ALGORITHM.dual_learning_rate * (delta.mean() - step_runs.ALGORITHM.tolerance)
     assert float(state.dual.multiplier) == pytest.approx(moved, rel=1e-4)
     # The ratio starts where the sampling policy was, not where the step did.
     assert float(metrics["policy/ratio_max"]) > 1.5
@@ -159,12 +159,12 @@ def test_both_parts_are_those_computed_by_hand(
 @pytest.mark.parametrize("denominator", ["bypass", "rollout"])
 def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denominator: str) -> None:
     """Four updates move the policy far; "now" is the policy before the first of them for the tokens of all four."""
-    rollout, _ = step_test._rollout()
-    then, now = (_by_hand(step_test._params(seed), step_test.MODEL, rollout) for seed in (OLDER, NOW))
+    rollout, _ = step_runs.make_rollout()
+    then, now = (_by_hand(step_runs.make_params(seed), step_runs.MODEL, rollout) for seed in (OLDER, NOW))
     engine = (then + np.random.default_rng(3).normal(0, 0.05, len(then))).astype(np.float32)
-    settings = dataclasses.replace(step_test.ALGORITHM, ratio_denominator=denominator)
-    state, metrics = _lagged_step(step_test.MODEL, _sampled(engine), mini_batches=4, settings=settings)
-    after = _by_hand(jax.tree.map(np.asarray, state.params), step_test.MODEL, rollout)
+    settings = dataclasses.replace(step_runs.ALGORITHM, ratio_denominator=denominator)
+    state, metrics = _lagged_step(step_runs.MODEL, _sampled(engine), mini_batches=4, settings=settings)
+    after = _by_hand(jax.tree.map(np.asarray, state.params), step_runs.MODEL, rollout)
     assert np.abs(after - now).mean() > 0.05
     for name, values in {"staleness": now - then, "gap": now - engine}.items():
         found = [float(metrics[f"{name}/log_ratio_{each}"]) for each in ("mean", "abs_mean", "max")]
@@ -174,28 +174,28 @@ def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denomi
 
 def test_lambda_stays_where_only_the_policy_moved() -> None:
     """The engine agrees with the older weights to the last bit: no discrepancy, and lambda falls by eta c alone."""
-    rollout, rewards = step_test._rollout()
+    rollout, rewards = step_runs.make_rollout()
     compute = Compute(one_segment=True, logprob_chunk=11)
-    batch = step_test._batch((rollout, rewards), 2, None, tokens=64)
-    old = _old_program(step_test.MODEL, compute, None)(step_test._params(OLDER), batch)
+    batch = step_runs.packed_batch((rollout, rewards), 2, None, tokens=64)
+    old = _old_program(step_runs.MODEL, compute, None)(step_runs.make_params(OLDER), batch)
     same = old._replace(
         rows=tuple(rows.with_columns(rollout_logprobs=rows.columns["old_logprobs"]) for rows in old.rows)
     )
-    create, step, _ = step_test._programs(step_test.ALGORITHM, 2, None, compute, False)
-    state, metrics = step(create(jax.tree.map(jnp.copy, step_test._params(NOW))), same, None)
+    create, step, _ = step_runs.programs(step_runs.ALGORITHM, 2, None, compute, False)
+    state, metrics = step(create(jax.tree.map(jnp.copy, step_runs.make_params(NOW))), same, None)
     assert float(metrics["discrepancy/max"]) == 0 and float(metrics["mismatch/log_ratio_max"]) == 0
     assert float(metrics["staleness/log_ratio_abs_mean"]) > 1
-    rate = step_test.ALGORITHM.dual_learning_rate
-    assert float(state.dual.multiplier) == pytest.approx(0.4 - rate * step_test.ALGORITHM.tolerance, rel=1e-6)
+    rate = step_runs.ALGORITHM.dual_learning_rate
+    assert float(state.dual.multiplier) == pytest.approx(0.4 - rate * step_runs.ALGORITHM.tolerance, rel=1e-6)
 
 
 def test_the_decoupled_objective_weighs_by_what_the_policy_moved() -> None:
     """AReaL's form in one update: -(pi_prox / pi_old) A on every token, whose clipped ratio is 1 and has its slope."""
-    rollout, _ = step_test._rollout()
-    then, now = (_by_hand(step_test._params(seed), step_test.MODEL, rollout) for seed in (OLDER, NOW))
-    settings = dataclasses.replace(step_test.ALGORITHM, method="grpo", ratio_denominator="proximal")
+    rollout, _ = step_runs.make_rollout()
+    then, now = (_by_hand(step_runs.make_params(seed), step_runs.MODEL, rollout) for seed in (OLDER, NOW))
+    settings = dataclasses.replace(step_runs.ALGORITHM, method="grpo", ratio_denominator="proximal")
     sampled = _sampled(then)
-    _, metrics = _lagged_step(step_test.MODEL, sampled, mini_batches=1, settings=settings)
+    _, metrics = _lagged_step(step_runs.MODEL, sampled, mini_batches=1, settings=settings)
     rewards, lengths = sampled[1].astype(np.float64), [len(ids) for ids in rollout.completion_ids]
     groups = [rewards[rollout.group_ids == g] for g in rollout.group_ids]
     advantages = [

@@ -18,7 +18,7 @@ from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import batch_shardings
-from tests.training.step_test import MODEL, _params
+from tests.support.step_runs import MODEL, make_params
 
 CAP, COUNT = 24, 12
 
@@ -80,7 +80,7 @@ def _reference():
     """One completion in each row of one length, on one device."""
     plan = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1)
     gradient = _gradient(plan, None)
-    return {seed: jax.device_get(gradient(_params(), *_inputs(seed, plan, None))) for seed in range(10)}
+    return {seed: jax.device_get(gradient(make_params(), *_inputs(seed, plan, None))) for seed in range(10)}
 
 
 _PLANS = {
@@ -110,7 +110,7 @@ def test_any_layout_gives_the_same_gradient(shape, name):
     for seed, expected in _reference().items():
         batch, weights = _inputs(seed, plan, mesh)
         used.add(tuple(np.asarray(batch.micro_batches)[0].tolist()))
-        found = jax.device_get(gradient(_params(), batch, weights))
+        found = jax.device_get(gradient(make_params(), batch, weights))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
     # Several layouts, of which some leave a shape empty, and one program for all of them.
@@ -125,9 +125,10 @@ def test_a_mesh_rounds_by_the_largest_entry_of_all_devices(products):
     scheme, mesh = Scheme(products=products, cache="fp8"), make_mesh(1, 2, 2, devices=jax.devices()[:4])
     plan = make_row_shapes(longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh), **_PLANS["one"])
     found, expected = (
-        jax.device_get(_gradient(plan, where, scheme)(_params(), *_inputs(0, plan, where))) for where in (mesh, None)
+        jax.device_get(_gradient(plan, where, scheme)(make_params(), *_inputs(0, plan, where)))
+        for where in (mesh, None)
     )
-    plain = jax.device_get(_gradient(plan, None)(_params(), *_inputs(0, plan, None)))
+    plain = jax.device_get(_gradient(plan, None)(make_params(), *_inputs(0, plan, None)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
     apart = [

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S, wait_until
+from tests.support.run_invariants import contradictions
+from tests.support.runs import ROOT, finish, read_digests, read_metadata, read_records, start
+from tests.support.waiting import HANGS_S, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 
 
@@ -47,50 +47,14 @@ cli.run_main(train.main)
 """
 
 
-def _start(run_environment, run_dir, *overrides, config="configs/demo.py:debug", program=("-m", "bin.train")):
-    command = [sys.executable, *program, f"--config={config}", f"--config.run_dir={run_dir}", *overrides]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=run_environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def _finish(process, code=0):
-    output, _ = process.communicate(timeout=HANGS_S)
-    assert process.returncode == code, output
-    return output
-
-
-def _records(run_dir):
-    """Metrics by step without what depends on the clock."""
-    merged = {}
-    path = Path(run_dir) / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # torn by a kill
-        kept = {k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))}
-        merged.setdefault(record["step"], {}).update(kept)
-    return merged
-
-
 def _wait_for_checkpoint(run_dir, step, process):
     checkpoint = Path(run_dir) / "checkpoints" / str(step)
     wait_until(lambda: checkpoint.is_dir() or process.poll() is not None, f"checkpoint {step}")
     assert checkpoint.is_dir(), process.communicate()[0]
 
 
-def _meta(run_dir, step):
-    return json.loads((Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata").read_text())
-
-
-def _digests(run_dir, step):
-    return _meta(run_dir, step)["digests"]
-
-
 def _prompts_taken(run_dir, step):
-    return _meta(run_dir, step)["prompts_taken"]
+    return read_metadata(run_dir, step)["prompts_taken"]
 
 
 def _scores(run_dir):
@@ -113,7 +77,7 @@ _EVALUATED = (
 def whole(run_environment, tmp_path_factory):
     """An undisturbed run, the versions that its engine got, and the pushes to one that still had weights."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    output = _finish(_start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
+    output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
     pushes = [line for line in output.splitlines() if line.startswith("pushed ")]
     return run_dir, [int(line.split()[1]) for line in pushes], sum("beside" in line for line in pushes)
 
@@ -134,7 +98,7 @@ def test_a_whole_run_records_nothing_that_contradicts_itself(whole):
 
 
 def test_every_evaluated_policy_has_its_score_beside_it(whole):
-    records = _records(whole[0])
+    records = read_records(whole[0])
     assert _scores(whole[0]) == {step: records[step]["eval/arithmetic/avg@2"] for step in range(7)}
 
 
@@ -144,15 +108,15 @@ def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_p
     run_dir = tmp_path / "run"
     # In training; then in the resumed run's first evaluation, which comes after step 3.
     for where, step in (("step 2", 2), ("evaluation 1", 3)):
-        output = _finish(_start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143)
+        output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143)
         assert f"stopped by SIGTERM after step {step}, saved; the same command resumes" in output
-        records = _records(run_dir)
+        records = read_records(run_dir)
         assert sorted(records) == list(range(step + 1))
         assert ("eval/arithmetic/avg@2" in records[step]) == where.startswith("step")
         assert (_scores(run_dir)[step] is not None) == where.startswith("step")
-    _finish(_start(run_environment, run_dir, *_EVALUATED))
-    assert _records(run_dir) == _records(whole[0])
-    assert _digests(run_dir, 6) == _digests(whole[0], 6)
+    finish(start(run_environment, run_dir, *_EVALUATED))
+    assert read_records(run_dir) == read_records(whole[0])
+    assert read_digests(run_dir, 6) == read_digests(whole[0], 6)
     assert _scores(run_dir) == _scores(whole[0])
 
 
@@ -169,8 +133,8 @@ _SPOILT = (
 
 @pytest.mark.long
 def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
-    _finish(_start(run_environment, tmp_path / "run", *_SPOILT))
-    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(_records(tmp_path / "run").items())]
+    finish(start(run_environment, tmp_path / "run", *_SPOILT))
+    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(read_records(tmp_path / "run").items())]
     assert scores[0] > 0.5 > max(scores[1:])
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
@@ -178,10 +142,10 @@ def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
 @pytest.mark.long
 def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environment, tmp_path):
     program = ("-c", _PROGRAM, "evaluation 1")
-    _finish(_start(run_environment, tmp_path / "run", *_SPOILT, program=program), code=143)
+    finish(start(run_environment, tmp_path / "run", *_SPOILT, program=program), code=143)
     assert _scores(tmp_path / "run") == {0: None}
-    _finish(_start(run_environment, tmp_path / "run", *_SPOILT))
-    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(_records(tmp_path / "run").items())]
+    finish(start(run_environment, tmp_path / "run", *_SPOILT))
+    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(read_records(tmp_path / "run").items())]
     assert scores[0] > 0.5 > max(scores[1:])
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
@@ -189,21 +153,21 @@ def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environm
 def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environment, tmp_path, whole):
     settings = _EVALUATED
     broken = tmp_path / "broken"
-    process = _start(run_environment, broken, *settings)
+    process = start(run_environment, broken, *settings)
     _wait_for_checkpoint(broken, 2, process)
     process.kill()
     process.communicate()
     # Then a polite stop, which saves whatever step it is at.
-    process = _start(run_environment, broken, *settings)
+    process = start(run_environment, broken, *settings)
     _wait_for_checkpoint(broken, 4, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode in (0, 143), output  # 0: the last step was quicker than the signal
     assert "resuming" in output
-    _finish(_start(run_environment, broken, *settings))
+    finish(start(run_environment, broken, *settings))
 
-    assert _digests(broken, 6) == _digests(whole[0], 6)
-    undisturbed, resumed = _records(whole[0]), _records(broken)
+    assert read_digests(broken, 6) == read_digests(whole[0], 6)
+    undisturbed, resumed = read_records(whole[0]), read_records(broken)
     assert sorted(undisturbed) == list(range(7))
     assert all("eval/arithmetic/avg@2" in record for record in undisturbed.values())
     # Every evaluated policy is kept until the newer ones push it out, whatever checkpoint.every_steps is.
@@ -215,31 +179,29 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environ
 @pytest.mark.long
 def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     # At another temperature than the run below, which keeps its step 0 as well.
-    process = _start(
+    process = start(
         run_environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0",
         "--config.rollout.temperature=0.5", "--config.checkpoint.keep_last=9",
     )  # fmt: skip
-    wait_until(lambda: len(_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps")
+    wait_until(lambda: len(read_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps")
     assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGTERM)
-    output = _finish(process, code=143)
+    output = finish(process, code=143)
     assert "stopped by SIGTERM" in output and "Traceback" not in output
-    last = max(_records(tmp_path / "run"))
+    last = max(read_records(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
 
-    _finish(
-        _start(run_environment, tmp_path / "other", "--config.training.steps=1", "--config.evaluation.every_steps=0")
-    )
+    finish(start(run_environment, tmp_path / "other", "--config.training.steps=1", "--config.evaluation.every_steps=0"))
     # The warm-up knows nothing of the sampling temperature.
-    assert _digests(tmp_path / "run", 0)["params"] == _digests(tmp_path / "other", 0)["params"]
+    assert read_digests(tmp_path / "run", 0)["params"] == read_digests(tmp_path / "other", 0)["params"]
 
 
 @pytest.mark.long
 def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_path):
     # XLA's newer code generator of fusions, as in all runs but the tests: the older one's last bits differ here.
     environment = run_environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    _finish(_start(environment, tmp_path / "run", "--config.rollout.precision=exact", "--config.training.steps=3"))
-    records = _records(tmp_path / "run")
+    finish(start(environment, tmp_path / "run", "--config.rollout.precision=exact", "--config.training.steps=3"))
+    records = read_records(tmp_path / "run")
     for step in (1, 2, 3):
         assert records[step]["discrepancy/max"] == 0.0
         assert records[step]["discrepancy/mean"] == 0.0
@@ -253,7 +215,7 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_pat
 def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, tmp_path):
     broken = "import jax\nfrom dcmdp_jax.training import batches\nbatches.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
     program = ("-c", f"{broken}from dcmdp_jax.commands import cli, train\ncli.run_main(train.main)")
-    output = _finish(_start(run_environment, tmp_path / "run", program=program), code=1)
+    output = finish(start(run_environment, tmp_path / "run", program=program), code=1)
     log = tmp_path / "run" / "error.log"
     assert output.splitlines()[-1].endswith(f"(unexpected; traceback: {log})") and "Traceback" not in output
     assert log.read_text().count("Traceback (most recent call last)") == 1 and "in _pack" in log.read_text()
@@ -269,8 +231,8 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
         # A policy that knows little gets it right now and then: some groups of four differ, others do not.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
     )  # fmt: skip
-    _finish(_start(run_environment, tmp_path / "run", *settings))
-    records = _records(tmp_path / "run")
+    finish(start(run_environment, tmp_path / "run", *settings))
+    records = read_records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []
     assert max(record["rollout/refill_rounds"] for record in records.values()) in (1, 2)
     # The batch has groups that differ, and some of them are from a later round.
@@ -280,13 +242,13 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
     assert _prompts_taken(tmp_path / "run", 4) == taken[-1] > 4 * 4
 
     broken = tmp_path / "broken"
-    process = _start(run_environment, broken, *settings)
+    process = start(run_environment, broken, *settings)
     _wait_for_checkpoint(broken, 2, process)
     process.kill()
     process.communicate()
-    _finish(_start(run_environment, broken, *settings))
-    assert _records(broken) == records
-    assert _digests(broken, 4) == _digests(tmp_path / "run", 4)
+    finish(start(run_environment, broken, *settings))
+    assert read_records(broken) == records
+    assert read_digests(broken, 4) == read_digests(tmp_path / "run", 4)
 
 
 @pytest.mark.long
@@ -328,13 +290,13 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
         "--config.checkpoint.every_steps=4",
         "--config.observe.samples_every_steps=1",
     ]
-    process = _start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local")
+    process = start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local")
     _wait_for_checkpoint(run_dir, 4, process)
     process.kill()
     process.communicate()
-    output = _finish(_start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local"))
+    output = finish(start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local"))
     assert "resuming" in output
-    assert sorted(_records(run_dir)) == list(range(1, 11))
+    assert sorted(read_records(run_dir)) == list(range(1, 11))
 
     # The prompts are rows of the file, the answers theirs.
     rows = {}

@@ -12,7 +12,7 @@ from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.training.model_checks import check_forward
-from tests.memory.parts_test import QWEN3_8B, _part, _plan
+from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 
 QWEN2 = ModelConfig("qwen2", 31, 64, 96, 2, 2, 1, 32, attention_bias=True)
 EXPERTS = ModelConfig(
@@ -68,10 +68,11 @@ def test_rounded_weights_are_counted_by_hand():
     """Layers: 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), output 151936 x 4096; float32, over eight devices."""
     config = qwen3_8b.get_config("local")
     config.rollout.precision = config.model.forward_precision = "fp8"
-    plan = _plan(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))
+    plan = memory_plan_of(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))
     assert (
-        _part(plan, "rounded factors").each == 4 * (36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 151936 * 4096) // 8
+        part_of(plan, "rounded factors").each
+        == 4 * (36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 151936 * 4096) // 8
     )
     config.rollout.precision, config.model.forward_precision = "bfloat16", "full"
-    plan = _plan(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))
+    plan = memory_plan_of(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))
     assert not [part for part in plan.parts if part.name.startswith("rounded")]

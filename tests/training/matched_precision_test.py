@@ -12,28 +12,14 @@ import pytest
 
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models import decoder, quantize
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.scheme import FULL, Scheme, weights_alone
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
-from dcmdp_jax.types import Rows
-from tests.waiting import HANGS_S
+from tests.support.step_runs import LENGTH, PROMPT, make_model, unpacked_rows
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT, LENGTH = 5, 24
-
-
-def _model(tied):
-    return ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=tied, initializer_range=0.3)
-
-
-def _rows(ids):
-    shape, positions = ids.shape, np.arange(ids.shape[1], dtype=np.int32)
-    mask = np.broadcast_to(positions >= PROMPT, shape)
-    index = np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
-    rows = Rows(ids, np.broadcast_to(positions, shape), np.ones(shape, np.int32), mask, index, {})
-    return jax.tree.map(jnp.asarray, rows)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +27,7 @@ def _rows(ids):
     [("int8", "auto", True), ("int4", "auto", False), ("fp8", "auto", False), ("fp8", "fp8", True)],
 )
 def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, cache, tied):
-    model = _model(tied)
+    model = make_model(tied)
     params = init_params(model, jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 31, (6, LENGTH)).astype(np.int32)
     engine = LocalEngine(
@@ -54,7 +40,7 @@ def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, cache
     matched = weights_alone(precision, "full" if cache == "auto" else cache)
     for forward, scheme in (("full", FULL), (precision, matched)):
         row_logprobs = make_row_logprobs(model, Compute(one_segment=True), temperature=0.8, mesh=None, scheme=scheme)
-        found = jax.jit(row_logprobs)(params, _rows(ids))[0][:, PROMPT:]
+        found = jax.jit(row_logprobs)(params, unpacked_rows(ids))[0][:, PROMPT:]
         apart[forward] = np.abs(np.exp(found) - np.exp(np.stack(scored))).mean()
     assert apart["full"] > 5e-4
     assert apart[precision] < 1e-6
@@ -62,9 +48,9 @@ def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, cache
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
-    model = _model(tied)
+    model = make_model(tied)
     params = init_params(model, jax.random.key(1))
-    rows = _rows(np.random.default_rng(1).integers(0, 31, (3, LENGTH)).astype(np.int32))
+    rows = unpacked_rows(np.random.default_rng(1).integers(0, 31, (3, LENGTH)).astype(np.int32))
     options = {"temperature": 1.0, "mesh": None}
 
     def loss(row_logprobs):
@@ -74,7 +60,7 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
         params
     )
     # As an untied model, whose output matrix has values, and a gradient, of its own.
-    untied = _model(False)
+    untied = make_model(False)
     output = params["output"] if "output" in params else params["embedding"].T
     leaves = quantized_leaves(untied)["layers"]
     rounded = params | {
@@ -95,9 +81,9 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
 
 
 def test_float32_head_multiplies_by_the_full_output_matrix():
-    model, compute = _model(True), Compute(dtype="bfloat16", one_segment=True)
+    model, compute = make_model(True), Compute(dtype="bfloat16", one_segment=True)
     params = init_params(model, jax.random.key(2))
-    rows = _rows(np.random.default_rng(2).integers(0, 31, (3, LENGTH)).astype(np.int32))
+    rows = unpacked_rows(np.random.default_rng(2).integers(0, 31, (3, LENGTH)).astype(np.int32))
     hidden = jax.jit(lambda p: decoder.hidden_states(p, model, *rows[:3], compute))(params)
     logits = np.asarray(hidden, np.float64)[:, :-1] @ np.asarray(params["embedding"], np.float64).T
     exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S
+from tests.support.run_invariants import contradictions
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 # One update a step: after another one the trainer would route some tokens elsewhere.

@@ -16,18 +16,18 @@ import pytest
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
-from tests.engines.sampling import Rollout
-from tests.training import step_test
+from tests.support import step_runs
+from tests.support.sampling import Rollout
 
 EXPERTS = dataclasses.replace(
-    step_test.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    step_runs.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
 )
-BALANCED = dataclasses.replace(step_test.ALGORITHM, router_aux_loss=0.3)
+BALANCED = dataclasses.replace(step_runs.ALGORITHM, router_aux_loss=0.3)
 
 
 @pytest.fixture(autouse=True)
 def _experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_test, "MODEL", EXPERTS)
+    monkeypatch.setattr(step_runs, "MODEL", EXPERTS)
 
 
 def _compute(packed: bool = False) -> Compute:
@@ -37,7 +37,7 @@ def _compute(packed: bool = False) -> Compute:
 
 def _replaying(choice: str = "random") -> tuple[Rollout, np.ndarray]:
     """The tests' rollout with experts to replay, drawn at random; the members of a group agree about its prompt."""
-    rollout, rewards = step_test._rollout()
+    rollout, rewards = step_runs.make_rollout()
     routed = []
     for row, (prompt, completion) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
         seeds = (int(rollout.group_ids[row]), 100 + row)
@@ -58,16 +58,16 @@ def test_experts_on_several_devices_equal_one(shape: tuple[int, ...]) -> None:
     options = {
         "mini_batches": 1, "steps": 2, "compute": _compute(), "settings": BALANCED, "rollout": _replaying(),
     }  # fmt: skip
-    expected, one, _ = step_test._run(**options)
+    expected, one, _ = step_runs.run_steps(**options)
     devices = jax.devices()[: int(np.prod(shape))]
-    state, several, step = step_test._run(**options, mesh=make_mesh(*shape, devices=devices))
-    step_test._close(state.params, expected.params, 1e-5)
+    state, several, step = step_runs.run_steps(**options, mesh=make_mesh(*shape, devices=devices))
+    step_runs.close(state.params, expected.params, 1e-5)
     for metrics, wanted in zip(several, one, strict=True):
-        step_test._same_metrics(metrics, wanted)
+        step_runs.same_metrics(metrics, wanted)
     # Never a second program. Seen once as 0 in a full run of the tests: JAX had dropped the entry.
     assert step._cache_size() <= 1
     router = expected.params["layers"]["mlp"]["router"]["kernel"]
-    assert np.abs(router - step_test._params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
+    assert np.abs(router - step_runs.make_params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
 
 
 def _moe(metrics: dict[str, Any]) -> dict[str, float]:
@@ -77,27 +77,27 @@ def _moe(metrics: dict[str, Any]) -> dict[str, float]:
 def test_load_and_balancing_are_the_same_in_every_layout() -> None:
     """One micro-batch or several, one completion in a row or several: positions that predict a completion count."""
     options = {"mini_batches": 1, "settings": BALANCED, "rollout": _replaying()}
-    state, [want], _ = step_test._run(**options, compute=_compute(), tokens=10_000)
+    state, [want], _ = step_runs.run_steps(**options, compute=_compute(), tokens=10_000)
     assert len(_moe(want)) == 6 and 1 < want["moe/load_max_over_mean"] < 4 and 0 < want["moe/routing_agreement"] < 1
     packed = {"row_lengths": (48,), "segments": 4, "compute": _compute(packed=True)}
     for layout in ({"tokens": 32, "compute": _compute()}, packed):
-        other, [have], _ = step_test._run(**options, **layout)
+        other, [have], _ = step_runs.run_steps(**options, **layout)
         assert _moe(have) == pytest.approx(_moe(want), rel=1e-4)
-        step_test._close(other.params, state.params, 1e-5)
+        step_runs.close(other.params, state.params, 1e-5)
 
 
 def test_balancing_loss_has_its_weight() -> None:
     """All rewards alike leave no policy gradient: what is left is the gradient of E sum f P over the mini-batch."""
-    rollout, rewards = step_test._rollout()
+    rollout, rewards = step_runs.make_rollout()
     settings = dataclasses.replace(BALANCED, method="grpo")
-    _, [metrics], _ = step_test._run(
+    _, [metrics], _ = step_runs.run_steps(
         mini_batches=1, tokens=32, settings=settings, compute=_compute(), rollout=(rollout, np.ones_like(rewards))
     )
-    value, gradient = _balance(step_test._params(), tuple(range(len(rewards))))
+    value, gradient = _balance(step_runs.make_params(), tuple(range(len(rewards))))
     assert float(metrics["moe/balance_loss"]) == pytest.approx(float(value), rel=1e-5) and value > 2
     assert float(metrics["policy/loss"]) == pytest.approx(0.3 * float(value), rel=1e-5)
     assert float(metrics["optimizer/grad_norm"]) == pytest.approx(0.3 * float(optax.tree.norm(gradient)), rel=1e-4)
-    _, [without], _ = step_test._run(
+    _, [without], _ = step_runs.run_steps(
         mini_batches=1, settings=dataclasses.replace(settings, router_aux_loss=0.0), compute=_compute(),
         rollout=(rollout, np.ones_like(rewards)),
     )  # fmt: skip
@@ -106,7 +106,7 @@ def test_balancing_loss_has_its_weight() -> None:
 
 def _balance(params: Any, members: tuple[int, ...]) -> tuple[float, Any]:
     """E sum f P over the completions of a mini-batch, and its gradient."""
-    ids, spans = step_test._padded(step_test._rollout()[0])
+    ids, spans = step_runs.padded(step_runs.make_rollout()[0])
     ids, spans = ids[list(members)], [spans[i] for i in members]
     counted = np.zeros(ids.shape, bool)
     for row, (start, stop) in enumerate(spans):
@@ -123,8 +123,8 @@ def _balance(params: Any, members: tuple[int, ...]) -> tuple[float, Any]:
     return float(value), jax.tree.map(np.asarray, gradient)
 
 
-_EVERY = list(itertools.product(("seq_mean_token_mean", "token_mean"), (step_test.MAX_APART, 1e-6), ("kept", "all")))
-_SHORT = ("token_mean", step_test.MAX_APART, "kept")
+_EVERY = list(itertools.product(("seq_mean_token_mean", "token_mean"), (step_runs.MAX_APART, 1e-6), ("kept", "all")))
+_SHORT = ("token_mean", step_runs.MAX_APART, "kept")
 
 
 @pytest.mark.parametrize(
@@ -138,34 +138,36 @@ def test_balancing_loss_weighs_the_same_whatever_corrections_drop(
         BALANCED, corrections=f"tis(high=2),token_k1(high={limit})", correction_denominator=denominator,
         aggregation=aggregation,
     )  # fmt: skip
-    rollout, rewards = step_test._rollout()
-    expected, terms, norm, _, _ = step_test._algorithm_one(
-        settings, 2, step_test._params(), rollout, rewards, 0.4, corrected=limit, router=_balance
+    rollout, rewards = step_runs.make_rollout()
+    expected, terms, norm, _, _ = step_runs.algorithm_one(
+        settings, 2, step_runs.make_params(), rollout, rewards, 0.4, corrected=limit, router=_balance
     )
-    state, [metrics], _ = step_test._run(settings=settings, compute=_compute(), rollout=(rollout, rewards), tokens=32)
-    step_test._close(state.params, expected)
-    step_test._same_loss(metrics, terms)
+    state, [metrics], _ = step_runs.run_steps(
+        settings=settings, compute=_compute(), rollout=(rollout, rewards), tokens=32
+    )
+    step_runs.close(state.params, expected)
+    step_runs.same_loss(metrics, terms)
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-5)
     assert (terms.surrogate == 0) == (limit < 1) and terms.router > 2
 
 
 def test_tokens_without_experts_to_replay_use_the_routers_own() -> None:
     options = {"mini_batches": 2, "compute": _compute()}
-    plain, [want], _ = step_test._run(**options)
-    state, [have], _ = step_test._run(**options, rollout=_replaying("none"))
+    plain, [want], _ = step_runs.run_steps(**options)
+    state, [have], _ = step_runs.run_steps(**options, rollout=_replaying("none"))
     assert float(have.pop("moe/routing_agreement")) == 1.0
-    step_test._same_metrics(have, want)
-    step_test._close(state.params, plain.params, 1e-6)
+    step_runs.same_metrics(have, want)
+    step_runs.close(state.params, plain.params, 1e-6)
 
 
 @pytest.mark.long
 def test_the_reference_policy_routes_by_itself() -> None:
     """Its KL to the policy of the first step is 0 with replay off; replay changes the policy's side alone."""
-    settings = dataclasses.replace(step_test.ALGORITHM, kl_coefficient=0.5, method="grpo")
+    settings = dataclasses.replace(step_runs.ALGORITHM, kl_coefficient=0.5, method="grpo")
     rollout, rewards = _replaying()
     run = functools.partial(
-        step_test._run, mini_batches=1, settings=settings, compute=_compute(), ref_params=step_test._params()
+        step_runs.run_steps, mini_batches=1, settings=settings, compute=_compute(), ref_params=step_runs.make_params()
     )
     _, [replayed], _ = run(rollout=(rollout, np.ones_like(rewards)))
-    _, [plain], _ = run(rollout=(step_test._rollout()[0], np.ones_like(rewards)))
+    _, [plain], _ = run(rollout=(step_runs.make_rollout()[0], np.ones_like(rewards)))
     assert abs(float(plain["policy/loss"])) < 1e-6 < 1e-3 < float(replayed["policy/loss"])

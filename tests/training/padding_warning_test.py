@@ -12,7 +12,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.training.batches import Batches
-from tests.our_log import our_log
+from tests.support.our_log import our_log
 
 
 def _batches(plan, **training):

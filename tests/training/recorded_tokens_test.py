@@ -16,8 +16,8 @@ from dcmdp_jax.lab.mismatch.over_training import AGREEMENT, find_files, read_run
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.training.step_rollout import _by_completion
 from dcmdp_jax.types import Rows
+from tests.support.waiting import HANGS_S
 from tests.training import recorded_penalty
-from tests.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMALL = (

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S
+from tests.support.run_invariants import contradictions
+from tests.support.runs import read_records
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,16 +126,6 @@ def _one(run_environment, run_dir, *overrides, devices=2):
     return stdout
 
 
-def _records(run_dir):
-    """Metrics by step without what depends on the clock."""
-    merged = {}
-    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        kept = {k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))}
-        merged.setdefault(record["step"], {}).update(kept)
-    return merged
-
-
 def _checkpoints(run_dir):
     return sorted(int(path.name) for path in (Path(run_dir) / "checkpoints").iterdir() if path.name.isdigit())
 
@@ -169,12 +160,12 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
     )
     # The checkpoint of step 2 may have been in the writing.
     last = _checkpoints(run_dir)[-1]
-    assert last in (1, 2) and sorted(_records(run_dir)) == [0, 1, 2]
+    assert last in (1, 2) and sorted(read_records(run_dir)) == [0, 1, 2]
 
     first, second = _two(run_environment, run_dir, *_RUN)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert f"resuming {run_dir} after step {last}" in first[1] and "after step" not in second[1]
-    _assert_alike(_records(run_dir), _records(alone))
+    _assert_alike(read_records(run_dir), read_records(alone))
     assert contradictions(run_dir) == [] and (run_dir / "report.html").is_file()
     samples = [Path(each, "samples.jsonl").read_text().splitlines() for each in (run_dir, alone)]
     for found, expected in zip(*(map(json.loads, lines) for lines in samples), strict=True):
@@ -194,9 +185,9 @@ def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_on
     ended = _two(run_environment, run_dir, *lag)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert f"resuming {run_dir} after step 1" in ended[0][1]
-    _assert_alike(_records(run_dir), _records(tmp_path / "alone"))
+    _assert_alike(read_records(run_dir), read_records(tmp_path / "alone"))
     assert contradictions(run_dir) == []
-    assert [_records(run_dir)[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert [read_records(run_dir)[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 1]
 
 
 _OVERLAPPING = (
@@ -213,7 +204,7 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert "lag          1 step(s): the engine samples while a step trains" in ended[0][1]
     # Each process measures the floor of its own engine, on its own completions.
-    _assert_alike(_records(tmp_path / "two"), _records(tmp_path / "alone"), without=("mismatch/noise_floor",))
+    _assert_alike(read_records(tmp_path / "two"), read_records(tmp_path / "alone"), without=("mismatch/noise_floor",))
     assert contradictions(tmp_path / "two") == []
     # Stopped while one of them samples beside the first steps, it ends with what all have finished, and goes on alike.
     for number in (0, 1):
@@ -223,7 +214,7 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_
         assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
         ended = _two(run_environment, run_dir, *settings)
         assert [code for code, _, _ in ended] == [0, 0], ended
-        _assert_alike(_records(run_dir), _records(tmp_path / "alone"), without=("mismatch/noise_floor",))
+        _assert_alike(read_records(run_dir), read_records(tmp_path / "alone"), without=("mismatch/noise_floor",))
     # Killed there, the other one's collective operation fails, and the dead one is named.
     programs = (_PLAIN, _signalled_beside(signal.SIGKILL, 2))
     [(code, _, said), _] = _two(run_environment, tmp_path / "killed", *settings, programs=programs)
@@ -243,7 +234,7 @@ def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(run_enviro
         assert "stopped by SIGTERM after step 1, saved; the same command resumes" in ended[0][1]
         assert _checkpoints(run_dir) == [0, 1]
         assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *settings))
-        _assert_alike(_records(run_dir), _records(alone))
+        _assert_alike(read_records(run_dir), read_records(alone))
 
 
 @pytest.mark.long
@@ -253,7 +244,7 @@ def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tm
     assert first[0] == -signal.SIGKILL and second[0] == 1
     assert f"error: process 0 on {socket.gethostname()} is gone" in second[2]
     assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *_RUN))
-    _assert_alike(_records(run_dir), _records(alone))
+    _assert_alike(read_records(run_dir), read_records(alone))
 
 
 @pytest.mark.long
@@ -283,7 +274,7 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
             assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
         else:
             assert "resuming" in _one(run_environment, run_dir, *settings, devices=devices)
-        runs[name] = _records(run_dir)
+        runs[name] = read_records(run_dir)
     expected = runs.pop("two processes, fsdp")
     for found in runs.values():
         for step in (2, 3):
@@ -355,7 +346,7 @@ def test_a_declared_column_reaches_the_step_from_two_processes_and_after_a_resum
         ended = _two(run_environment, run_dir, *_RUN, f"--config.training.steps={steps}", programs=(program, program))
         assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
         assert (f"resuming {run_dir} after step 1" in ended[0][1]) == (steps == 2)
-    records = _records(run_dir)
+    records = read_records(run_dir)
     for step in (1, 2):
         # Four completions of each of four prompts: sum over completions 4 (1 + 2 + 3 + 4) = 40, over 16 mean lengths of
         # tokens. If only one process's column arrived, the sum would be 4 (1 + 2) or 4 (3 + 4).

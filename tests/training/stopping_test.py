@@ -15,8 +15,8 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
-from tests.our_log import our_log
-from tests.waiting import HANGS_S
+from tests.support.our_log import our_log
+from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 

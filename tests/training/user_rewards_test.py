@@ -12,8 +12,8 @@ import pytest
 
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.training.setup import make_plan_of_run
-from tests.run_invariants import contradictions
-from tests.waiting import HANGS_S, wait_until
+from tests.support.run_invariants import contradictions
+from tests.support.waiting import HANGS_S, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMALL = (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import HANGS_S, wait_until
+from tests.support.runs import read_records, start
+from tests.support.waiting import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
@@ -26,13 +24,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("vllm_is_installed")]
 
 
 def _start(run_environment, run_dir, steps, options="debug", *settings):
-    command = [
-        sys.executable, "-m", "bin.train", f"--config=configs/demo_vllm.py:{options}", f"--config.run_dir={run_dir}",
-        f"--config.training.steps={steps}", *SETTINGS, *settings,
-    ]  # fmt: skip
-    return subprocess.Popen(
-        command, cwd=ROOT, env=run_environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    settings = (f"--config.training.steps={steps}", *SETTINGS, *settings)
+    return start(run_environment, run_dir, *settings, config=f"configs/demo_vllm.py:{options}")
 
 
 def _sidecar_of(trainer):
@@ -53,16 +46,6 @@ def _sidecars_of(trainer):
             if b"engines/vllm/sidecar.py" in command and int(parent) == trainer and state != "Z":
                 found.append(int(entry.name))
     return found
-
-
-def _records(run_dir):
-    """Metrics by step without what depends on the clock."""
-    merged = {}
-    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        kept = {name: v for name, v in record.items() if not name.startswith(("time/", "throughput/"))}
-        merged.setdefault(record["step"], {}).update(kept)
-    return merged
 
 
 def _steps(run_dir):
@@ -101,9 +84,9 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)
-    expected = _records(tmp_path / "whole")
+    expected = read_records(tmp_path / "whole")
     assert set(expected) == set(range(steps + 1))
-    assert _records(tmp_path / "killed") == expected
+    assert read_records(tmp_path / "killed") == expected
     assert _samples(tmp_path / "killed") == _samples(tmp_path / "whole")
     assert {"eval/arithmetic/avg@2", "mismatch/probe", "dual/multiplier"} <= set(expected[steps])
     assert expected[steps]["discrepancy/mean"] > 0
@@ -136,8 +119,8 @@ def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(run_environment, 
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)
-    expected = _records(tmp_path / "whole")
-    assert _records(tmp_path / "killed") == expected
+    expected = read_records(tmp_path / "whole")
+    assert read_records(tmp_path / "killed") == expected
     assert [expected[step]["rollout/staleness_max"] for step in range(1, steps + 1)] == [0, *[1] * (steps - 1)]
     assert expected[steps]["staleness/log_ratio_abs_mean"] > 0 and expected[steps]["mismatch/log_ratio_abs_mean"] > 0
 
@@ -169,8 +152,8 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_envir
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)
-    one, two = _records(tmp_path / "one"), _records(tmp_path / "two")
-    assert _records(tmp_path / "killed") == two
+    one, two = read_records(tmp_path / "one"), read_records(tmp_path / "two")
+    assert read_records(tmp_path / "killed") == two
     assert _samples(tmp_path / "killed") == _samples(tmp_path / "two")
     assert set(one) == set(two) == set(range(steps + 1))
     for step, record in one.items():

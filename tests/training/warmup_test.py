@@ -17,7 +17,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.warmup import warm_up
-from tests.waiting import HANGS_S
+from tests.support.waiting import HANGS_S
 
 _PROMPTS = [np.array([1, 2], np.int32), np.array([1, 3], np.int32), np.array([4], np.int32)]
 _SOLUTIONS = [np.array([5, 7], np.int32), np.array([6, 6, 7], np.int32), np.array([7], np.int32)]

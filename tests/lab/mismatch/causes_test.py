@@ -11,7 +11,7 @@ from benchmarks import causes, causes_recurrent
 from dcmdp_jax.lab.mismatch.causes import CAUSES, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, TokenMean, break_at, collect
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
-from tests.lab.mismatch.sampled_columns import columns
+from tests.support.sampled_columns import columns
 
 
 def _named(pairs, **measured):

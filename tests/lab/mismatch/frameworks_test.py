@@ -16,7 +16,7 @@ from dcmdp_jax.lab.mismatch.columns import LeftOut
 from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
 from dcmdp_jax.observe.rollouts import RolloutWriter
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
-from tests.lab.mismatch.sampled_columns import columns
+from tests.support.sampled_columns import columns
 
 FIXTURES = Path(__file__).resolve().parents[2] / "recorded" / "frameworks"
 PLANTED = {

@@ -17,7 +17,7 @@ from dcmdp_jax.lab.oracle.page import draw, table
 from dcmdp_jax.lab.probe.models import Model
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.types import Rows
-from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
+from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 
 def _session():

@@ -16,7 +16,7 @@ from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.decoder import Compute
-from tests.lab.probe.tiny_model import CONFIG, TOKENIZER, params
+from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 QUESTIONS = [f"{a}+{b}=?" for a in (12, 47) for b in (5, 38)]
 SAMPLING = SamplingParams(group_size=8, max_completion_tokens=32)

@@ -4,7 +4,7 @@
 
 DIRECTORY holds `nemo-rl/`, `prime-rl/` and `slime/`, checkouts at the commits of README.md. What a writer's module
 imports and this environment lacks is replaced by stand-ins; the writer itself runs as it is. Needs torch. The columns
-come from `tests.lab.mismatch.sampled_columns`, each with another cause planted.
+come from `tests.support.sampled_columns`, each with another cause planted.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import torch
 
 from dcmdp_jax.observe.rollouts import RolloutWriter
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
-from tests.lab.mismatch.sampled_columns import COMPLETIONS, LENGTH, columns
+from tests.support.sampled_columns import COMPLETIONS, LENGTH, columns
 
 HERE = Path(__file__).parent
 PROMPT, STEPS, RANKS = 5, 2, 2

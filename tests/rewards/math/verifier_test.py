@@ -14,7 +14,7 @@ import pytest
 
 from dcmdp_jax.rewards.math.verifier import Verifier
 from tests.rewards.planted_worker import PROGRAM, descendants
-from tests.waiting import HANGS_S, wait_until
+from tests.support.waiting import HANGS_S, wait_until
 
 _ROOT = Path(__file__).resolve().parents[3]
 _HANGS = r"9^{9^{9^{9}}} x"

@@ -26,8 +26,8 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.training.build import make_probe
 from dcmdp_jax.types import Params
-from tests.engines.sampling import Rollout
-from tests.waiting import HANGS_S
+from tests.support.sampling import Rollout
+from tests.support.waiting import HANGS_S
 
 TOTAL, ROWS, STOP = 64, 64, 3
 
@@ -44,6 +44,11 @@ def small_model(family: str = "qwen3", *, tied: bool = True, vocab_size: int = 6
         family, vocab_size, 64, 96, 2, heads, 2, 32, tie_word_embeddings=tied, attention_bias=family == "qwen2",
         max_position_embeddings=TOTAL, initializer_range=0.15,
     )  # fmt: skip
+
+
+EXPERTS = dataclasses.replace(
+    small_model("qwen3"), model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+)
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:

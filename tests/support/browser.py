@@ -1,0 +1,34 @@
+"""A page in a real browser without a window, at a given width."""
+
+import json
+import re
+import shutil
+import subprocess
+
+from tests.support.waiting import HANGS_S
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
+    "--disable-background-networking", "--disable-sync", "--allow-file-access-from-files", "--enable-logging=stderr",
+    "--virtual-time-budget=4000", "--dump-dom",
+)  # fmt: skip
+
+
+def look_at(page, tmp_path, width):
+    """(facts of the page laid out at that width, what the browser's console says)."""
+    frame = tmp_path / f"frame{width}.html"
+    frame.write_text(
+        f'<iframe id="f" src="file://{page}" style="width:{width}px;height:800px;border:0"></iframe><pre id="r"></pre>'
+        "<script>addEventListener('load', () => setTimeout(() => { const d = document.getElementById('f')"
+        ".contentDocument, e = d.documentElement; document.getElementById('r').textContent = JSON.stringify({"
+        "wide: e.scrollWidth, svgs: [...d.querySelectorAll('svg')].filter(s => s.clientWidth > 100).length,"
+        "shown: d.querySelectorAll('.completion').length}); }, 1000));</script>"
+    )
+    done = subprocess.run(
+        [CHROMIUM, *_FLAGS, f"--user-data-dir={tmp_path}/profile{width}", "--window-size=1400,900", f"file://{frame}"],
+        capture_output=True, text=True, timeout=HANGS_S,
+    )  # fmt: skip
+    found = re.search(r'<pre id="r">(.*?)</pre>', done.stdout, re.S)
+    assert found and found[1], done.stderr[-2000:]
+    return json.loads(found[1]), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
