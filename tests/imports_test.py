@@ -50,7 +50,7 @@ _LIBRARIES = {
     "gguf": ("dcmdp_jax.models.gguf_weights",),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
     "jinja2": ("dcmdp_jax.observe.html_page",),
-    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab.mismatch.figures", "dcmdp_jax.lab.oracle.page"),
+    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
     "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),

@@ -20,16 +20,12 @@ def _fails(capsys, *argv):
 
 def test_table_figures_and_check(tmp_path, capsys):
     main(["toy", "--budgets", "0.02,0.1", "--out", str(tmp_path)])
-    table, way_out = capsys.readouterr().out.split("\n\n")
-    lines = table.splitlines()
-    assert len(lines) == 1 + 12 + 2  # header, 2 sides x 3 measures x 2 budgets, two checks
-    answers = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in way_out.splitlines() if row[0] == "|"}
-    assert [charge for charge, answer in answers.items() if answer == "yes"] == ["sequence", "reward", "reward_std"]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 12 + 2  # header, 2 sides x 3 measures x 2 budgets, the check, what was written
     # The row of the two-sided log at C = 0.02, from SLSQP.
     row = ["two", "0.02", "log", "0.2834", "0.3004", "0.1283", "0.1730", "0.0386", "0.0763"]
     assert row in [line.split()[:9] for line in lines]
-    assert lines[-2].startswith("check: 12 optima agree with SLSQP")
-    assert lines[-1].endswith("two-sided C = 0.02, two-sided C = 0.1, one-sided C = 0.02")
+    assert lines[-2].endswith("two-sided C = 0.02, two-sided C = 0.1, one-sided C = 0.02")
     for name in ("two_sided.png", "one_sided.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "toy.json").read_text())
@@ -51,11 +47,6 @@ def test_table_figures_and_check(tmp_path, capsys):
 def test_a_bad_budget_is_one_line(budgets, message, tmp_path, capsys):
     assert _fails(capsys, f"--budgets={budgets}", "--out", tmp_path / "none").startswith(message)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_wrong_policy_fails_the_check(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(toy, "TOLERANCE", 1e-18)
-    assert "SLSQP's policy differs by" in _fails(capsys, "--budgets", "0.02", "--out", tmp_path)
 
 
 def test_another_order_on_a6_fails_the_check(tmp_path, capsys, monkeypatch):

@@ -10,8 +10,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.theory.mismatch import MEASURES, SIDES, largest_mismatch
-from dcmdp_jax.lab.theory.policy import Optimum, check_state, optimal_policy
+from dcmdp_jax.lab.theory.policy import MEASURES, SIDES, Optimum, check_state, largest_mismatch, optimal_policy
 
 _MET = 1e-9
 """Relative distance from the budget up to which it counts as met."""

@@ -1,14 +1,16 @@
-"""The paper's one-state toy: six actions, three measures, one column for each mismatch budget."""
+"""The paper's one-state toy: six actions, three measures, one column for each mismatch budget. Table and figures."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from dcmdp_jax.lab.theory.budget import BudgetResult, policy_for_budget
-from dcmdp_jax.lab.theory.independent import solve_penalized, solve_within_budget
-from dcmdp_jax.lab.theory.mismatch import MEASURES, mismatch
+from dcmdp_jax.lab.theory.policy import MEASURES, SIDES
 
 ACTIONS = ("a1", "a2", "a3", "a4", "a5", "a6")
 INFERENCE_POLICY = np.array([0.30, 0.30, 0.15, 0.15, 0.05, 0.05])
@@ -16,32 +18,46 @@ ADVANTAGES = np.array([-0.1, 0.1, -0.5, 0.5, -1.0, 1.0])
 """The paper's Table 6: high, medium and low probability, each with a negative and a positive advantage."""
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)
 """Ours: the paper does not state the budgets of its figures' columns."""
-
 CONCENTRATION = ("diff", "log", "ratio")
 """The paper's takeaway: at equal budget a6, rare and good, gets most under diff and least under ratio."""
-TOLERANCE = 1e-6
-_A6 = 5
+_NOTES = {"slack": "not reached, lambda = 0", "jump": "met by no lambda"}
+_INK, _MUTED, _GRID = "#222222", "#666666", "#e3e3e3"
+_POSITIVE, _NEGATIVE, _UNMET = "#0072B2", "#D55E00", "#bbbbbb"
 
 
 @dataclasses.dataclass(frozen=True)
 class ToyRow:
-    """One panel of a figure.
-
-    Attributes:
-        measure, sided: what is charged.
-        result: the policy, and whether a multiplier meets the budget.
-        disagreement: from the independent solver. Largest difference of a probability; at a jump, where the optimum is
-            not unique, the larger difference of the penalized objective on its two sides.
-    """
+    """One panel of a figure: a measure, its side, and the policy that spends the budget or comes nearest to it."""
 
     measure: str
     sided: str
     result: BudgetResult
-    disagreement: float
+
+    @property
+    def against_advantage(self) -> list[str]:
+        """Actions that move against the sign of their advantage (the paper says there are none)."""
+        moved = self.result.optimum.policy - INFERENCE_POLICY
+        return [ACTIONS[i] for i in np.flatnonzero(moved * ADVANTAGES < -1e-12)]
+
+    def record(self) -> dict[str, Any]:
+        """The row with JSON types."""
+        result, optimum = self.result, self.result.optimum
+        return {
+            "sided": self.sided,
+            "measure": self.measure,
+            "budget": result.budget,
+            "status": result.status,
+            "multiplier": optimum.multiplier,
+            "mismatch": optimum.mismatch,
+            "advantage": optimum.advantage,
+            "policy": optimum.policy.tolist(),
+            "policy_above_the_jump": None if result.above is None else result.above.policy.tolist(),
+            "against_the_sign_of_A": self.against_advantage,
+        }
 
 
-def solve_toy(sided: str, budgets: tuple[float, ...] = BUDGETS) -> list[ToyRow]:
-    """The rows of one figure: measure by measure, budget by budget, each checked by the independent solver.
+def solve_toy(sided: str, budgets: Sequence[float] = BUDGETS) -> list[ToyRow]:
+    """Solve one figure, measure by measure and budget by budget.
 
     Args:
         sided: "two" or "one".
@@ -50,46 +66,65 @@ def solve_toy(sided: str, budgets: tuple[float, ...] = BUDGETS) -> list[ToyRow]:
     Raises:
         UserError: for a budget that no policy meets.
     """
-    rows = []
-    for measure in MEASURES:
-        names = {"measure": measure, "sided": sided}
-        for budget in budgets:
-            result = policy_for_budget(ADVANTAGES, INFERENCE_POLICY, budget=budget, **names)
-            rows.append(ToyRow(measure, sided, result, disagreement(ADVANTAGES, INFERENCE_POLICY, result, **names)))
-    return rows
+
+    def solve(measure: str, budget: float) -> BudgetResult:
+        return policy_for_budget(ADVANTAGES, INFERENCE_POLICY, budget=budget, measure=measure, sided=sided)
+
+    return [ToyRow(measure, sided, solve(measure, budget)) for measure in MEASURES for budget in budgets]
 
 
-def disagreement(
-    advantages: np.ndarray, inference_policy: np.ndarray, result: BudgetResult, *, measure: str, sided: str
-) -> float:
-    """Distance of `policy_for_budget` from SLSQP, as `ToyRow.disagreement`.
-
-    Differs where advantages are equal: one-sided optima and slack ones are then not unique.
-    """
-    names = {"measure": measure, "sided": sided}
-    if result.status != "jump":
-        found = solve_within_budget(advantages, inference_policy, budget=result.budget, **names)
-        return float(np.abs(found - result.optimum.policy).max())
-
-    def objective(policy: np.ndarray, multiplier: float) -> float:
-        return float(policy @ advantages - multiplier * mismatch(policy, inference_policy, **names))
-
-    differences = []
-    for side in (result.optimum, result.above):
-        found = solve_penalized(advantages, inference_policy, multiplier=side.multiplier, **names)
-        differences.append(abs(objective(found, side.multiplier) - objective(side.policy, side.multiplier)))
-    return max(differences)
-
-
-def concentration(rows: list[ToyRow], budget: float) -> dict[str, float] | None:
+def concentration(rows: Sequence[ToyRow], budget: float) -> dict[str, float] | None:
     """Probability of a6 by measure, in the order of `CONCENTRATION`; None unless all three meet the budget."""
     met = {row.measure: row.result for row in rows if row.result.budget == budget and row.result.status == "met"}
     if len(met) < len(CONCENTRATION):
         return None
-    return {measure: float(met[measure].optimum.policy[_A6]) for measure in CONCENTRATION}
+    return {measure: float(met[measure].optimum.policy[-1]) for measure in CONCENTRATION}
 
 
-def wrong_directions(row: ToyRow) -> list[str]:
-    """Actions that move against the sign of their advantage (the paper says there are none)."""
-    moved = row.result.optimum.policy - INFERENCE_POLICY
-    return [ACTIONS[i] for i in np.flatnonzero(moved * ADVANTAGES < -1e-12)]
+def table(rows: Sequence[ToyRow]) -> list[str]:
+    """Aligned lines of text, one a row."""
+    names = "  ".join(f"{name:>6}" for name in ACTIONS)
+    lines = [f"{'sided':5}  {'C':>6}  {'measure':7}  {names}  {'<pi,A>':>7}  budget"]
+    for row in rows:
+        optimum = row.result.optimum
+        policy = "  ".join(f"{share:6.4f}" for share in optimum.policy)
+        against = f"; against the sign of A: {', '.join(row.against_advantage)}" if row.against_advantage else ""
+        lines.append(
+            f"{row.sided:5}  {row.result.budget:6g}  {row.measure:7}  {policy}  {optimum.advantage:7.4f}  "
+            f"{row.result.describe()}{against}"
+        )
+    return lines
+
+
+def draw(rows: Sequence[ToyRow]) -> Figure:
+    """Draw the rows of one side: bars of each policy over outlines of the inference policy; gray: budget not spent."""
+    budgets = list(dict.fromkeys(row.result.budget for row in rows))
+    figure = Figure(figsize=(2.5 * len(budgets) + 0.6, 1.9 * len(MEASURES) + 0.9), layout="constrained")
+    figure.suptitle(
+        f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch (outline: inference "
+        "policy)",
+        x=0.01,
+        ha="left",
+        fontsize=12,
+        fontweight="bold",
+        color=_INK,
+    )
+    grid = figure.subplots(len(MEASURES), len(budgets), squeeze=False, sharey=True, sharex=True)
+    place = np.arange(len(ACTIONS))
+    colors = np.where(ADVANTAGES > 0, _POSITIVE, _NEGATIVE)
+    for axes, row in zip(grid.flat, rows, strict=True):
+        met = row.result.status == "met"
+        note = f"lambda = {row.result.optimum.multiplier:.3g}" if met else _NOTES[row.result.status]
+        axes.bar(place, row.result.optimum.policy, width=0.62, color=colors if met else _UNMET, zorder=2)
+        axes.bar(place, INFERENCE_POLICY, width=0.86, fill=False, edgecolor=_INK, linewidth=0.9, zorder=3)
+        axes.set_title(note, fontsize=7.5, color=_MUTED, pad=3)
+        axes.set_ylim(0, 1)
+        axes.set_xticks(place, ACTIONS)
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.tick_params(colors=_MUTED, labelsize=8, length=0)
+        axes.spines[:].set_visible(False)
+    for axes, heading in zip(grid[:, 0], MEASURES.values(), strict=True):
+        axes.set_ylabel(heading, fontsize=9, color=_INK)
+    for axes, budget in zip(grid[0], budgets, strict=True):
+        axes.set_title(f"C = {budget:g}\n{axes.get_title()}", fontsize=8.5, color=_INK, pad=3)
+    return figure

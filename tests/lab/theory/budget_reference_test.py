@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.theory.budget import policy_for_budget
-from dcmdp_jax.lab.theory.mismatch import largest_mismatch
+from dcmdp_jax.lab.theory.policy import largest_mismatch
 from dcmdp_jax.lab.theory.toy import ADVANTAGES, INFERENCE_POLICY
 
 _PRECISION = mp.workdps(60)

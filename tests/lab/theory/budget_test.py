@@ -5,9 +5,9 @@ import pytest
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.theory.budget import policy_for_budget
-from dcmdp_jax.lab.theory.mismatch import MEASURES, SIDES, mismatch
-from dcmdp_jax.lab.theory.policy import optimal_policy
-from dcmdp_jax.lab.theory.toy import ADVANTAGES, INFERENCE_POLICY, concentration, solve_toy, wrong_directions
+from dcmdp_jax.lab.theory.policy import MEASURES, SIDES, mismatch, optimal_policy
+from dcmdp_jax.lab.theory.toy import ADVANTAGES, INFERENCE_POLICY, concentration, solve_toy
+from tests.lab.theory.slsqp import disagreement
 
 
 def test_the_multiplier_by_hand():
@@ -78,7 +78,9 @@ def test_a_budget_that_no_policy_meets_is_one_line(budget, measure, sided, messa
 def test_the_papers_takeaway_and_its_other_sentence():
     budgets = (0.005, 0.02, 0.1)
     two, one = solve_toy("two", budgets), solve_toy("one", budgets)
-    assert max(row.disagreement for row in [*two, *one]) < 1e-6
+    for row in [*two, *one]:
+        names = {"measure": row.measure, "sided": row.sided}
+        assert disagreement(ADVANTAGES, INFERENCE_POLICY, row.result, **names) < 1e-6
     for rows, comparable in ((two, budgets), (one, budgets[:2])):
         for budget in comparable:
             shares = concentration(rows, budget)
@@ -94,6 +96,6 @@ def test_the_papers_takeaway_and_its_other_sentence():
         (measure, sided)
         for sided, rows in (("two", two), ("one", one))
         for measure in MEASURES
-        if not any(wrong_directions(row) for row in rows if row.measure == measure)
+        if not any(row.against_advantage for row in rows if row.measure == measure)
     }
     assert always == {("ratio", "two")}

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.lab.theory.budget import policy_for_budget
-from dcmdp_jax.lab.theory.independent import solve_penalized, solve_within_budget
 from dcmdp_jax.lab.theory.log_measure import candidates
-from dcmdp_jax.lab.theory.mismatch import MEASURES, SIDES, largest_mismatch, mismatch
-from dcmdp_jax.lab.theory.policy import optimal_policy
-from dcmdp_jax.lab.theory.toy import disagreement
+from dcmdp_jax.lab.theory.policy import MEASURES, SIDES, largest_mismatch, mismatch, optimal_policy
+from tests.lab.theory.slsqp import disagreement, solve_penalized, solve_within_budget
 
 _EVERY = [(measure, sided) for measure in MEASURES for sided in SIDES]
 

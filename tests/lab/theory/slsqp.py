@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import minimize
 
-from dcmdp_jax.lab.theory.mismatch import check_names
+from dcmdp_jax.lab.theory.budget import BudgetResult
+from dcmdp_jax.lab.theory.policy import check_names, mismatch
 
 _FLOOR = 1e-14
 """Smallest probability the solver may try: the gradient of the log is infinite at 0."""
@@ -81,3 +82,25 @@ def _best(a, q, loss, gradient, constraints):
     if answer is None:
         raise RuntimeError("SLSQP found no policy")
     return answer
+
+
+def disagreement(
+    advantages: np.ndarray, inference_policy: np.ndarray, result: BudgetResult, *, measure: str, sided: str
+) -> float:
+    """Largest difference of a probability between `policy_for_budget` and SLSQP.
+
+    At a jump, where the optimum is not unique, the larger difference of the penalized objective on its two sides.
+    """
+    names = {"measure": measure, "sided": sided}
+    if result.status != "jump":
+        found = solve_within_budget(advantages, inference_policy, budget=result.budget, **names)
+        return float(np.abs(found - result.optimum.policy).max())
+
+    def objective(policy: np.ndarray, multiplier: float) -> float:
+        return float(policy @ advantages - multiplier * mismatch(policy, inference_policy, **names))
+
+    differences = []
+    for side in (result.optimum, result.above):
+        found = solve_penalized(advantages, inference_policy, multiplier=side.multiplier, **names)
+        differences.append(abs(objective(found, side.multiplier) - objective(side.policy, side.multiplier)))
+    return max(differences)
