@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from dcmdp_jax.config.settings import from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import encode_prompts
+from tests.support.each import check_each
 
 _FILES = sorted(
     path.stem
@@ -43,58 +45,54 @@ def test_the_files_are_all_found():
     assert {"demo", "qwen3_8b", "r1_distill_qwen_1p5b"} <= set(_FILES)
 
 
-@pytest.mark.parametrize("argument", _ARGUMENTS)
-@pytest.mark.parametrize("name", _FILES)
-def test_it_builds_and_validates(name, argument):
-    config = _config(name, argument)
-    assert config.algorithm.method == ("grpo" if "grpo" in argument else "dc_grpo")
+def test_each_argument_builds_has_its_method_and_a_run_directory_of_its_own():
+    def check(name):
+        made = {argument: _config(name, argument) for argument in _ARGUMENTS}
+        for argument, config in made.items():
+            assert config.algorithm.method == ("grpo" if "grpo" in argument else "dc_grpo"), argument
+        assert len({config.run_dir for config in made.values()}) == len(_ARGUMENTS)
+
+    check_each(_FILES, check)
 
 
-@pytest.mark.parametrize("name", _FILES)
-def test_each_argument_has_a_run_directory_of_its_own(name):
-    assert len({_config(name, argument).run_dir for argument in _ARGUMENTS}) == len(_ARGUMENTS)
+def test_grpo_changes_the_method_and_the_run_directory_alone():
+    def check(name, rest):
+        changed = _changes(_config(name, rest), _config(name, f"grpo,{rest}"))
+        assert sorted(changed) == ["algorithm.method", "run_dir"]
+        assert changed["algorithm.method"] == ("dc_grpo", "grpo")
+
+    check_each(itertools.product(_FILES, ("", "debug")), check)
 
 
-@pytest.mark.parametrize("rest", ["", "debug"])
-@pytest.mark.parametrize("name", _FILES)
-def test_grpo_changes_the_method_and_the_run_directory_alone(name, rest):
-    plain = _config(name, rest)
-    changed = _changes(plain, _config(name, f"grpo,{rest}"))
-    assert sorted(changed) == ["algorithm.method", "run_dir"]
-    assert changed["algorithm.method"] == ("dc_grpo", "grpo")
+def test_debug_is_small_needs_no_files_and_keeps_every_prompt():
+    def check(name):
+        config = _config(name, "debug")
+        assert config.model.path == config.model.tokenizer == "" and config.task.train.startswith("arithmetic:")
+        assert config.training.steps == 2 and config.mini_batches == 2
+        assert config.training.prompts_per_step * config.rollout.group_size == 16
+        assert config.max_total_tokens == 80 and config.warmup.steps <= 20
+        # The built-in tokenizer has one token per character: with the prompt suffix for math prompts have 80 tokens.
+        limits = {"prompt_suffix": config.task.prompt_suffix, "max_prompt_tokens": config.task.max_prompt_tokens}
+        assert encode_prompts(load_problems(config.task.train), build_tokenizer(), **limits).dropped == 0
+
+    check_each(_FILES, check)
 
 
-@pytest.mark.parametrize("name", _FILES)
-def test_debug_is_small_and_needs_no_files(name):
-    config = _config(name, "debug")
-    assert config.model.path == config.model.tokenizer == "" and config.task.train.startswith("arithmetic:")
-    assert config.training.steps == 2 and config.mini_batches == 2
-    assert config.training.prompts_per_step * config.rollout.group_size == 16
-    assert config.max_total_tokens == 80 and config.warmup.steps <= 20
+def test_debug_leaves_the_method_as_the_file_has_it():
+    def check(name):
+        # Two steps are too few to measure c on.
+        changed = [name for name in _changes(_config(name), _config(name, "debug")) if ".tolerance_" not in name]
+        assert not [setting for setting in changed if setting.startswith(("algorithm.", "optimizer."))]
+        assert "rollout.precision" not in changed
+
+    check_each(_FILES, check)
 
 
-@pytest.mark.parametrize("name", _FILES)
-def test_debug_keeps_every_prompt(name):
-    # The built-in tokenizer has one token per character: with the prompt suffix for math the prompts have 80 tokens.
-    task = _config(name, "debug").task
-    limits = {"prompt_suffix": task.prompt_suffix, "max_prompt_tokens": task.max_prompt_tokens}
-    assert encode_prompts(load_problems(task.train), build_tokenizer(), **limits).dropped == 0
-
-
-@pytest.mark.parametrize("name", _FILES)
-def test_debug_leaves_the_method_as_the_file_has_it(name):
-    # Two steps are too few to measure c on.
-    changed = _changes(_config(name), _config(name, "debug"))
-    changed = {setting: values for setting, values in changed.items() if "algorithm.tolerance_" not in setting}
-    assert not [setting for setting in changed if setting.startswith(("algorithm.", "optimizer."))]
-    assert "rollout.precision" not in changed
-
-
-@pytest.mark.parametrize("argument", ["gpro", "grpo;debug", "grpo,small"])
-def test_another_argument_is_refused(argument):
-    wrong = argument.split(",")[-1]
-    with pytest.raises(ValueError, match=f"config argument '{wrong}': allowed are grpo, debug, joined by commas"):
-        base.get_config(argument)
+def test_another_argument_is_refused():
+    for argument in ("gpro", "grpo;debug", "grpo,small"):
+        wrong = argument.split(",")[-1]
+        with pytest.raises(ValueError, match=f"config argument '{wrong}': allowed are grpo, debug, joined by commas"):
+            base.get_config(argument)
 
 
 def test_an_unknown_option_names_all_that_the_file_has():
@@ -147,21 +145,21 @@ def test_the_fp8_runs_of_the_8b_differ_by_the_engine_alone():
     assert set(_changes(_config("qwen3_8b", "fp8"), _config("qwen3_8b", "fp8,grpo"))) == {"run_dir", "algorithm.method"}
 
 
-_PAPER = ("qwen3_8b", "qwen3_30b_a3b", "r1_distill_qwen_1p5b")
-
-
-@pytest.mark.parametrize("name", _PAPER)
-def test_the_papers_runs_sample_with_vllm_on_all_gpus(name):
+def test_the_papers_runs_sample_with_vllm_on_all_gpus():
     """Section 6.1: vLLM; a replica for each GPU, or each four with the 30B's tensor parallelism of 4."""
-    config = _config(name)
-    assert (config.rollout.engine, config.rollout.vllm.replicas, config.rollout.max_rows) == ("vllm", 0, 512)
-    assert config.rollout.vllm.tensor_parallel_size == (4 if name == "qwen3_30b_a3b" else 1)
-    assert {key for key in _changes(config, _config(name, "fp8"))} == {"run_dir", "rollout.precision"}
-    local = _config(name, "local")
-    assert local.rollout.engine == "local" and local.run_dir == f"{config.run_dir}_local"
-    assert {key.split(".")[0] for key in _changes(config, local)} == {"run_dir", "rollout"}
-    with pytest.raises(ValueError, match="config argument 'local,fp8'"):
-        _config(name, "local,fp8")
+
+    def check(name):
+        config = _config(name)
+        assert (config.rollout.engine, config.rollout.vllm.replicas, config.rollout.max_rows) == ("vllm", 0, 512)
+        assert config.rollout.vllm.tensor_parallel_size == (4 if name == "qwen3_30b_a3b" else 1)
+        assert {key for key in _changes(config, _config(name, "fp8"))} == {"run_dir", "rollout.precision"}
+        local = _config(name, "local")
+        assert local.rollout.engine == "local" and local.run_dir == f"{config.run_dir}_local"
+        assert {key.split(".")[0] for key in _changes(config, local)} == {"run_dir", "rollout"}
+        with pytest.raises(ValueError, match="config argument 'local,fp8'"):
+            _config(name, "local,fp8")
+
+    check_each(("qwen3_8b", "qwen3_30b_a3b", "r1_distill_qwen_1p5b"), check)
 
 
 def test_the_30b_has_its_mesh():
@@ -186,44 +184,45 @@ def test_the_case_study_differs_from_the_8b_runs_by_its_model_alone():
     assert sorted(changed) == ["model.path", "run_dir"]
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("", ("bfloat16", "bfloat16", "auto")),
-        ("float32", ("float32", "float32", "auto")),
-        ("fp8_kv", ("bfloat16", "bfloat16", "fp8")),
-        ("fp8_weights", ("fp8_per_block", "bfloat16", "auto")),
-        ("int8", ("int8", "bfloat16", "auto")),
-    ],
-)
-def test_the_vllm_demo_has_its_regimes(option, expected):
+def test_the_vllm_demo_has_its_regimes():
     """Each in a run directory of its own, and all else as in the demo."""
-    config, plain = _config("demo_vllm", option), _config("demo")
-    rollout = config.rollout
-    assert rollout.engine == "vllm"
-    assert (rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype) == expected
-    assert config.run_dir == "runs/demo_vllm" + (f"_{option}" if option else "")
-    assert (config.model, config.task, config.training, config.warmup) == (
-        plain.model, plain.task, plain.training, plain.warmup
-    )  # fmt: skip
+    regimes = {
+        "": ("bfloat16", "bfloat16", "auto"),
+        "float32": ("float32", "float32", "auto"),
+        "fp8_kv": ("bfloat16", "bfloat16", "fp8"),
+        "fp8_weights": ("fp8_per_block", "bfloat16", "auto"),
+        "int8": ("int8", "bfloat16", "auto"),
+    }
+
+    def check(option, expected):
+        config = _config("demo_vllm", option)
+        rollout = config.rollout
+        assert rollout.engine == "vllm"
+        assert (rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype) == expected
+        assert config.run_dir == "runs/demo_vllm" + (f"_{option}" if option else "")
+        changed = _changes(_config("demo"), config)
+        assert not [name for name in changed if name.startswith(("model.", "task.", "training.", "warmup."))]
+
+    check_each(regimes.items(), check)
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("", ("local", "fp8", "float32", False)),
-        ("replay", ("local", "fp8", "float32", True)),
-        ("vllm", ("vllm", "bfloat16", "bfloat16", False)),
-        ("replay,vllm", ("vllm", "bfloat16", "bfloat16", True)),
-    ],
-)
-def test_the_demo_with_experts_is_the_demo_with_another_model(option, expected):
-    config, plain = _config("demo_moe", option), _config("demo")
-    rollout = config.rollout
-    assert (rollout.engine, rollout.precision, rollout.compute_dtype, rollout.router_replay) == expected
-    assert config.run_dir == "runs/demo_moe" + "".join(f"_{name}" for name in ("vllm", "replay") if name in option)
-    changed = {name for name in _changes(plain, config) if not name.startswith(("rollout.", "model.architecture."))}
-    assert changed - {"run_dir", "algorithm.tolerance", "algorithm.dual_learning_rate"} == set()
+def test_the_demo_with_experts_is_the_demo_with_another_model():
+    variants = {
+        "": ("local", "fp8", "float32", False),
+        "replay": ("local", "fp8", "float32", True),
+        "vllm": ("vllm", "bfloat16", "bfloat16", False),
+        "replay,vllm": ("vllm", "bfloat16", "bfloat16", True),
+    }
+
+    def check(option, expected):
+        config, plain = _config("demo_moe", option), _config("demo")
+        rollout = config.rollout
+        assert (rollout.engine, rollout.precision, rollout.compute_dtype, rollout.router_replay) == expected
+        assert config.run_dir == "runs/demo_moe" + "".join(f"_{name}" for name in ("vllm", "replay") if name in option)
+        changed = {name for name in _changes(plain, config) if not name.startswith(("rollout.", "model.architecture."))}
+        assert changed - {"run_dir", "algorithm.tolerance", "algorithm.dual_learning_rate"} == set()
+
+    check_each(variants.items(), check)
 
 
 def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_to_move():

@@ -10,6 +10,7 @@ import pytest
 
 from dcmdp_jax.commands import evaluate_flags, sweep
 from dcmdp_jax.commands.flags import parse
+from tests.support.each import check_each
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGE = (_ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
@@ -55,22 +56,25 @@ def test_named_functions_exist():
         assert callable(getattr(importlib.import_module(module), function)), name
 
 
-@pytest.mark.parametrize("command", sorted(set(_COMMANDS)))
-def test_named_commands_are_understood(command, monkeypatch):
+def test_named_commands_are_understood(monkeypatch):
     monkeypatch.chdir(_ROOT)
-    # What follows two spaces describes the command.
-    _, name, *words = shlex.split(re.split(r"\s{2,}", command)[0])
-    if name == "sweep":
-        overrides = [word for word in words if word.startswith("--config.")]
-        given = sweep._parser().parse_args([word for word in words if word not in overrides])
-        runs, _ = sweep._resolve(sweep.load_study(given.study), Path("runs/none"), overrides)
-        assert runs
-    elif name == "evaluate":
-        evaluate_flags.parse(words)
-    elif name == "train":
-        parse(["train", *words])
-    else:
-        assert (name, words) == ("toy", [])
+
+    def check(command):
+        # What follows two spaces describes the command.
+        _, name, *words = shlex.split(re.split(r"\s{2,}", command)[0])
+        if name == "sweep":
+            overrides = [word for word in words if word.startswith("--config.")]
+            given = sweep._parser().parse_args([word for word in words if word not in overrides])
+            runs, _ = sweep._resolve(sweep.load_study(given.study), Path("runs/none"), overrides)
+            assert runs
+        elif name == "evaluate":
+            evaluate_flags.parse(words)
+        elif name == "train":
+            parse(["train", *words])
+        else:
+            assert (name, words) == ("toy", [])
+
+    check_each(sorted(set(_COMMANDS)), check)
 
 
 def test_the_reported_rows_average_to_the_papers_avg():

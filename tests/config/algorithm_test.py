@@ -109,11 +109,12 @@ def test_filters_go_with_the_engines_denominator():
     assert _config(corrections="veto,mean_k3(high=0.1)", ratio_denominator="bypass").algorithm.corrections
 
 
-@pytest.mark.parametrize("remedy", remedies.REMEDIES)
-def test_every_remedy_has_a_config(remedy):
-    config, plain = (from_config_dict(remedies.get_config(arg)) for arg in (f"grpo,{remedy}", "grpo"))
-    assert config.algorithm != plain.algorithm and config.algorithm.method == "grpo"
-    assert config.run_dir == f"runs/remedies_{remedy}_grpo"
+def test_every_remedy_has_a_config():
+    plain = from_config_dict(remedies.get_config("grpo"))
+    for remedy in remedies.REMEDIES:
+        config = from_config_dict(remedies.get_config(f"grpo,{remedy}"))
+        assert config.algorithm != plain.algorithm and config.algorithm.method == "grpo", remedy
+        assert config.run_dir == f"runs/remedies_{remedy}_grpo"
 
 
 def test_remedies_join():
