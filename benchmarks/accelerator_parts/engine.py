@@ -10,14 +10,14 @@ import numpy as np
 
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
+from benchmarks.compiled_parts.trips import one_token
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
-from dcmdp_jax.plan.compiled import compile_program
-from dcmdp_jax.plan.flops import forward_flops
+from dcmdp_jax.plan.at_lengths import forward_flops
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import plan_engine
 
@@ -61,7 +61,7 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     tell(found)
 
     plan = plan_engine(config, model, mesh, max_rows=rows)
-    decode = compile_program(next(program for program in plan.programs if program.name == "decode"))
+    _, decode = limits.read(next(program for program in plan.programs if program.name == "decode"), one_token)
     chip, source = limits.chip_here(size)
     # A call is the prefill and a decode step for each token: the prefill's time is counted as theirs.
     per_step = float(np.median(seconds)) / size.new_tokens

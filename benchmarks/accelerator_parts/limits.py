@@ -1,20 +1,21 @@
-"""A program's time on this device beside the lower bounds that `bin.plan` prints: the nearer one limits it."""
+"""A program's time on this device beside the lower bounds of `benchmarks.compiled`: the nearer one limits it."""
 
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.accelerator_parts.sizes import Size, Tell
+from benchmarks.compiled_parts.account import account
+from benchmarks.compiled_parts.hlo import TripCounts
+from benchmarks.compiled_parts.roofline import roofline
+from benchmarks.compiled_parts.trips import blocks_at_most
 from benchmarks.timing import interleave, matmul_gflops
 from dcmdp_jax.parallel.sharding import Lowerable
-from dcmdp_jax.plan.compiled import Compiled, read_executable
-from dcmdp_jax.plan.roofline import roofline
-from dcmdp_jax.plan.step_program import blocks_at_most
+from dcmdp_jax.plan.compiled import Compiled, compile_program
 from dcmdp_jax.plan.topologies import CHIPS, Chip
 
 GOAL_FLOPS = {"h200": 790e12}
@@ -50,14 +51,14 @@ def chip_here(size: Size) -> tuple[Chip, str]:
 
 def compile_and_read(name: str, function: Any, *arguments: Any) -> tuple[jax.stages.Compiled, Compiled]:
     """Compile a jitted function whose only loops that depend on data are those over blocks of rows."""
-    return read(Lowerable(name, lambda: function.trace(*arguments), blocks_at_most, {}, (), 0))
+    return read(Lowerable(name, lambda: function.trace(*arguments), {}, (), 0), blocks_at_most)
 
 
-def read(program: Lowerable) -> tuple[jax.stages.Compiled, Compiled]:
+def read(program: Lowerable, trip_counts: TripCounts) -> tuple[jax.stages.Compiled, Compiled]:
     """Compile a program, to run it and to read it."""
-    began = time.monotonic()
-    executable = program.trace().lower().compile()
-    return executable, read_executable(program, executable, time.monotonic() - began)
+    kept = []
+    compiled = compile_program(program, lambda executable: kept.append(executable) or account(executable, trip_counts))
+    return kept[0], compiled
 
 
 def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) 
         "share_of_bound" that bound over the measured time. A bound that is far from the time too means that neither
         limits: waiting between kernels, small products, kernels that reach less.
     """
-    bound = roofline(compiled, chip)
+    bound = roofline(compiled.account, chip)
     return {
         "bounds": {"compute": bound.compute, "memory": bound.memory},
         "nearer": bound.limit,
@@ -82,11 +83,11 @@ def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) 
         "needed_flops": needed_flops,
         "flops_per_second": needed_flops / seconds,
         "share_of_peak": needed_flops / seconds / chip.flops,
-        "compiled_flops": compiled.flops.total,
-        "compiled_over_needed": compiled.flops.total / needed_flops,
-        "memory_traffic_bytes": compiled.traffic,
-        "uncounted_kernels": list(compiled.flops.uncounted),
-        "unknown_loops": list(compiled.unknown_loops),
+        "compiled_flops": compiled.account.flops.total,
+        "compiled_over_needed": compiled.account.flops.total / needed_flops,
+        "memory_traffic_bytes": compiled.account.traffic,
+        "uncounted_kernels": list(compiled.account.flops.uncounted),
+        "unknown_loops": list(compiled.account.unknown_loops),
     }
 
 

@@ -12,15 +12,16 @@ import numpy as np
 
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, completions, run_settings
+from benchmarks.compiled_parts.flops import step_flops
+from benchmarks.compiled_parts.trips import step_trip_counts
 from dcmdp_jax.config.settings import Config, from_config_dict
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.plan.flops import step_flops
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.step_program import plan_step, step_trip_counts
+from dcmdp_jax.plan.step_program import plan_step
 from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, new_state
 
@@ -61,8 +62,7 @@ def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan.packing, mask_truncated=False)
     micro_batches = [int(count) for count in batch.micro_batches[0]]
-    trip_counts = step_trip_counts(model, plan.compute, plan.packing, mesh, micro_batches)
-    executable, compiled = limits.read(plan.program._replace(trip_counts=trip_counts))
+    executable, compiled = limits.read(plan.program, step_trip_counts(plan, micro_batches))
     found: dict[str, Any] = {
         "kind": "step",
         "parameters": num_params(model),

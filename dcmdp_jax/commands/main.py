@@ -22,7 +22,7 @@ COMMANDS = MappingProxyType(
         "view": "completions and curves on one page",
         "probe": "how far two engines disagree, and why",
         "sweep": "a grid of configs and seeds, compared",
-        "plan": "memory, communication and time of a run on hardware that is not here",
+        "plan": "memory of a run on hardware that is not here, by its compiler",
         "convert": "check, copy and write Hugging Face directories",
         "toy": "the paper's one-state toy",
         "settings": "every setting, in Markdown",

@@ -1,12 +1,12 @@
-"""Memory, communication and time of a run at full size, from its own programs, compiled without an accelerator.
+"""Memory of a run at full size, from its own programs, compiled without an accelerator.
 
     dcmdp plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
     dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
     dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
     dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
 
-Prints memory by kind, what fits, collectives, operations, a lower bound of the time, and checks of the programs;
-docs/plan.md explains them.
+Prints memory by kind and what fits; docs/plan.md explains it. What the programs communicate and compute:
+`python -m benchmarks.compiled`.
 `pip install -e '.[plan]'` installs the compilers.
 """
 
@@ -32,16 +32,15 @@ from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_top
 
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
-    parser = Parser("plan", description="Memory, communication and time of a run at full size.")
+    parser = Parser("plan", description="Memory of a run at full size, by the compiler.")
     parser.add_argument("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
     parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument(
-        "--search", action="store_true", help="compile the step for other meshes and micro-batches; rank those that fit"
+        "--search", action="store_true", help="compile the step for other meshes and micro-batches; list those that fit"
     )  # fmt: skip
     parser.add_argument(
         "--lengths", metavar="LENGTHS", default="",
-        help="padding, operations and time at these lengths of completions too: lognormal(MEDIAN,CAP), or the "
-        "directory of a run",
+        help="padding and operations at these lengths of completions too: lognormal(MEDIAN,CAP), or a run's directory",
     )  # fmt: skip
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     config, arguments = parse_with(parser, argv)

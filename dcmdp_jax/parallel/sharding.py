@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 DATA = "data"
 """The mesh axis that splits rows and replicates parameters."""
 
-TripCounts = Callable[[str], float | None]
-"""Name scope of a loop whose end is data -> its trip count in the worst case; None for another loop."""
 
 MeshAxes = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
@@ -294,7 +292,6 @@ class Lowerable(NamedTuple):
     Attributes:
         name: "step", "prefill", ...
         trace: gives the traced program.
-        trip_counts: of loops whose end is data, in the worst case.
         held: bytes on each device of its arguments that live longer than it, by kind.
         row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
         tokens: of one device at least, in a forward pass.
@@ -302,7 +299,6 @@ class Lowerable(NamedTuple):
 
     name: str
     trace: Callable[[], jax.stages.Traced]
-    trip_counts: TripCounts
     held: dict[str, int]
     row_lengths: tuple[int, ...]
     tokens: int

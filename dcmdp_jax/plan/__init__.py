@@ -1,1 +1,1 @@
-"""Memory and communication of a run at full size, read from its compiled programs without the hardware."""
+"""Memory of a run at full size, by compilers of hardware that is not here."""

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcmdp_jax.data.lengths import ExpectedStep, Lengths, expected_step, lognormal
-from dcmdp_jax.plan.flops import forward_flops
-from dcmdp_jax.plan.roofline import roofline
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.plan.run_plan import CompiledRun
 
 
@@ -20,41 +19,43 @@ class AtLengths(NamedTuple):
         expected: what it computes.
         worst: positions that it computes when every completion has the longest length.
         flops: operations that the model needs for the real tokens.
-        seconds: lower bound of the time, that of the worst case by the share of its positions; None where the step was
-            not compiled.
-        worst_seconds: of the worst case.
     """
 
     lengths: Lengths
     expected: ExpectedStep
     worst: int
     flops: float
-    seconds: float | None
-    worst_seconds: float | None
 
     def lines(self) -> list[str]:
         """For people."""
         expected = self.expected
-        lines = [
+        return [
             f"lengths      {self.lengths.name}: {expected.tokens:,.0f} tokens in a step with their prompts, whose "
             "median is a quarter of the limit",
             f"  computed   {expected.computed:,.0f} positions, {expected.computed / expected.tokens:.2f} times the "
             f"tokens ({expected.padding:.0%} padding); worst case {self.worst:,}",
             f"  operations {self.flops:.3e} needed by the model for these tokens",
         ]
-        if self.seconds is not None:
-            lines.append(
-                f"  time       {self.seconds:.3g} s at least, by positions; worst case {self.worst_seconds:.3g} s"
-            )
-        return lines
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "lengths": self.lengths.name, "tokens": self.expected.tokens, "computed": self.expected.computed,
             "computed_over_real": self.expected.computed / self.expected.tokens, "worst_computed": self.worst,
-            "model_flops": self.flops, "seconds": self.seconds, "worst_seconds": self.worst_seconds,
+            "model_flops": self.flops,
         }  # fmt: skip
+
+
+def forward_flops(model: ModelConfig, length: int) -> float:
+    """Products of a forward pass, per token of a row of `length` tokens that is one sequence.
+
+    Matrices: 2 per weight that multiplies (a token's own experts only). Causal attention: q k and p v over half of the
+    row, 2 x 2 x heads x head_dim x length / 2 in each layer.
+    """
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_mlp_width + model.num_experts)
+    matrices = model.num_layers * layer + model.hidden_size * model.vocab_size
+    return 2.0 * matrices + model.num_layers * 2.0 * queries * length
 
 
 def at_lengths(plan: CompiledRun, lengths: Lengths) -> AtLengths:
@@ -69,9 +70,4 @@ def at_lengths(plan: CompiledRun, lengths: Lengths) -> AtLengths:
     matrices = forward_flops(plan.model, 0)
     attention = forward_flops(plan.model, 1) - matrices
     passes = 3 + (packing.mini_batches - 1) / packing.mini_batches
-    compiled = plan.programs.get("step")
-    seconds = None if compiled is None or compiled.refused else roofline(compiled, plan.topology.chip).overlapped
-    return AtLengths(
-        lengths, expected, worst, passes * (matrices * expected.tokens + attention * expected.squares),
-        None if seconds is None else seconds * expected.computed / worst, seconds,
-    )  # fmt: skip
+    return AtLengths(lengths, expected, worst, passes * (matrices * expected.tokens + attention * expected.squares))

@@ -1,15 +1,13 @@
-"""A run at full size: its programs compiled for a topology, its memory by kind, what fits, what it communicates."""
+"""A run at full size: its programs compiled for a topology, its memory by kind, what fits."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
@@ -22,11 +20,9 @@ from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.memory.parts import memory_of_run, workload
 from dcmdp_jax.memory.use import MemoryUse
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, sampling_mesh
-from dcmdp_jax.parallel.sharding import PARAM_AXES
+from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.compiled import Compiled, compile_program
-from dcmdp_jax.plan.flops import step_flops
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import CHIPS, Topology
@@ -35,18 +31,6 @@ from dcmdp_jax.training.model_checks import check_experts, check_lengths, platfo
 GIB = 2**30
 PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
-
-
-class LeastBytes(NamedTuple):
-    """Bytes that each device receives in one step.
-
-    Attributes:
-        gathers: of parameters, in the compute dtype.
-        reductions: of gradients.
-    """
-
-    gathers: float
-    reductions: float
 
 
 class Phase(NamedTuple):
@@ -70,7 +54,7 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledRun:
-    """Memory, communication and time of a run on a topology.
+    """Memory of a run on a topology.
 
     Attributes:
         topology, mesh: the devices.
@@ -79,8 +63,6 @@ class CompiledRun:
         engine: of an engine in the trainer's process; None with another, whose programs are not ours.
         memory: by arithmetic, as `dcmdp train --dry_run` has it.
         programs: compiled, by name.
-        least: the least communication of the step.
-        model_flops: of the products that the step needs, all devices together.
         usable: bytes of a device that the run may use.
         usable_reason: what that is.
     """
@@ -93,8 +75,6 @@ class CompiledRun:
     engine: EnginePlan | None
     memory: MemoryUse
     programs: dict[str, Compiled]
-    least: LeastBytes
-    model_flops: float
     usable: int
     usable_reason: str
 
@@ -127,17 +107,6 @@ class CompiledRun:
         """Whether every phase is within what a device has."""
         refused = any(compiled.refused is not None for compiled in self.programs.values())
         return not refused and all(phase.total <= self.usable for phase in self.phases)
-
-    @property
-    def flops_ratio(self) -> float:
-        """Compiled operations of the step over those that the model needs; 0 if the step was not compiled."""
-        return self.programs["step"].flops.total * self.mesh.size / self.model_flops
-
-    @property
-    def traffic_ratio(self) -> float:
-        """Received bytes of the step's collectives over `least`; infinite where nothing has to be communicated."""
-        moved = sum(one.received_bytes for one in self.programs["step"].collectives)
-        return moved / sum(self.least) if sum(self.least) else float("inf" if moved else 1)
 
 
 def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
@@ -186,6 +155,7 @@ def compile_run(
     only: Sequence[str] = (),
     on_program: Callable[[str], None] = lambda name: None,
     refuse: bool = False,
+    read: Callable[[StepPlan, Lowerable, jax.stages.Compiled], Any] = lambda step, program, executable: None,
 ) -> CompiledRun:
     """Compile the programs of a run for a topology.
 
@@ -195,6 +165,7 @@ def compile_run(
         only: names of the programs to compile; empty for all.
         on_program: called with a program's name before it is compiled.
         refuse: compile nothing where what the run certainly holds does not fit.
+        read: called with the step, a program and its executable; `Compiled.account` has its result.
 
     Raises:
         UserError: if the mesh does not fit the devices or the model, a setting does not fit the model or the platform,
@@ -221,13 +192,8 @@ def compile_run(
     for program in (step.program, *(engine.programs if engine else ())):
         if not only or program.name in only:
             on_program(program.name)
-            programs[program.name] = compile_program(program)
+            programs[program.name] = compile_program(program, functools.partial(read, step, program))
             jax.clear_caches()
-    packing = step.packing
-    updates = packing.mini_batches * step.micro_batches
-    recomputed = updates - step.micro_batches
-    # As the step's trip counts: every completion has the longest length.
-    tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
     return CompiledRun(
         topology=topology,
         mesh=mesh,
@@ -237,13 +203,6 @@ def compile_run(
         engine=engine,
         memory=memory,
         programs=programs,
-        least=_least_bytes(
-            model, mesh, compute_dtype=config.model.compute_dtype, updates=updates, recomputations=recomputed,
-            mini_batches=packing.mini_batches,
-        ),
-        model_flops=step_flops(
-            model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
-        ),
         usable=usable,
         usable_reason=reason,
     )  # fmt: skip
@@ -286,37 +245,3 @@ def _share(config: Config) -> DeviceShare | None:
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         return kind.device_share(arguments)
-
-
-def _least_bytes(
-    model: ModelConfig, mesh: Mesh, *, compute_dtype: str, updates: float, recomputations: float, mini_batches: int
-) -> LeastBytes:
-    """Every parameter gathered once a forward and once a backward pass of a micro-batch, its gradient reduced once.
-
-    Among n devices along fsdp each receives (n - 1) / n of a parameter's part on them. The gradient is reduced in
-    float32, over fsdp (and expert, for parameters that it does not split) in each micro-batch and over data once a
-    mini-batch. Along tensor and expert activations travel too, which this does not count.
-
-    Args:
-        model: the model.
-        mesh: the training devices.
-        compute_dtype: what is gathered.
-        updates: micro-batches with a gradient, of the whole step.
-        recomputations: micro-batches of the pass for p^Train.
-        mini_batches: optimizer updates.
-    """
-    item = jnp.dtype(compute_dtype).itemsize
-    shapes = jax.tree.leaves(param_shapes(model))
-    axes = jax.tree.leaves(logical_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
-    gathered = reduced = 0.0
-    data = mesh.shape["data"]
-    for leaf, names in zip(shapes, axes, strict=True):
-        split = [PARAM_AXES[name] for name in names if name is not None and PARAM_AXES[name] is not None]
-        ways = math.prod(mesh.shape[axis] for axis in split if axis != "fsdp")
-        part, fsdp = leaf.size / ways, mesh.shape["fsdp"] if "fsdp" in split else 1
-        gathered += part * (fsdp - 1) / fsdp
-        reduced += part * (fsdp - 1) / fsdp * updates
-        # Devices whose rows differ and whose part of the parameter does not.
-        same = math.prod(mesh.shape[axis] for axis in ("fsdp", "expert") if axis not in split)
-        reduced += 2 * part / fsdp * ((same - 1) / same * updates + (data - 1) / data * mini_batches)
-    return LeastBytes(gathered * item * (2 * updates + recomputations), 4 * reduced)

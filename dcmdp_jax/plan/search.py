@@ -1,4 +1,4 @@
-"""Search over mesh shapes and micro-batch sizes for the fastest that fits."""
+"""Search over mesh shapes and micro-batch sizes for those that fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from dcmdp_jax.config.settings import Config, MeshSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.roofline import roofline
 from dcmdp_jax.plan.run_plan import GIB, CompiledRun, compile_run
 from dcmdp_jax.plan.topologies import Topology
 
@@ -27,39 +26,48 @@ class Tried(NamedTuple):
         micro_batch_tokens: on each device.
         plan: with the step compiled; None if the mesh does not fit the model.
         refused: why, if so.
-        seconds_per_token: lower bound of the step's time, all devices together.
     """
 
     mesh: MeshSettings
     micro_batch_tokens: int
     plan: CompiledRun | None
     refused: str = ""
-    seconds_per_token: float = float("inf")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits."""
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """What sorts candidates: those that fit, then the fewest devices that exchange activations in every layer,
+        then the fewest gathers of parameters, by larger micro-batches."""
+        return not self.fits, self.mesh.tensor * self.mesh.expert, -self.micro_batch_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """All candidates, those that fit first, the fastest of them first."""
+    """All candidates in the order of `Tried.order`."""
 
     tried: tuple[Tried, ...]
 
     @property
     def fitting(self) -> tuple[Tried, ...]:
         """The candidates that fit."""
-        return tuple(one for one in self.tried if one.plan is not None and one.plan.fits)
+        return tuple(one for one in self.tried if one.fits)
 
     def table(self) -> str:
         """A line for each candidate."""
-        lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB  tokens/s at most (estimate)"]
+        lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB"]
         for rank, one in enumerate(self.tried, 1):
             mesh = one.mesh
             shape = f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  {one.micro_batch_tokens:18}"
             if one.plan is None:
                 lines.append(f"   -  {shape}  {one.refused}")
-            elif not one.plan.fits:
+            elif not one.fits:
                 lines.append(f"   -  {shape}  {_peak(one.plan) / GIB:8.2f}  does not fit")
             else:
-                lines.append(f"{rank:4}  {shape}  {_peak(one.plan) / GIB:8.2f}  {1 / one.seconds_per_token:,.0f}")
+                lines.append(f"{rank:4}  {shape}  {_peak(one.plan) / GIB:8.2f}")
         return "\n".join(lines if self.fitting else [*lines, "nothing of these fits"])
 
     def record(self) -> dict[str, Any]:
@@ -70,9 +78,8 @@ class Found:
                     "mesh": dataclasses.asdict(one.mesh),
                     "micro_batch_tokens": one.micro_batch_tokens,
                     "refused": one.refused,
-                    "fits": one.plan is not None and one.plan.fits,
+                    "fits": one.fits,
                     "peak_bytes": _peak(one.plan) if one.plan else None,
-                    "seconds_per_token": one.seconds_per_token if one.plan and one.plan.fits else None,
                 }
                 for one in self.tried
             ]
@@ -103,12 +110,12 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
             tried.append(one)
             result = one.refused or f"{_peak(one.plan) / GIB:.2f} GiB{'' if one.plan.fits else ', does not fit'}"
             tell(f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a device: {result}")
-            if one.plan is None or not one.plan.fits:
+            if not one.fits:
                 break
     reasons = {one.refused for one in tried}
     if len(reasons) == 1 and tried[0].plan is None:
         raise UserError(tried[0].refused)
-    return Found(tuple(sorted(tried, key=lambda one: one.seconds_per_token)))
+    return Found(tuple(sorted(tried, key=lambda one: one.order)))
 
 
 def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:
@@ -128,13 +135,7 @@ def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) ->
         plan = compile_run(changed, topology, only=("step",), refuse=True)
     except UserError as error:
         return Tried(mesh, tokens, None, str(error))
-    seconds = float("inf")
-    if plan.fits:
-        packing = plan.step.packing
-        rows = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
-        per_step = rows * packing.micro_batches[-1] * packing.mini_batches
-        seconds = roofline(plan.programs["step"], topology.chip).overlapped / per_step
-    return Tried(mesh, tokens, plan, seconds_per_token=seconds)
+    return Tried(mesh, tokens, plan)
 
 
 def _peak(plan: CompiledRun) -> int:

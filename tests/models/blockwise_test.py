@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.compiled_parts.flops import compiled_flops
+from benchmarks.compiled_parts.hlo import parse
+from benchmarks.compiled_parts.trips import blocks_at_most
 from dcmdp_jax.models.attention import has_scores, row_attention
 from dcmdp_jax.models.ops import CPU, REFERENCE, blockwise
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import shard_map_over_data
-from dcmdp_jax.plan.flops import compiled_flops
-from dcmdp_jax.plan.hlo import parse
-from dcmdp_jax.plan.step_program import blocks_at_most
 
 Attend = Callable[..., jax.Array]
 

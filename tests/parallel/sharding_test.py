@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.compiled_parts.collectives import KINDS, collectives
+from benchmarks.compiled_parts.hlo import in_scope, parse
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS
@@ -30,8 +32,6 @@ from dcmdp_jax.parallel.sharding import (
     shard_rows,
     state_shardings,
 )
-from dcmdp_jax.plan.collectives import KINDS, collectives
-from dcmdp_jax.plan.hlo import in_scope, parse
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
 from tests.support.our_log import our_log

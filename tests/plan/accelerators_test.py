@@ -40,8 +40,8 @@ def _plan(tmp_path, topology, compiler, settings, *flags):
     # A process of its own: XLA reads its flags once, and here they are those of fake CPU devices.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, "-m", "bin.plan", "--config=configs/qwen3_8b.py:local,debug", f"--topology={topology}",
-         f"--json={file}", *flags, *changes],
+        [sys.executable, "-m", "benchmarks.compiled", "--config=configs/qwen3_8b.py:local,debug",
+         f"--topology={topology}", f"--json={file}", *flags, *changes],
         cwd=_ROOT, capture_output=True, text=True, timeout=1800, check=False,
         env={**environment, "PYTHONPATH": str(_ROOT)},
     )  # fmt: skip

@@ -17,7 +17,6 @@ from dcmdp_jax.engines.local.cache import FLOAT8, abstract
 from dcmdp_jax.engines.local.layout import Program, check_mesh, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.ops.blocks import expert_blocks
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 
 
@@ -64,7 +63,6 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
                 decode.prefill.trace, weights, by_row(jnp.int32, prompts, bucket), by_row(jnp.int32, prompts),
                 program=program, groups=groups,
             ),
-            _one_token,
             held,
             (bucket,),
             prompts // groups // program.row_shards * bucket,
@@ -76,7 +74,6 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
                 scalar(jnp.float32), scalar(jnp.float32), scalar(jnp.int32, 1), program=program, prompt_slots=bucket,
                 prefix_slots=bucket, mode="sample",
             ),
-            _one_token,
             held | {"engine's cache": cache_bytes},
             (),
             # One token of each row, whose logits are wanted.
@@ -88,18 +85,12 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
                 score.score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
                 scalar(jnp.float32), program=program,
             ),
-            _one_token,
             held,
             (length,),
             scored // program.row_shards * length,
         ),
     )  # fmt: skip
     return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions)
-
-
-def _one_token(op_name: str) -> float:
-    """Loops whose end is data count blocks of experts' rows, or tokens to decode: what is compiled is told for one."""
-    return expert_blocks(op_name) or 1
 
 
 def _weights(model: ModelConfig, precision: str, param_dtype: str, mesh: Mesh) -> Any:

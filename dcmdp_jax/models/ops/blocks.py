@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import jax
@@ -102,13 +101,3 @@ def _grouped_backward(
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
-
-
-def expert_blocks(op_name: str) -> int | None:
-    """Iterations, at most, of a loop over blocks of rows of one expert each; None for another loop.
-
-    Args:
-        op_name: of the loop.
-    """
-    found = re.search(rf"\b{BLOCKS}_(\d+)\b", op_name)
-    return int(found.group(1)) if found else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from jax import lax
 
 # Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one segment: of all
 # queries, and of the keys of a row's last queries.
-_QUERY_BLOCKS, _KEY_BLOCKS = "attention_query_blocks", "attention_key_blocks"
+QUERY_BLOCKS, KEY_BLOCKS = "attention_query_blocks", "attention_key_blocks"
 _HIDDEN = -1e30
 _LONG = 1024
 
@@ -24,19 +23,6 @@ _LONG = 1024
 def block_size(length: int) -> int:
     """Queries and keys of a block for rows of `length` tokens: the fastest on CPU."""
     return 64 if length <= _LONG else 128
-
-
-def attention_blocks(op_name: str) -> float | None:
-    """Iterations of `attention`'s loops where each row is one segment: a block of queries has half of its row's blocks
-    of keys on average. None for another loop.
-
-    Args:
-        op_name: of the loop.
-    """
-    if found := re.search(rf"\b{_KEY_BLOCKS}_(\d+)\b", op_name):
-        return (int(found.group(1)) + 1) / 2
-    found = re.search(rf"\b{_QUERY_BLOCKS}_(\d+)\b", op_name)
-    return int(found.group(1)) if found else None
 
 
 def attention(
@@ -177,7 +163,7 @@ def _largest(x: jax.Array) -> jax.Array:
 
 def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
     in_row = -(-length // size)
-    return f"{_QUERY_BLOCKS}_{total // length * in_row}", f"{_KEY_BLOCKS}_{in_row}"
+    return f"{QUERY_BLOCKS}_{total // length * in_row}", f"{KEY_BLOCKS}_{in_row}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

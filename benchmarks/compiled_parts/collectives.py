@@ -6,7 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
-from dcmdp_jax.plan.hlo import Array, Computation, Instruction, Module, TripCounts, walk
+from benchmarks.compiled_parts.hlo import Array, Computation, Instruction, Module, TripCounts, walk
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

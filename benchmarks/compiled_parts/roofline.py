@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dcmdp_jax.plan.compiled import Compiled
+from benchmarks.compiled_parts.account import Account
 from dcmdp_jax.plan.topologies import Chip
 
 ASSUMPTIONS = (
@@ -44,10 +44,10 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-def roofline(compiled: Compiled, chip: Chip) -> Roofline:
+def roofline(account: Account, chip: Chip) -> Roofline:
     """The time that the data sheet allows, see `ASSUMPTIONS`."""
     communication = sum(
         one.received_bytes / (chip.far_bandwidth if one.devices > chip.devices_near else chip.link_bandwidth)
-        for one in compiled.collectives
+        for one in account.collectives
     )
-    return Roofline(compiled.flops.total / chip.flops, compiled.traffic / chip.memory_bandwidth, communication)
+    return Roofline(account.flops.total / chip.flops, account.traffic / chip.memory_bandwidth, communication)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dcmdp_jax.plan.hlo import Computation, Instruction, Module, TripCounts, walk
+from benchmarks.compiled_parts.hlo import Computation, Instruction, Module, TripCounts, walk
 
 # Instructions that move nothing, or whose work is that of the computations they call.
 _FREE = frozenset(

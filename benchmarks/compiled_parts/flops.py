@@ -9,8 +9,9 @@ import math
 import re
 from typing import NamedTuple
 
+from benchmarks.compiled_parts.hlo import Array, Instruction, Module, TripCounts, Visit, walk
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.plan.hlo import Array, Instruction, Module, TripCounts, Visit, walk
+from dcmdp_jax.plan.at_lengths import forward_flops
 
 # Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels compute q k again.
 # Splash has one kernel for the gradients of keys and values and one for those of queries, cuDNN one for all.
@@ -62,18 +63,6 @@ def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
             elif name in ("tpu_custom_call", "__triton", "xla.gpu.triton"):
                 uncounted.add(instruction.op_name.rsplit("/", 1)[-1] or instruction.name)
     return CompiledFlops(products, attention, tuple(sorted(uncounted)))
-
-
-def forward_flops(model: ModelConfig, length: int) -> float:
-    """Products of a forward pass, per token of a row of `length` tokens that is one sequence.
-
-    Matrices: 2 per weight that multiplies (a token's own experts only). Causal attention: q k and p v over half of the
-    row, 2 x 2 x heads x head_dim x length / 2 in each layer.
-    """
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_mlp_width + model.num_experts)
-    matrices = model.num_layers * layer + model.hidden_size * model.vocab_size
-    return 2.0 * matrices + model.num_layers * 2.0 * queries * length
 
 
 def step_flops(model: ModelConfig, *, length: int, tokens: float, recomputed_tokens: float) -> float:

@@ -8,12 +8,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.ops.blocks import expert_blocks, grouped_matmul
+from benchmarks.compiled_parts.collectives import collectives
+from benchmarks.compiled_parts.flops import compiled_flops
+from benchmarks.compiled_parts.hlo import Array, in_scope, parse, walk
+from benchmarks.compiled_parts.traffic import memory_traffic
+from benchmarks.compiled_parts.trips import expert_blocks
+from dcmdp_jax.models.ops.blocks import grouped_matmul
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.plan.collectives import collectives
-from dcmdp_jax.plan.flops import compiled_flops
-from dcmdp_jax.plan.hlo import Array, in_scope, parse, walk
-from dcmdp_jax.plan.traffic import memory_traffic
 
 
 def _mesh():

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.compiled`: the text of a compiled program, read."""

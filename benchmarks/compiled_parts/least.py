@@ -1,0 +1,95 @@
+"""What a step needs at least, by arithmetic: operations of the model, and bytes that each device receives."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from benchmarks.compiled_parts.flops import step_flops
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.params import logical_axes, param_shapes
+from dcmdp_jax.parallel.sharding import PARAM_AXES
+from dcmdp_jax.plan.run_plan import CompiledRun
+
+
+class Least(NamedTuple):
+    """The least of one step.
+
+    Attributes:
+        flops: operations of the products, all devices together.
+        gathers: bytes of parameters that each device receives, in the compute dtype.
+        reductions: bytes of gradients that each device receives.
+    """
+
+    flops: float
+    gathers: float
+    reductions: float
+
+    def flops_ratio(self, plan: CompiledRun) -> float:
+        """Compiled operations of the step over those that the model needs."""
+        return plan.programs["step"].account.flops.total * plan.mesh.size / self.flops
+
+    def traffic_ratio(self, plan: CompiledRun) -> float:
+        """Received bytes of the step's collectives over the least; infinite where nothing has to be communicated."""
+        moved, least = sum(one.received_bytes for one in plan.programs["step"].account.collectives), self[1] + self[2]
+        return moved / least if least else float("inf" if moved else 1)
+
+
+def least_of(plan: CompiledRun) -> Least:
+    """The least of a run's step, when every completion has the longest length."""
+    packing = plan.step.packing
+    updates = packing.mini_batches * plan.step.micro_batches
+    recomputed = updates - plan.step.micro_batches
+    tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
+    flops = step_flops(
+        plan.model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
+    )
+    return Least(
+        flops,
+        *_least_bytes(
+            plan.model,
+            plan.mesh,
+            compute_dtype=plan.config.model.compute_dtype,
+            updates=updates,
+            recomputations=recomputed,
+            mini_batches=packing.mini_batches,
+        ),
+    )
+
+
+def _least_bytes(
+    model: ModelConfig, mesh: Mesh, *, compute_dtype: str, updates: float, recomputations: float, mini_batches: int
+) -> tuple[float, float]:
+    """Every parameter gathered once a forward and once a backward pass of a micro-batch, its gradient reduced once.
+
+    Among n devices along fsdp each receives (n - 1) / n of a parameter's part on them. The gradient is reduced in
+    float32, over fsdp (and expert, for parameters that it does not split) in each micro-batch and over data once a
+    mini-batch. Along tensor and expert activations travel too, which this does not count.
+
+    Args:
+        model: the model.
+        mesh: the training devices.
+        compute_dtype: what is gathered.
+        updates: micro-batches with a gradient, of the whole step.
+        recomputations: micro-batches of the pass for p^Train.
+        mini_batches: optimizer updates.
+    """
+    item = jnp.dtype(compute_dtype).itemsize
+    shapes = jax.tree.leaves(param_shapes(model))
+    axes = jax.tree.leaves(logical_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    gathered = reduced = 0.0
+    data = mesh.shape["data"]
+    for leaf, names in zip(shapes, axes, strict=True):
+        split = [PARAM_AXES[name] for name in names if name is not None and PARAM_AXES[name] is not None]
+        ways = math.prod(mesh.shape[axis] for axis in split if axis != "fsdp")
+        part, fsdp = leaf.size / ways, mesh.shape["fsdp"] if "fsdp" in split else 1
+        gathered += part * (fsdp - 1) / fsdp
+        reduced += part * (fsdp - 1) / fsdp * updates
+        # Devices whose rows differ and whose part of the parameter does not.
+        same = math.prod(mesh.shape[axis] for axis in ("fsdp", "expert") if axis not in split)
+        reduced += 2 * part / fsdp * ((same - 1) / same * updates + (data - 1) / data * mini_batches)
+    return gathered * item * (2 * updates + recomputations), 4 * reduced
