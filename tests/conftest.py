@@ -33,12 +33,19 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 _MANY_MAPPINGS, _LOOK_EVERY = 20_000, 8
 _SLOW_FILES = Path(__file__).with_name("slow_files.txt")
+_JOBS = Path(__file__).with_name("jobs.txt")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first, by tests/slow_files.txt: with several workers none is left alone with a long one."""
+    """Mark the files of tests/jobs.txt with their job, and put the slowest first, by tests/slow_files.txt: with several
+    workers none is left alone with a long one."""
     lines = [line.split() for line in _SLOW_FILES.read_text(encoding="utf-8").splitlines() if line[:1].isdigit()]
     seconds = {name: float(number) for number, name in lines}
+    jobs = {name: job for job, name in map(str.split, _JOBS.read_text(encoding="utf-8").splitlines()[1:])}
+    for item in items:
+        if job := jobs.get(item.nodeid.partition("::")[0]):
+            item.add_marker(job)
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
@@ -49,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) > 100:
+    if len(seconds) > 20:
         terminalreporter.section("slowest files, seconds")
         for name, spent in seconds.most_common(40):
             terminalreporter.write_line(f"{spent:.0f} {name}")

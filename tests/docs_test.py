@@ -59,7 +59,9 @@ def test_named_metrics_exist():
         assert set(re.findall(rf"`((?:{prefixes})/\w+)`", text)) - set(METRICS) == set(), page
 
 
-def test_the_slow_files_exist_slowest_first():
+def test_the_files_of_jobs_exist_and_the_slow_ones_slowest_first():
     lines = [line.split() for line in (_ROOT / "tests" / "slow_files.txt").read_text().splitlines()[1:]]
     assert all((_ROOT / name).is_file() for _, name in lines)
+    jobs = [line.split() for line in (_ROOT / "tests" / "jobs.txt").read_text().splitlines()[1:]]
+    assert all(job in ("engines", "pages") and (_ROOT / name).is_file() for job, name in jobs)
     assert [int(seconds) for seconds, _ in lines] == sorted((int(seconds) for seconds, _ in lines), reverse=True)
