@@ -21,13 +21,11 @@ class DualState(NamedTuple):
 
     Attributes:
         multiplier: [] float32, lambda, in advantage units per unit of discrepancy.
-        window: [n + 1] float32, the mean discrepancies of the first n steps, which c is measured on, and the last.
-        filled: [] int32, how many entries of `window` hold a real value.
+        tolerance: [] float32, c, in the discrepancy's unit.
     """
 
     multiplier: Array
-    window: Array
-    filled: Array
+    tolerance: Array
 
 
 class LossScale(NamedTuple):
@@ -49,7 +47,7 @@ class TrainState(NamedTuple):
         step: [] int32, finished training steps.
         params: float32 or bfloat16 master parameters.
         opt_state: the optax state.
-        dual: the multiplier and its window.
+        dual: the multiplier and the tolerance.
         skipped_in_row: [] int32, optimizer updates skipped without a finite one in between.
         loss_scale: None unless the model computes in float16.
     """
@@ -107,7 +105,6 @@ class Batch(NamedTuple):
         loss_mask: [M, N] bool; false: the completion takes no part in the loss (padding, dropped, or truncated when a
             setting says so). Group statistics and discrepancy still see it where `valid` is true.
         valid: [M, N] bool; false on padding and on dropped completions.
-        noise_floor: None, or [] float32, mean discrepancy of the engine against itself; 0 where it was not measured.
     """
 
     rows: tuple[Rows, ...]
@@ -117,4 +114,3 @@ class Batch(NamedTuple):
     completion_lengths: Array
     loss_mask: Array
     valid: Array
-    noise_floor: Array | None = None

@@ -20,10 +20,9 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.row_logprobs import batch_logprobs, make_row_logprobs
 from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings
-from dcmdp_jax.training.step import batch_logprobs
 
 _SPREAD = 0.1
 """Standard deviation of the random weights: logits of some nats, so that some tokens are likely and others not."""

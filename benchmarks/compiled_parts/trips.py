@@ -12,7 +12,7 @@ from dcmdp_jax.models.ops.blockwise import KEY_BLOCKS, QUERY_BLOCKS
 from dcmdp_jax.plan.step_program import StepPlan, predicted_tokens
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
 from dcmdp_jax.training.row_logprobs import kernel_axes
-from dcmdp_jax.training.step import OLD_LOGPROBS
+from dcmdp_jax.training.step import RECOMPUTE
 
 
 def attention_blocks(op_name: str) -> float | None:
@@ -78,7 +78,7 @@ def step_trip_counts(step: StepPlan, micro_batches: Sequence[int] | None = None)
         if not in_scope(op_name, MICRO_BATCHES):
             return None
         # The first mini-batch's own update gives its p^Train.
-        share = 1 - 1 / packing.mini_batches if in_scope(op_name, OLD_LOGPROBS) else 1
+        share = 1 - 1 / packing.mini_batches if in_scope(op_name, RECOMPUTE) else 1
         return share * sum(count for bucket, count in enumerate(counts) if in_scope(op_name, bucket_scope(bucket)))
 
     return trips

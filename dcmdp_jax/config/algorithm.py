@@ -80,7 +80,7 @@ class AlgorithmSettings:
         0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
         "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`. Only "
         "with dc_grpo.",
-        unit="steps", source="paper: c is given", minimum=0, limit=(10_000, "they are all kept in the state"),
+        unit="steps", source="paper: c is given", minimum=0, limit=(10_000, "lambda rests in all of them"),
     )  # fmt: skip
     tolerance_quantile: float = setting(0.5, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
     tolerance_factor: float = setting(
@@ -187,6 +187,11 @@ class AlgorithmSettings:
     def fixed_multiplier(self) -> float | None:
         """The constant multiplier of a method without dual ascent; None for one whose multiplier moves."""
         return FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
+
+    @property
+    def measured_steps(self) -> int:
+        """Number of first steps that c is measured on; 0 where c is given or the multiplier does not move."""
+        return self.tolerance_steps if self.fixed_multiplier is None else 0
 
     @property
     def drops_tokens(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dcmdp_jax.config.settings import Config
@@ -60,8 +59,6 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     )
     state: TrainState = sharded(state, programs.shardings)
     batch = abstract_batch(packing, columns_of_run(config, model))
-    if config.algorithm.tolerance_steps:
-        batch = batch._replace(noise_floor=jax.ShapeDtypeStruct((), jnp.float32))
     batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
     reference = state.params if config.algorithm.kl_coefficient else None
     params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)

@@ -7,9 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
 from dcmdp_jax.config.arguments import PACKING, in_settings
 from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack
@@ -27,7 +24,6 @@ from dcmdp_jax.training.ahead import (
 from dcmdp_jax.training.batch_metrics import PhaseTimer, staleness_metrics
 from dcmdp_jax.training.build import Parts
 from dcmdp_jax.training.setup import Plan, samples_beside
-from dcmdp_jax.training.state import measures_tolerance
 from dcmdp_jax.training.step_rollout import NoiseFloor, Share, StepRollout, StepRollouts
 from dcmdp_jax.training.stopping import Leaving
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
@@ -117,13 +113,13 @@ class Batches:
     def _now(self, state: TrainState, step: int, first: int, timer: PhaseTimer) -> Sampled:
         """The batch of a step, sampled by the policy that it trains."""
         rollout = self._rollouts.sample(step, first, timer, self._alone, self._check_stop)
-        measures = measures_tolerance(self._config.algorithm, jax.device_get(state.dual))
+        measures = step < self._config.algorithm.measured_steps
         with timer.phase("noise_floor"):
             floor = self._agreed(self._noise_floor.metrics(rollout.episodes, step, wanted=measures))
         # Before the step, whose peak they would add to; the next push brings new ones in any case.
         self._parts.engine.release_weights()
         with timer.phase("pack"):
-            sampled = Sampled(rollout, floor, *self._pack(rollout, floor, step), timer)
+            sampled = Sampled(rollout, floor, *self._pack(rollout, step), timer)
             self._recompute(state.params, sampled)
         return sampled
 
@@ -179,11 +175,11 @@ class Batches:
             raise Leaving
         with alone():
             self._check_stop()
-        timer, algorithm = PhaseTimer(), self._config.algorithm
+        timer = PhaseTimer()
         sample = self._rollouts.sample_share if self._exchanges else self._rollouts.sample
         found = sample(step, first, timer, alone, check_stop)
         check_versions(found.episodes, version_of(step, self._lag))
-        measures = algorithm.fixed_multiplier is None and step < algorithm.tolerance_steps
+        measures = step < self._config.algorithm.measured_steps
         before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
         with timer.phase("noise_floor"):
             floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
@@ -191,13 +187,13 @@ class Batches:
             return Begun(found, floor, timer)
         floor = self._agreed(floor)
         with timer.phase("pack"):
-            return Sampled(found, floor, *self._pack(found, floor, step), timer)
+            return Sampled(found, floor, *self._pack(found, step), timer)
 
     def _exchanged(self, begun: Begun, step: int, timer: PhaseTimer) -> Sampled:
         """Collective: the batch of all hosts."""
         with timer.phase("pack"):
             rollout, floor = self._rollouts.exchanged(begun.share), self._agreed(begun.floor)
-            return Sampled(rollout, floor, *self._pack(rollout, floor, step), begun.timer)
+            return Sampled(rollout, floor, *self._pack(rollout, step), begun.timer)
 
     def _agreed(self, floor: Mapping[str, float]) -> dict[str, float]:
         """Collective: the largest noise floor of all hosts' engines, which measure it at the same steps."""
@@ -211,9 +207,7 @@ class Batches:
         if self._lag:
             sampled.batch = self._parts.old_logprobs(params, sampled.batch)
 
-    def _pack(
-        self, rollout: StepRollout, floor: Mapping[str, float], step: int
-    ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
+    def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
         batch, report = pack(
             [rollout.episodes[row] for row in rollout.rows],
@@ -224,8 +218,6 @@ class Batches:
         )
         metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
         metrics |= staleness_metrics(batch, step)
-        if self._config.algorithm.tolerance_steps:
-            batch = batch._replace(noise_floor=np.float32(floor.get("mismatch/noise_floor", 0.0)))
         host_rows = batch.rows
         batch = to_global(batch, self._parts.batch_shardings)
         padding = metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens

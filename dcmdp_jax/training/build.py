@@ -36,12 +36,13 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import param_shardings, replicated, shard_map_over_data
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
-from dcmdp_jax.training.checkpoint import Checkpoints
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.checkpoint import Checkpoints, WindowedDual
+from dcmdp_jax.training.row_logprobs import make_old_logprobs, make_rescore, make_row_logprobs
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.state import (
     WARMUP_SCALE,
     batch_shardings,
+    dual_of_window,
     initial_dual,
     initial_loss_scale,
     make_optimizer,
@@ -49,7 +50,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import make_old_logprobs, make_rescore, make_train_step
+from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
@@ -322,6 +323,8 @@ def start(plan: Plan, parts: Parts, stop: StopSignal, show: Callable[[str], None
     with activity("restoring the newest checkpoint"):
         state = parts.checkpoints.restore(abstract, plan.model)
     if state is not None:
+        if isinstance(state.dual, WindowedDual):
+            state = state._replace(dual=dual_of_window(config.algorithm, state.dual))
         step = int(state.step)
         show(f"resuming {config.run_dir} after step {step}")
         taken = parts.checkpoints.prompts_taken(step)

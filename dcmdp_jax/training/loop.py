@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.prompts import EncodedPrompts, save_tokenizer
@@ -17,8 +18,9 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards, held_out_samples
 from dcmdp_jax.evaluation.table import plain_average
-from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record
+from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, read_metrics
 from dcmdp_jax.observe.progress import Progress
+from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.scoring import reward_metrics
@@ -29,6 +31,7 @@ from dcmdp_jax.training.build import Parts, build_parts, reference_params, start
 from dcmdp_jax.training.checkpoint import PolicyScore
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
+from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step import ADVANTAGES, START_LOGPROBS, TRAIN_LOGPROBS
 from dcmdp_jax.training.step_rollout import recorded_completions, shown_samples, trainer_state
 from dcmdp_jax.training.stopping import AlarmWatch, Interrupted, Leaving, SkippedUpdates, StopSignal
@@ -137,6 +140,8 @@ class Trainer:
             metrics |= skipped.record(step, metrics)
             metrics |= alarms.record(step, metrics, completions)
             writer.write(step, metrics)
+            if step == config.algorithm.measured_steps:
+                state = self._with_measured_tolerance(state)
             self._finished = state, step
             if samples := shown_samples(self.plan, step, rollout, completions):
                 writer.write_samples(step, samples)
@@ -153,6 +158,18 @@ class Trainer:
                 alarms.stop(step)
             if due:
                 self._evaluate(writer)
+
+    def _with_measured_tolerance(self, state: TrainState) -> TrainState:
+        """The state with c from the metrics of the steps so far, which are written."""
+        measured = -1.0
+        if self.hosts.is_writer:
+            series = read_metrics(self.config.run_dir)
+            floors = dict(zip(*series.get("mismatch/noise_floor", ((), ())), strict=True))
+            steps, means = series["discrepancy/mean"]
+            measured = measure_tolerance(self.config.algorithm, means, [floors.get(step, 0.0) for step in steps])
+        [tolerance] = self.hosts.largest(float(measured))
+        tolerance = to_global(np.float32(tolerance), self.parts.shardings.dual.tolerance)
+        return state._replace(dual=state.dual._replace(tolerance=tolerance))
 
     def _check_stop(self) -> None:
         """Leave what this process does alone if a signal came, here or to another process."""

@@ -10,6 +10,7 @@ terms weigh the same however many tokens a correction drops.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
-from dcmdp_jax.types import Array, Rows
+from dcmdp_jax.types import Array, DualState, Rows
 
 SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
 """Metrics: S / W, K / V and B, means of the updates that were made."""
@@ -87,11 +88,6 @@ def has_terms(settings: AlgorithmSettings) -> bool:
     return bool(settings.kl_coefficient or settings.router_aux_loss)
 
 
-def make_terms(planned: jax.Array, kept: jax.Array, router: Aux | None) -> Terms:
-    """The constants from the weight of all tokens, that of the kept ones, and the router's sums."""
-    return Terms(jnp.where(kept > 0, kept, 1.0), planned, router)
-
-
 def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux) -> jax.Array:
     """Part of a micro-batch in a sum that is to be divided by `divisor`; the gradient flows through.
 
@@ -121,13 +117,12 @@ def term_metrics(
 
 
 def charged_rewards(
+    settings: AlgorithmSettings,
+    penalty: Function,
+    dual: DualState,
     rewards: jax.Array,
     rows: tuple[Rows, ...],
     old_logprobs: tuple[jax.Array, ...],
-    multiplier: jax.Array,
-    tolerance: float | jax.Array,
-    settings: AlgorithmSettings,
-    penalty: Function,
 ) -> jax.Array:
     """Rewards with the charge inside, before their group's mean and deviation are taken (`level="reward"`).
 
@@ -137,30 +132,26 @@ def charged_rewards(
     charged rewards: in a group of equal rewards the discrepancy alone decides, and lambda, above 0, cancels.
 
     Args:
-        rewards: [N] float32 of a mini-batch.
-        rows, old_logprobs: its buckets, [A, R, L] each.
-        multiplier, tolerance: lambda_k and c.
         settings: measure, sided, ratio_limit.
         penalty: how the discrepancy is charged; it sees advantages, discrepancy, multiplier and tolerance alone.
+        dual: lambda_k and c.
+        rewards: [N] float32 of a mini-batch.
+        rows, old_logprobs: its buckets, [A, R, L] each.
 
     Returns:
         [N] float32; completions without a token keep their reward.
     """
-    delta, mask, index = (
-        jnp.concatenate([x.reshape(-1) for x in parts])[None]
-        for parts in zip(
-            *(
-                (_delta(b, old, settings), b.completion_mask, b.completion_index)
-                for b, old in zip(rows, old_logprobs, strict=True)
-            ),
-            strict=True,
-        )
-    )
+
+    def flat(arrays: Iterable[jax.Array]) -> jax.Array:
+        return jnp.concatenate([array.reshape(-1) for array in arrays])[None]
+
+    delta = flat(_delta(bucket, old, settings) for bucket, old in zip(rows, old_logprobs, strict=True))
+    mask, index = flat(bucket.completion_mask for bucket in rows), flat(bucket.completion_index for bucket in rows)
     means = completion_means(delta, mask, index, len(rewards))
     tokens = Tokens(
         advantages=rewards[None], discrepancy=means[None], completion_mask=jnp.ones((1, len(rewards)), bool),
         completion_index=jnp.arange(len(rewards))[None], num_completions=len(rewards),
-        multiplier=multiplier, tolerance=jnp.float32(tolerance),
+        multiplier=dual.multiplier, tolerance=dual.tolerance,
     )  # fmt: skip
     return split(penalty(tokens))[0][0]
 

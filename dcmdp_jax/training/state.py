@@ -5,77 +5,74 @@ AdamW with its schedule and gradient clipping, from optax; the scale of a float1
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm.dual import calibrated_tolerance, calibrated_update, dual_init, next_dual_state
+from dcmdp_jax.algorithm.dual import dual_init, dual_update, measured_tolerance
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.settings import OptimizerSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
-from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
-from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
+from dcmdp_jax.models.products import PRECISE
+from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings, to_global
+from dcmdp_jax.training.checkpoint import WindowedDual
+from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
-    """lambda_0 and an empty window; for methods without a moving multiplier the constant they use, for the record."""
+    """lambda_0 and c; for methods without a moving multiplier the constant they use, for the record."""
     if (fixed := settings.fixed_multiplier) is not None:
-        return dual_init(fixed, minimum=fixed, maximum=fixed)
-    return dual_init(
-        settings.multiplier,
-        minimum=settings.multiplier_min,
-        maximum=settings.multiplier_max,
-        measured_steps=settings.tolerance_steps,
-    )
-
-
-def measures_tolerance(settings: AlgorithmSettings, dual: DualState) -> bool:
-    """Whether a step that starts with `dual`, an array on the host, is one of those that c is measured on."""
-    return settings.fixed_multiplier is None and int(dual.filled) < settings.tolerance_steps
+        return dual_init(fixed, minimum=fixed, maximum=fixed, tolerance=settings.tolerance)
+    bounds = {"minimum": settings.multiplier_min, "maximum": settings.multiplier_max}
+    return dual_init(settings.multiplier, tolerance=settings.tolerance, **bounds)
 
 
 def update_dual(
-    settings: AlgorithmSettings, dual: DualState, mean_discrepancy: jax.Array, noise_floor: jax.Array | None = None
+    settings: AlgorithmSettings, dual: DualState, step: jax.Array, mean_discrepancy: jax.Array
 ) -> DualState:
-    """The dual state of the next step (Eq. 11); the same one for methods without a moving multiplier.
+    """The dual state of the next step (Eq. 11).
+
+    lambda does not move in methods with a fixed multiplier, nor in the steps that c is measured on.
 
     Args:
-        settings: of the algorithm.
-        dual: of this step.
+        settings: the method and its constants.
+        dual: the state of this step.
+        step: [] int32, finished steps before this one.
         mean_discrepancy: dbar_k.
-        noise_floor: the engine's, where c is being measured and it is known.
     """
     if settings.fixed_multiplier is not None:
         return dual
-    options = {
-        "learning_rate": settings.dual_learning_rate, "minimum": settings.multiplier_min,
-        "maximum": settings.multiplier_max,
-    }  # fmt: skip
-    if settings.tolerance_steps:
-        measured = _measured(settings)
-        if noise_floor is not None:
-            measured["noise_floor"] = noise_floor
-        return calibrated_update(dual, mean_discrepancy, **measured, **options)
-    return next_dual_state(dual, mean_discrepancy, tolerance=settings.tolerance, **options)
+    moved = dual_update(
+        dual.multiplier, mean_discrepancy, tolerance=dual.tolerance, learning_rate=settings.dual_learning_rate,
+        minimum=settings.multiplier_min, maximum=settings.multiplier_max,
+    )  # fmt: skip
+    if settings.measured_steps:
+        moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
+    return dual._replace(multiplier=moved)
 
 
-def tolerance_of(settings: AlgorithmSettings, dual: DualState) -> float | jax.Array:
-    """c of a step that starts with `dual`. It is measured on the first steps if the method has a moving multiplier."""
-    if not settings.tolerance_steps or settings.fixed_multiplier is not None:
-        return settings.tolerance
-    return calibrated_tolerance(dual, settings.tolerance, **_measured(settings))
+def measure_tolerance(settings: AlgorithmSettings, mean_discrepancies: Array, noise_floors: Array) -> np.float32:
+    """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite discrepancy."""
+    if not np.any(np.isfinite(mean_discrepancies)):
+        return np.float32(settings.tolerance)
+    rule = {"quantile": settings.tolerance_quantile, "factor": settings.tolerance_factor}
+    measure = jax.jit(functools.partial(measured_tolerance, **rule))
+    return np.float32(measure(np.float32(mean_discrepancies), np.float32(noise_floors)))
 
 
-def _measured(settings: AlgorithmSettings) -> dict[str, Any]:
-    """How c is measured."""
-    return {
-        "steps": settings.tolerance_steps, "quantile": settings.tolerance_quantile,
-        "factor": settings.tolerance_factor,
-    }  # fmt: skip
+def dual_of_window(settings: AlgorithmSettings, dual: WindowedDual) -> DualState:
+    """The dual state from that of an earlier version, which kept what c is measured on."""
+    steps, tolerance = settings.measured_steps, np.float32(settings.tolerance)
+    if 0 < steps <= int(dual.filled):
+        tolerance = measure_tolerance(settings, np.asarray(dual.window)[:steps], np.zeros(steps))
+    return DualState(dual.multiplier, to_global(tolerance, dual.multiplier.sharding))
 
 
 def train_state_shardings(
@@ -146,6 +143,54 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
     if not settings.max_grad_norm:
         return optax.with_extra_args_support(adamw)
     return optax.chain(_clip_by_norm(settings.max_grad_norm), adamw)
+
+
+class Learner(NamedTuple):
+    """State that an optimizer update changes, as in `TrainState`."""
+
+    params: Params
+    opt_state: Any
+    skipped_in_row: jax.Array
+    loss_scale: LossScale | None
+
+
+def apply_update(
+    optimizer: optax.GradientTransformationExtraArgs, learner: Learner, gradient: Params, divisor: jax.Array,
+    finite: jax.Array,
+) -> tuple[Learner, jax.Array, jax.Array]:  # fmt: skip
+    """Make one optimizer update by gradient / divisor; none if that is not finite, or `finite` is false.
+
+    Returns:
+        The state after it, the gradient's norm, and whether the update was made.
+    """
+    divisor = jnp.where(divisor > 0, divisor, 1.0)
+    grad_norm = _norm(gradient) / divisor
+    finite &= jnp.isfinite(grad_norm)
+
+    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
+        grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), gradient, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, grad_norm=grad_norm)
+        return optax.apply_updates(params, updates), opt_state
+
+    unchanged = learner.params, learner.opt_state
+    params, opt_state = lax.cond(finite, update, lambda *unchanged: unchanged, *unchanged)
+    scale = None if learner.loss_scale is None else next_loss_scale(learner.loss_scale, finite)
+    return Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1), scale), grad_norm, finite
+
+
+def _norm(grads: Params) -> jax.Array:
+    """The Euclidean norm of all leaves together. Dot products: a sum of squares would write the squares first."""
+
+    def squared(leaf: jax.Array) -> jax.Array:
+        axes = tuple(range(leaf.ndim))
+        return lax.dot_general(leaf, leaf, ((axes, axes), ((), ())), precision=PRECISE)
+
+    return jnp.sqrt(sum(squared(leaf) for leaf in jax.tree.leaves(grads)))
+
+
+def updates_made(opt_state: optax.OptState) -> jax.Array:
+    """Number of updates the optimizer has made. Skipped ones don't count, for its schedule either."""
+    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
 def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

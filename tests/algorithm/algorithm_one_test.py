@@ -157,20 +157,15 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
 
     (value, summed), gradient = jax.value_and_grad(loss, has_aux=True)(laid["now"])
     delta_sum = masked.masked_sum(delta, mask)
-    state = dual.next_dual_state(
-        dual.dual_init(MULTIPLIER, minimum=0.0, maximum=1.0),
-        delta_sum.value(),
-        tolerance=TOLERANCE,
-        learning_rate=RATE,
-        minimum=0.0,
-        maximum=1.0,
+    multiplier = dual.dual_update(
+        MULTIPLIER, delta_sum.value(), tolerance=TOLERANCE, learning_rate=RATE, minimum=0.0, maximum=1.0
     )
     return {
         "loss": value,
         "sum": summed,
         "gradient": gradient,
         "delta_sum": delta_sum,
-        "multiplier": state.multiplier,
+        "multiplier": multiplier,
         "completion_gradients": masked.completion_sums(gradient, mask, index, COMPLETIONS),
     }
 

@@ -38,8 +38,6 @@ PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
 WHERE = {"completion_mask": MASK, "completion_index": INDEX}
 GROUP = {"rewards": REWARDS, "group_ids": GROUPS, "valid": VALID}
 MEASURE = {"measure": "diff", "sided": "two"}
-STATE = dual.dual_init(0.1, minimum=0.0, maximum=1.0)
-MEASURED = dual.dual_init(0.1, minimum=0.0, maximum=1.0, measured_steps=2)
 ASCENT = {"learning_rate": ONE, "minimum": np.float32(0), "maximum": ONE}
 
 
@@ -125,12 +123,8 @@ CASES = {
         _part(signals.row_signals, measure=MEASURE, level="token", penalty=penalties.dc_grpo), weights=REWARDS
     ),
     "dual.dual_update": (dual.dual_update, {"multiplier": ONE, "mean_discrepancy": ONE, "tolerance": ONE} | ASCENT),
-    "dual.next_dual_state": (
-        _part(dual.next_dual_state, STATE), {"mean_discrepancy": ONE, "tolerance": ONE} | ASCENT,
-    ),
-    "dual.calibrated_update": (
-        _part(dual.calibrated_update, MEASURED, steps=2, quantile=0.5),
-        {"mean_discrepancy": ONE, "noise_floor": ONE} | ASCENT,
+    "dual.measured_tolerance": (
+        _part(dual.measured_tolerance, quantile=0.5), {"mean_discrepancies": REWARDS, "noise_floors": REWARDS},
     ),
     **{
         f"stats.{kind.__name__}": (
@@ -145,7 +139,7 @@ CASES = {
 OTHERS = {
     "numerics.as_float", "numerics.clamp", "numerics.exp_minus_linear", "discrepancy.log_odds",
     "advantages.overlong_penalty", "masked.gather_to_tokens", "masked.all_equal_groups", "dual.dual_init",
-    "dual.calibrated_tolerance", "penalties.grpo",
+    "penalties.grpo",
 }  # fmt: skip
 
 

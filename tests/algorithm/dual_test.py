@@ -11,65 +11,48 @@ from dcmdp_jax.algorithm import dual
 BOUNDS = {"minimum": 0.0, "maximum": 1.0}
 
 
-def run(state, values, **settings):
+def run(multiplier, values, **settings):
+    """The multiplier after each value."""
     settings = {"tolerance": 0.25, "learning_rate": 1.0, **BOUNDS, **settings}
-    multipliers = []
+    moved = []
     for value in values:
-        state = dual.next_dual_state(state, value, **settings)
-        multipliers.append(float(state.multiplier))
-    return state, multipliers
+        multiplier = dual.dual_update(multiplier, value, **settings)
+        moved.append(float(multiplier))
+    return moved
 
 
 def test_steps_by_hand():
     # 0.5 + 2 (0.375 - 0.25) = 0.75, then 0.75 + 2 (0.125 - 0.25) = 0.5. Descent would give 0.25 first.
-    _, multipliers = run(dual.dual_init(0.5, **BOUNDS), [0.375, 0.125], learning_rate=2.0)
-    assert multipliers == [0.75, 0.5]
+    assert run(0.5, [0.375, 0.125], learning_rate=2.0) == [0.75, 0.5]
 
 
-def test_the_papers_constants():
-    # lambda_0 = 0.1, c = 0.0037, eta = 1; a batch mean of 0.0050: 0.1013.
-    _, multipliers = run(dual.dual_init(0.1, **BOUNDS), [0.0050], tolerance=0.0037)
-    assert multipliers[0] == pytest.approx(0.1013, rel=1e-6)
+def test_paper_setting_moves_by_the_violation():
+    # Section 6.1: lambda_0 0.1, c 0.0037, eta 1; a discrepancy of 0.0050 raises lambda by 0.0013.
+    assert run(0.1, [0.0050], tolerance=0.0037) == [pytest.approx(0.1013, rel=1e-5)]
 
 
-def test_without_discrepancy_it_falls_to_its_floor_and_stays():
-    # from 0.6 by 0.25 a step: 0.35, 0.125 (the floor, not 0.1), 0.125
-    state = dual.dual_init(0.6, minimum=0.125, maximum=1.0)
-    _, multipliers = run(state, [0.0] * 4, minimum=0.125)
-    assert multipliers == [pytest.approx(0.35), 0.125, 0.125, 0.125]
+def test_without_discrepancy_the_multiplier_falls_to_its_floor_and_with_a_large_one_rises_to_its_cap():
+    # By 0.25 a step: 0.35, 0.125. By 0.5: 0.9, 1, 1, and one step under tolerance leaves the cap at once: no wind-up.
+    assert run(0.6, [0.0] * 4, minimum=0.125) == [pytest.approx(0.35), 0.125, 0.125, 0.125]
+    assert run(0.4, [0.75] * 3 + [0.0]) == [pytest.approx(0.9), 1.0, 1.0, 0.75]
 
 
-def test_with_a_large_one_it_rises_to_its_cap_and_stays():
-    # by 0.5 a step: 0.9, 1, 1, and one step under tolerance leaves the cap at once: no wind-up.
-    state, multipliers = run(dual.dual_init(0.4, **BOUNDS), [0.75, 0.75, 0.75])
-    assert multipliers == [pytest.approx(0.9), 1.0, 1.0]
-    assert run(state, [0.0])[1] == [0.75]
+def test_broken_mean_leaves_the_multiplier_as_it_was():
+    assert run(0.5, [np.nan, np.inf, -np.inf]) == [0.5] * 3
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_broken_mean_leaves_the_state_as_it_was(broken):
-    before, _ = run(dual.dual_init(0.5, **BOUNDS, measured_steps=1), [0.3])
-    after, _ = run(before, [broken])
-    for old, new in zip(before, after, strict=True):
-        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
-
-
-def test_jitted_carries_the_same_state_through():
+def test_jitted_has_one_trace():
     traced = []
 
     @jax.jit
-    def step(state, value):
+    def step(multiplier, value):
         traced.append(value)
-        return dual.next_dual_state(state, value, tolerance=0.25, learning_rate=0.5, **BOUNDS)
+        return dual.dual_update(multiplier, value, tolerance=0.25, learning_rate=0.5, **BOUNDS)
 
-    state = dual.dual_init(0.1, **BOUNDS, measured_steps=1)
-    structure = jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
-    eager = state
-    for value in (0.3, np.nan, 0.1, 0.9):
-        state = step(state, value)
-        eager, _ = run(eager, [value], learning_rate=0.5)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype.name), state) == structure
-        np.testing.assert_allclose(state.multiplier, eager.multiplier, rtol=1e-6)
+    values, multiplier = (0.3, np.nan, 0.1, 0.9), dual.dual_init(0.1, **BOUNDS, tolerance=0.25).multiplier
+    for value, eager in zip(values, run(0.1, values, learning_rate=0.5), strict=True):
+        multiplier = step(multiplier, value)
+        np.testing.assert_allclose(multiplier, eager, rtol=1e-6)
     assert len(traced) == 1
 
 
@@ -81,31 +64,24 @@ def test_jitted_carries_the_same_state_through():
         ({"minimum": -0.1}, r"minimum=-0.1"),
         ({"minimum": 0.5, "maximum": 0.25}, r"maximum=0.25; must be a finite number in \[0.5, inf\)"),
         ({"maximum": float("inf")}, r"maximum=inf"),
-        ({"measured_steps": -1}, r"measured_steps=-1; must be an integer of at least 0"),
-        ({"measured_steps": 2.0}, r"measured_steps=2.0"),
+        ({"tolerance": -1.0}, r"tolerance=-1.0; must be a finite number in \[0, inf\)"),
     ],
 )
 def test_init_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
-        dual.dual_init(**{"multiplier": 0.1, **BOUNDS, **changes})
+        dual.dual_init(**{"multiplier": 0.1, "tolerance": 0.1, **BOUNDS, **changes})
 
 
 @pytest.mark.parametrize("changes", [{"tolerance": -1.0}, {"learning_rate": float("inf")}, {"maximum": -1.0}])
 def test_update_refuses(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}="):
-        run(dual.dual_init(0.1, **BOUNDS), [0.0], **changes)
+        run(0.1, [0.0], **changes)
 
 
-def test_tolerance_is_measured_on_the_first_steps_and_then_stays():
-    # Three steps of 0.25, 0.75, 0.5 and a NaN among them; quantile 0.75 of (0.25, 0.5, 0.75) is 0.625. Lambda waits at
-    # 0.5, then 0.5 + (1.0 - 0.625) = 0.875, then 0.875 + (0.5 - 0.625) = 0.75.
-    options = {"steps": 3, "quantile": 0.75}
-    update = jax.jit(functools.partial(dual.calibrated_update, **options, learning_rate=1.0, **BOUNDS))
-    state = dual.dual_init(0.5, **BOUNDS, measured_steps=3)
-    seen = []
-    for value in (0.25, np.nan, 0.75, 0.5, 1.0, np.nan, 0.5):
-        state = update(state, value)
-        c = dual.calibrated_tolerance(state, 9.0, **options)
-        seen.append((float(c), float(state.multiplier)))
-    waits, done = (9.0, 0.5), 0.625
-    assert seen == [waits, waits, waits, (done, 0.5), (done, 0.875), (done, 0.875), (done, 0.75)]
+def test_tolerance_is_a_quantile_of_the_first_steps_above_their_noise_floors():
+    """Of 0.25, 0.75, a NaN and 0.5 with floors 0, 0, 9 and 0.625: quantile 0.75 of (0.25, 0.625, 0.75) is 0.6875."""
+    measure = functools.partial(dual.measured_tolerance, [0.25, 0.75, np.nan, 0.5], [0.0, 0.0, 9.0, 0.625])
+    assert measure(quantile=0.75) == 0.6875 and measure(quantile=1.0, factor=2.0) == 1.5
+    assert dual.measured_tolerance([np.nan], [1.0], quantile=0.5) == 0.0
+    with pytest.raises(ValueError, match="shapes differ"):
+        dual.measured_tolerance([0.5, 0.5], [0.0], quantile=0.5)

@@ -24,7 +24,7 @@ from trl import GRPOConfig  # noqa: E402
 
 from dcmdp_jax.algorithm.advantages import group_advantages  # noqa: E402
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy  # noqa: E402
-from dcmdp_jax.algorithm.dual import dual_init, next_dual_state  # noqa: E402
+from dcmdp_jax.algorithm.dual import dual_update  # noqa: E402
 from dcmdp_jax.algorithm.penalties import dc_grpo as charge  # noqa: E402
 from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
 from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows  # noqa: E402
@@ -157,7 +157,7 @@ def run(tmp_path_factory):
 def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
     _, _, batches = run
     assert len(batches) == STEPS
-    state = dual_init(START, minimum=0.0, maximum=1.0)
+    multiplier = START
     lambdas, largest = [], 0.0
     for batch in batches:
         mask = batch["completion_mask"].astype(bool)
@@ -170,16 +170,16 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
         delta = token_discrepancy(batch["train"], batch["sampling_per_token_logps"], measure="diff", sided="two")
         delta = jnp.where(mask, delta, 0.0)
         rows = jnp.broadcast_to(jnp.asarray(advantages)[:, None], delta.shape)
-        ours = charge(Tokens(advantages=rows, discrepancy=delta, multiplier=state.multiplier))
+        ours = charge(Tokens(advantages=rows, discrepancy=delta, multiplier=multiplier))
         np.testing.assert_allclose(batch["advantages"][mask], np.asarray(ours)[mask], rtol=0, atol=1e-6)
         # The charge itself, apart from the order in which the two add up a group's mean.
-        base = batch["advantages"] + float(state.multiplier) * np.asarray(delta)
+        base = batch["advantages"] + multiplier * np.asarray(delta)
         row = base.max(axis=1, keepdims=True)
         np.testing.assert_allclose(base, np.broadcast_to(row, base.shape), rtol=0, atol=1e-6)
         largest = max(largest, float(np.abs(batch["advantages"] - np.asarray(ours))[mask].max()))
-        state = next_dual_state(state, float(delta.sum() / mask.sum()), **SETTINGS)
-        assert batch["after"] == pytest.approx(float(state.multiplier), abs=1e-6)
-        lambdas.append(float(state.multiplier))
+        multiplier = float(dual_update(multiplier, float(delta.sum() / mask.sum()), **SETTINGS))
+        assert batch["after"] == pytest.approx(multiplier, abs=1e-6)
+        lambdas.append(multiplier)
     print(f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage {largest:.1e}")
     assert len(set(lambdas)) == STEPS and max(lambdas) - min(lambdas) > 0.02, "lambda stood still"
 

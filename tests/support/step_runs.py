@@ -18,7 +18,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.row_logprobs import make_rescore, make_row_logprobs
 from dcmdp_jax.training.state import (
     batch_shardings,
     initial_dual,
@@ -27,7 +27,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import make_rescore, make_train_step
+from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout
 
@@ -87,7 +87,7 @@ def programs(settings, mini_batches, mesh, compute, exact):
 
 def run_steps(
     *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None, noise_floors=None,
+    exact=False, rollout=None, dropped=None, ref_params=None,
 ):  # fmt: skip
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
     batch = packed_batch(
@@ -98,10 +98,8 @@ def run_steps(
     create, step, rescore = programs(settings, mini_batches, mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, make_params()))
     history = []
-    for number in range(steps):
+    for _ in range(steps):
         used = rescore(state.params, batch)[0] if exact else batch
-        if noise_floors:
-            used = used._replace(noise_floor=np.float32(noise_floors[number]))
         # On a mesh all arguments are on the devices: a step moves nothing from or to the host by itself.
         with jax.transfer_guard("disallow" if mesh else "allow"):
             state, metrics = step(state, used, ref_params)

@@ -18,7 +18,7 @@ def _batches(largest, rollouts, measured, *, exchanges):
     batches._lag, batches._exchanges = 1, exchanges
     batches._ahead = SimpleNamespace(beside=exchanges, closing=threading.Event())
     batches._alone, batches._check_stop = contextlib.nullcontext, lambda: None
-    batches._config = SimpleNamespace(algorithm=SimpleNamespace(fixed_multiplier=None, tolerance_steps=4))
+    batches._config = SimpleNamespace(algorithm=SimpleNamespace(measured_steps=4))
     batches._plan = SimpleNamespace(hosts=SimpleNamespace(largest=largest), sampling=SimpleNamespace(group_size=8))
     batches._rollouts, batches._noise_floor = rollouts, SimpleNamespace(metrics=metrics)
     return batches
@@ -26,10 +26,10 @@ def _batches(largest, rollouts, measured, *, exchanges):
 
 def test_hosts_that_take_turns_pack_the_largest_noise_floor_of_all(monkeypatch):
     """This host's engine has 0.25, another's 0.5: c must be moved by the same number on both."""
-    monkeypatch.setattr(Batches, "_pack", lambda self, rollout, floor, step: (floor, (), {}))
+    monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: (None, (), {}))
     rollouts = SimpleNamespace(sample=lambda *_: SimpleNamespace(episodes=[]))
     made = _batches(lambda value: [max(value, 0.5)], rollouts, measured := [], exchanges=False)._make_ahead(0, 0)
-    assert made.floor == made.batch == {"mismatch/noise_floor": 0.5} and measured == [(True, 0)]
+    assert made.floor == {"mismatch/noise_floor": 0.5} and measured == [(True, 0)]
 
 
 def test_a_sampler_beside_the_step_meets_nobody_and_counts_completions_over_all_hosts():

@@ -12,6 +12,7 @@ import pytest
 
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.training import row_logprobs
 from dcmdp_jax.training import step as step_module
 from tests.support import step_runs
 from tests.support.step_runs import (
@@ -32,8 +33,6 @@ from tests.support.step_runs import (
     same_metrics,
 )
 
-MEASURED = {"tolerance_steps": 2, "tolerance_quantile": 1.0, "tolerance_factor": 1.0, "tolerance": 0.05}
-
 
 @pytest.fixture
 def newer_code(monkeypatch):
@@ -42,7 +41,8 @@ def newer_code(monkeypatch):
     if "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
         return
     options = {**step_module.compiler_options("cpu"), "xla_cpu_use_fusion_emitters": True}
-    monkeypatch.setattr(step_module, "compiler_options", lambda platform: options)
+    for module in (step_module, row_logprobs):
+        monkeypatch.setattr(module, "compiler_options", lambda platform: options)
     monkeypatch.setattr(step_runs, "programs", functools.cache(step_runs.programs.__wrapped__))
 
 
@@ -328,26 +328,25 @@ def test_multiplier_zero_is_grpo_bit_for_bit(newer_code, level):
     jax.tree.map(np.testing.assert_array_equal, ours.params, grpo.params)
 
 
-def test_measured_tolerance_serves_the_steps_after_it():
-    settings = dataclasses.replace(ALGORITHM, **MEASURED)
+def test_lambda_rests_in_the_steps_that_c_is_measured_on():
+    settings = dataclasses.replace(ALGORITHM, tolerance_steps=2)
     state, history, _ = run_steps(settings=settings, steps=4, mini_batches=1)
-    first, second, third, _ = (metrics["discrepancy/mean"] for metrics in history)
-    measured = max(first, second)
-    assert [float(m["dual/tolerance"]) for m in history] == [np.float32(0.05)] * 2 + [measured] * 2
-    assert [float(m["dual/multiplier"]) for m in history[:3]] == [np.float32(0.4)] * 3
-    assert history[3]["dual/multiplier"] == pytest.approx(max(0.4 + third - measured, 0), rel=1e-5)
-    assert history[2]["dual/violation"] == pytest.approx(third - measured, abs=1e-7)
-    assert state.dual.window.shape == (3,)
+    third = history[2]["discrepancy/mean"]
+    assert [float(metrics["dual/tolerance"]) for metrics in history] == [np.float32(ALGORITHM.tolerance)] * 4
+    assert [float(metrics["dual/multiplier"]) for metrics in history[:3]] == [np.float32(0.4)] * 3
+    assert history[3]["dual/multiplier"] == pytest.approx(max(0.4 + third - ALGORITHM.tolerance, 0), rel=1e-5)
+    assert history[2]["dual/violation"] == pytest.approx(third - ALGORITHM.tolerance, abs=1e-7)
+    assert state.dual.tolerance == np.float32(ALGORITHM.tolerance)
 
 
-def test_measured_tolerance_is_not_below_the_noise_floor():
-    """A floor above the mean counts in its place, one below does not, and one after the first steps has no effect."""
-    settings = dataclasses.replace(ALGORITHM, **MEASURED)
-    _, history, _ = run_steps(settings=settings, steps=3, mini_batches=1, noise_floors=(0.0, 1e-6, 9.0))
-    measured = max(float(metrics["discrepancy/mean"]) for metrics in history[:2])
-    assert history[2]["dual/tolerance"] == np.float32(measured)
-    _, history, _ = run_steps(settings=settings, steps=4, mini_batches=1, noise_floors=(measured + 0.1, 0.0, 9.0, 9.0))
-    assert history[2]["dual/tolerance"] == history[3]["dual/tolerance"] == np.float32(measured + 0.1)
+def test_the_step_takes_c_from_the_state():
+    create, step, _ = step_runs.programs(ALGORITHM, 1, None, Compute(one_segment=True, logprob_chunk=16), False)
+    state = create(make_params())
+    state = state._replace(dual=state.dual._replace(tolerance=jax.numpy.float32(0.25)))
+    state, metrics = step(state, packed_batch(make_rollout(), 1, None, tokens=64), None)
+    moved = 0.4 + metrics["discrepancy/mean"] - 0.25
+    assert metrics["dual/tolerance"] == state.dual.tolerance == 0.25
+    assert state.dual.multiplier == pytest.approx(max(float(moved), 0), rel=1e-5)
 
 
 _LOSSES = (("kept", "seq_mean_token_mean", MAX_APART), ("all", "token_mean", MAX_APART), ("kept", "token_mean", 1e-6))
@@ -396,8 +395,8 @@ def test_update_that_is_not_finite_is_skipped_and_counted():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     adam = state.opt_state[0]
     assert isinstance(adam, optax.ScaleByAdamState) and adam.count == 1
-    # The mean discrepancy is NaN too: the multiplier keeps its value and history.
-    assert state.dual.multiplier == np.float32(0.4) and state.dual.filled == 0
+    # The mean discrepancy is NaN too: the multiplier keeps its value.
+    assert state.dual.multiplier == np.float32(0.4)
 
     rollout.rollout_logprobs[-1][0] = np.nan
     state, history, _ = run_steps(rollout=(rollout, rewards), steps=2)

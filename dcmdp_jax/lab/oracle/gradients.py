@@ -16,7 +16,7 @@ from dcmdp_jax.algorithm.masked import gather_to_tokens
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.training.loss_terms import charged_rewards, loss_of, signals_of
-from dcmdp_jax.types import Array, Params, Rows
+from dcmdp_jax.types import Array, DualState, Params, Rows
 
 SKETCH = 1 << 16
 """Numbers that are kept of a gradient. Of a longer one each is a sum of its entries with random signs: lengths and
@@ -56,11 +56,11 @@ def token_slopes(
     rows, count = sampled.rows, len(sampled.rewards)
     everyone = jnp.ones(count, bool)
     lengths = jnp.sum(rows.completion_mask, axis=1, dtype=jnp.int32)
-    rewards, multiplier = jnp.asarray(sampled.rewards), jnp.float32(settings.multiplier)
+    rewards = jnp.asarray(sampled.rewards)
+    dual = DualState(jnp.float32(settings.multiplier), jnp.float32(settings.tolerance))
     if settings.level == "reward":
-        rewards = charged_rewards(
-            rewards, (rows,), (jnp.asarray(train_logprobs),), multiplier, settings.tolerance, settings, remedies.penalty
-        )
+        old = (jnp.asarray(train_logprobs),)
+        rewards = charged_rewards(settings, remedies.penalty, dual, rewards, (rows,), old)
     advantages = group_advantages(
         rewards, sampled.group_ids, everyone,
         ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
@@ -71,8 +71,7 @@ def token_slopes(
     tokens = Tokens(
         train_logprobs=train_logprobs, old_logprobs=train_logprobs, rollout_logprobs=rows.rollout_logprobs,
         advantages=gather_to_tokens(advantages, rows.completion_index), completion_mask=rows.completion_mask,
-        completion_index=rows.completion_index, num_completions=count, multiplier=multiplier,
-        tolerance=jnp.float32(settings.tolerance),
+        completion_index=rows.completion_index, num_completions=count, **dual._asdict(),
     )  # fmt: skip
 
     def loss(train: jax.Array) -> jax.Array:
