@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -65,8 +67,11 @@ class Declared:
         return self.about.limit or (_LONGEST if self.about.unit == "seconds" else _LARGEST)
 
 
-def setting(default: Any, doc: str, **about: Any) -> Any:
-    """Declare a setting as a dataclass field. `about` are further attributes of `Setting`."""
+def setting(default: Any, doc: str = "", **about: Any) -> Any:
+    """Declare a setting as a dataclass field. `about` are further attributes of `Setting`.
+
+    Without `doc` the docstring of the class describes it, under "Attributes:", as `name: What it does. Source: ours.`
+    """
     by_engine = about.get("engine_choices", {})
     if by_engine:
         about["choices"] = tuple(dict.fromkeys(choice for choices in by_engine.values() for choice in choices))
@@ -77,14 +82,26 @@ def setting(default: Any, doc: str, **about: Any) -> Any:
 def declared(kind: type) -> dict[str, Declared]:
     """All settings of a dataclass and its sections, dotted name -> declaration, in order."""
     found: dict[str, Declared] = {}
-    hints = typing.get_type_hints(kind)
+    hints, described = typing.get_type_hints(kind), _described(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
             for inner in declared(hints[field.name]).values():
                 name = f"{field.name}.{inner.name}"
                 found[name] = dataclasses.replace(inner, name=name)
         else:
-            found[field.name] = Declared(field.name, hints[field.name], field.default, field.metadata["setting"])
+            about = dataclasses.replace(field.metadata["setting"], **described.get(field.name, {}))
+            found[field.name] = Declared(field.name, hints[field.name], field.default, about)
+    return found
+
+
+def _described(kind: type) -> dict[str, dict[str, str]]:
+    """Text and source of the settings that the docstring of a class describes."""
+    _, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+    found = {}
+    for entry in re.split(r"\n {4}(?=\w+: )", f"\n{attributes}"):
+        name, _, text = " ".join(entry.split()).partition(": ")
+        doc, _, source = text.partition(" Source: ")
+        found[name] = {"doc": doc} | ({"source": source.removesuffix(".")} if source else {})
     return found
 
 

@@ -34,8 +34,7 @@ from dcmdp_jax.commands.evaluate_flags import parse, settings_of
 from dcmdp_jax.commands.evaluate_tasks import check_room, load_tasks, samples_of, turn_sampler
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.engine import settings_beside_a_run
-from dcmdp_jax.config.rewards import RewardSettings
-from dcmdp_jax.config.settings import Config, from_saved, to_dict
+from dcmdp_jax.config.settings import Config, RewardSettings, from_saved, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, load_tokenizer
 from dcmdp_jax.engines.kind import EngineArguments, Workload
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 from dcmdp_jax.commands.arguments import real, split_tasks, temperature, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.config.arguments import as_settings
-from dcmdp_jax.config.rewards import RewardSettings, check_reward_settings
-from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.config.checks import check_rewards
+from dcmdp_jax.config.settings import Config, RewardSettings, to_dict
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import declared
@@ -69,7 +69,7 @@ def settings_of(arguments: argparse.Namespace, run: dict[str, Any] | None) -> di
             )
     given["reward_weights"] = given["reward_weights"] or own_weights
     try:
-        check_reward_settings(RewardSettings(functions=given["rewards"], weights=tuple(given["reward_weights"])))
+        check_rewards(RewardSettings(functions=given["rewards"], weights=tuple(given["reward_weights"])))
     except UserError as error:
         names = (("config.rewards.functions", "--rewards"), ("config.rewards.weights", "--reward_weights"))
         raise UserError(functools.reduce(lambda text, name: text.replace(*name), names, str(error))) from None

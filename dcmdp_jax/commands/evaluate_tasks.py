@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.commands.arguments import UNLIMITED
-from dcmdp_jax.config.rewards import RewardSettings
+from dcmdp_jax.config.settings import RewardSettings
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, template_variables
 from dcmdp_jax.engines.protocol import Engine

@@ -45,53 +45,78 @@ class Remedies:
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmSettings:
-    """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper."""
+    """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper.
+
+    Attributes:
+        measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.
+            Source: paper: diff.
+        sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
+        ratio_limit: Most that measure=ratio gives a token: without it one token of p_inf near 0 would be charged up
+            to 4.85e8. Source: ours: the paper has no bound; its measure, diff, is at most 1.
+        level: What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that mean,
+            in the reward, before the group's mean is taken (one forward pass more). Source: paper: token.
+        multiplier: lambda_0, the multiplier of the first step. Source: paper [6.1]: 0.1 (8B), 0.05 (30B-A3B).
+        tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B).
+        tolerance_steps: Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c
+            is a quantile of their mean discrepancies, each at least the engine's noise floor in that step. 0: c is
+            `tolerance`. Only with dc_grpo. Source: paper: c is given.
+        tolerance_quantile: Quantile of tolerance_steps. Source: ours.
+        tolerance_factor: Times that quantile. Below 1: less than the policy began with. Source: ours: the rule of
+            dcmdp probe.
+        dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
+        multiplier_min: Lower end of lambda. Source: ours: not stated in the paper.
+        multiplier_max: Upper end of lambda. Source: ours: not stated in the paper.
+        ratio_level: Importance ratio of each token, or one of each completion, the geometric mean of its tokens'
+            (GSPO). Source: paper: token.
+        ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout: the inference
+            engine. bypass: the inference engine, and p_train is not recomputed for mini-batches after the first,
+            whose discrepancy then is that of the weights now (with rollout.lag it is recomputed, for the
+            staleness). proximal: the training stack at the start of the step, and a token weighs by what the policy
+            moved since it was sampled (rollout.lag; decoupled objective, docs/overlap.md). Source: paper: not
+            stated; docs/algorithm.md.
+        corrections: Corrections for engine mismatch beside the penalty, joined by commas, parameters in
+            parentheses: tis(high=2),veto; docs/remedies.md lists them. Functions of yours as
+            path.py:function(parameter=value). Source: paper: none.
+        correction_denominator: Tokens in the denominator of the loss: those that the corrections keep, or all.
+            Source: ours: peers differ, docs/remedies.md.
+        overlong_buffer: Soft overlong punishment (DAPO): over this many last tokens before
+            rollout.max_completion_tokens the reward falls linearly by overlong_penalty. 0: none. Source: paper:
+            none.
+        overlong_penalty: Reward that a completion of full length loses to overlong_buffer. Source: DAPO: 1.
+        drop_equal_groups: Leave completions out of the loss whose group's rewards are all equal: dynamic sampling
+            (DAPO), with refill_rounds=0 without new groups in their place. Source: paper: off.
+        refill_rounds: Dynamic sampling (DAPO): most further calls of the engine in a step, each with new prompts in
+            place of the groups that drop_equal_groups leaves out. 0: none. Source: paper: off.
+        aggregation: How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO. Source: paper:
+            seq_mean_token_mean.
+        std_ddof: Degrees of freedom taken from a group's standard deviation. Source: ours: as in the framework the
+            paper trained with.
+        std_epsilon: Added to a group's standard deviation. Source: ours: as in the framework the paper trained
+            with.
+        normalize_std: Divide advantages by their group's standard deviation.
+        mask_truncated: Leave truncated completions out of the loss: overlong filtering (DAPO). Source: ours: off.
+        kl_coefficient: Weight of the KL divergence to the initial policy. Source: paper: no KL.
+        kl_estimator: Estimator of that divergence.
+        router_aux_loss: Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.
+            Source: ours: not stated in the paper; Qwen3-MoE's config.json has 0.001.
+    """
 
     method: str = setting(
         "dc_grpo", f"Penalty of the discrepancy: {', '.join(PENALTIES)}, {_OWN}. dual_grpo: multiplier fixed at 1.",
         source="paper [4, 5]",
     )  # fmt: skip
-    measure: str = setting(
-        "diff", "Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.",
-        source="paper: diff", choices=get_args(Measure),
-    )  # fmt: skip
-    sided: str = setting(
-        "two", "two: absolute value. one: only p_train above p_inf is charged.", source="paper: two",
-        choices=get_args(Sided),
-    )  # fmt: skip
-    ratio_limit: float = setting(
-        RATIO_LIMIT, "Most that measure=ratio gives a token: without it one token of p_inf near 0 would be charged up "
-        "to 4.85e8.", source="ours: the paper has no bound; its measure, diff, is at most 1", minimum=1e-6
-    )  # fmt: skip
-    level: str = setting(
-        "token", "What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that "
-        "mean, in the reward, before the group's mean is taken (one forward pass more).",
-        source="paper: token", choices=get_args(Charge),
-    )  # fmt: skip
-    multiplier: float = setting(
-        0.1, "lambda_0, the multiplier of the first step.", unit="advantage per discrepancy",
-        source="paper [6.1]: 0.1 (8B), 0.05 (30B-A3B)",
-    )  # fmt: skip
-    tolerance: float = setting(
-        0.0037, "c, the budget of the mean discrepancy.", unit="of the measure",
-        source="paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B)", minimum=0
-    )  # fmt: skip
-    tolerance_steps: int = setting(
-        0, "Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c is a quantile of "
-        "their mean discrepancies, each at least the engine's noise floor in that step. 0: c is `tolerance`. Only "
-        "with dc_grpo.",
-        unit="steps", source="paper: c is given", minimum=0, limit=(10_000, "lambda rests in all of them"),
-    )  # fmt: skip
-    tolerance_quantile: float = setting(0.5, "Quantile of tolerance_steps.", source="ours", minimum=0, maximum=1)
-    tolerance_factor: float = setting(
-        BUDGET_ROOM,
-        "Times that quantile. Below 1: less than the policy began with.",
-        source="ours: the rule of dcmdp probe",
-        minimum=1e-6,
-    )
-    dual_learning_rate: float = setting(1.0, "eta, step size of the dual ascent.", source="paper [6.1]: 1.0", minimum=0)
-    multiplier_min: float = setting(0.0, "Lower end of lambda.", source="ours: not stated in the paper", minimum=0)
-    multiplier_max: float = setting(1.0, "Upper end of lambda.", source="ours: not stated in the paper")
+    measure: str = setting("diff", choices=get_args(Measure))
+    sided: str = setting("two", choices=get_args(Sided))
+    ratio_limit: float = setting(RATIO_LIMIT, minimum=1e-6)
+    level: str = setting("token", choices=get_args(Charge))
+    multiplier: float = setting(0.1, unit="advantage per discrepancy")
+    tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
+    tolerance_steps: int = setting(0, unit="steps", minimum=0, limit=(10_000, "lambda rests in all of them"))
+    tolerance_quantile: float = setting(0.5, minimum=0, maximum=1)
+    tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
+    dual_learning_rate: float = setting(1.0, minimum=0)
+    multiplier_min: float = setting(0.0, minimum=0)
+    multiplier_max: float = setting(1.0)
     trust_region: str = setting(
         "clip", f"What bounds an update: {', '.join(TRUST_REGIONS)}, with parameters low and high, {_OWN}. clip bounds "
         "the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the shift in "
@@ -102,72 +127,24 @@ class AlgorithmSettings:
         "surrogate", f"Loss of a token: surrogate, the negated objective of trust_region, {_OWN}.",
         source="paper: surrogate",
     )  # fmt: skip
-    ratio_level: str = setting(
-        "token", "Importance ratio of each token, or one of each completion, the geometric mean of its tokens' (GSPO).",
-        source="paper: token", choices=get_args(Level),
-    )  # fmt: skip
-    ratio_denominator: str = setting(
-        "train",
-        "Denominator of the importance ratio. train: the training stack. rollout: the inference engine. bypass: the "
-        "inference engine, and p_train is not recomputed for mini-batches after the first, whose discrepancy then is "
-        "that of the weights now (with rollout.lag it is recomputed, for the staleness). proximal: the training stack "
-        "at the start of the step, and a token weighs by what the policy moved since it was sampled (rollout.lag; "
-        "decoupled objective, docs/overlap.md).",
-        source="paper: not stated; docs/algorithm.md", choices=("train", "rollout", "bypass", "proximal"),
-    )  # fmt: skip
-    corrections: str = setting(
-        "",
-        "Corrections for engine mismatch beside the penalty, joined by commas, parameters in parentheses: "
-        "tis(high=2),veto; docs/remedies.md lists them. Functions of yours as path.py:function(parameter=value).",
-        source="paper: none",
-    )  # fmt: skip
-    correction_denominator: str = setting(
-        "kept", "Tokens in the denominator of the loss: those that the corrections keep, or all.",
-        source="ours: peers differ, docs/remedies.md", choices=("kept", "all"),
-    )  # fmt: skip
-    overlong_buffer: int = setting(
-        0, "Soft overlong punishment (DAPO): over this many last tokens before rollout.max_completion_tokens the "
-        "reward falls linearly by overlong_penalty. 0: none.", unit="tokens", source="paper: none", minimum=0,
-    )  # fmt: skip
-    overlong_penalty: float = setting(
-        1.0, "Reward that a completion of full length loses to overlong_buffer.", unit="reward",
-        source="DAPO: 1", minimum=0
-    )  # fmt: skip
-    drop_equal_groups: bool = setting(
-        False, "Leave completions out of the loss whose group's rewards are all equal: dynamic sampling (DAPO), with "
-        "refill_rounds=0 without new groups in their place.", source="paper: off",
-    )  # fmt: skip
-    refill_rounds: int = setting(
-        0, "Dynamic sampling (DAPO): most further calls of the engine in a step, each with new prompts in place of the "
-        "groups that drop_equal_groups leaves out. 0: none.", unit="calls", source="paper: off", minimum=0
-    )  # fmt: skip
-    aggregation: str = setting(
-        "seq_mean_token_mean", "How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO.",
-        source="paper: seq_mean_token_mean", choices=get_args(Aggregation),
-    )  # fmt: skip
-    std_ddof: int = setting(
-        1, "Degrees of freedom taken from a group's standard deviation.",
-        source="ours: as in the framework the paper trained with", minimum=0, maximum=1,
-    )  # fmt: skip
-    std_epsilon: float = setting(
-        1e-6, "Added to a group's standard deviation.", source="ours: as in the framework the paper trained with",
-        minimum=0
-    )  # fmt: skip
-    normalize_std: bool = setting(True, "Divide advantages by their group's standard deviation.")
-    mask_truncated: bool = setting(
-        False, "Leave truncated completions out of the loss: overlong filtering (DAPO).", source="ours: off"
-    )
-    kl_coefficient: float = setting(
-        0.0, "Weight of the KL divergence to the initial policy.", source="paper: no KL", minimum=0
-    )  # fmt: skip
+    ratio_level: str = setting("token", choices=get_args(Level))
+    ratio_denominator: str = setting("train", choices=("train", "rollout", "bypass", "proximal"))
+    corrections: str = setting("")
+    correction_denominator: str = setting("kept", choices=("kept", "all"))
+    overlong_buffer: int = setting(0, unit="tokens", minimum=0)
+    overlong_penalty: float = setting(1.0, unit="reward", minimum=0)
+    drop_equal_groups: bool = setting(False)
+    refill_rounds: int = setting(0, unit="calls", minimum=0)
+    aggregation: str = setting("seq_mean_token_mean", choices=get_args(Aggregation))
+    std_ddof: int = setting(1, minimum=0, maximum=1)
+    std_epsilon: float = setting(1e-6, minimum=0)
+    normalize_std: bool = setting(True)
+    mask_truncated: bool = setting(False)
+    kl_coefficient: float = setting(0.0, minimum=0)
     kl_estimator: str = setting(
-        "k3", "Estimator of that divergence.", choices=("k2", "k3"),
-        why="k1 is an estimate and no loss: its expected gradient is 0",
-    )  # fmt: skip
-    router_aux_loss: float = setting(
-        0.0, "Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.",
-        source="ours: not stated in the paper; Qwen3-MoE's config.json has 0.001", minimum=0
-    )  # fmt: skip
+        "k3", choices=("k2", "k3"), why="k1 is an estimate and no loss: its expected gradient is 0"
+    )
+    router_aux_loss: float = setting(0.0, minimum=0)
 
     def calls(self, name: str) -> list[Call]:
         """The remedies that a setting names: "method", "corrections", "trust_region" or "loss".

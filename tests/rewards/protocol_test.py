@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.config import rewards as config_rewards
+from dcmdp_jax.config import checks
 from dcmdp_jax.rewards.protocol import (
     BUILT_IN_REWARDS,
     ENVIRONMENT,
@@ -113,7 +113,7 @@ def test_two_functions_of_one_name_keep_their_whole_names():
 
 
 def test_the_config_knows_the_built_in_rewards_and_each_can_be_loaded():
-    assert (MATH, ENVIRONMENT, *BUILT_IN_REWARDS) == config_rewards.BUILT_IN_REWARDS
+    assert (MATH, ENVIRONMENT, *BUILT_IN_REWARDS) == checks.BUILT_IN_REWARDS
     for name in set(BUILT_IN_REWARDS) - {"verifiers"}:  # whose library is no dependency
         load_reward(name, ["reference_answer", "reasoning_gym"])
 
