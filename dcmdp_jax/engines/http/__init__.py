@@ -12,13 +12,15 @@ from dcmdp_jax.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class HttpSettings:
-    """The server of `dcmdp evaluate --engine=http`."""
+    """The server of `dcmdp evaluate --engine=http`.
 
-    server: str = setting("", "http(s)://HOST:PORT, or the path of a Unix socket.", free=True)
-    timeout_s: float = setting(
-        7200.0, "Longest wait for one completion: 32768 tokens at a few a second, and the server's queue.",
-        unit="seconds", minimum=1, free=True,
-    )  # fmt: skip
+    Attributes:
+        server: http(s)://HOST:PORT, or the path of a Unix socket.
+        timeout_s: Longest wait for one completion: 32768 tokens at a few a second, and the server's queue.
+    """
+
+    server: str = setting("", free=True)
+    timeout_s: float = setting(7200.0, unit="seconds", minimum=1, free=True)
 
 
 def _check_settings(arguments: EngineArguments) -> None:

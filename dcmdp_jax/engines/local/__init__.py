@@ -14,15 +14,15 @@ _QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
 
 @dataclasses.dataclass(frozen=True)
 class LocalSettings:
-    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over split rows."""
+    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over split rows.
 
-    tensor: int = setting(
-        1, "Devices that heads, MLP, vocabulary and cache are split over; divides the key-value heads.", unit="devices",
-        minimum=1, free=True,
-    )  # fmt: skip
-    expert: int = setting(
-        1, "Devices that the experts of each layer are split over.", unit="devices", minimum=1, free=True,
-    )  # fmt: skip
+    Attributes:
+        tensor: Devices that heads, MLP, vocabulary and cache are split over; divides the key-value heads.
+        expert: Devices that the experts of each layer are split over.
+    """
+
+    tensor: int = setting(1, unit="devices", minimum=1, free=True)
+    expert: int = setting(1, unit="devices", minimum=1, free=True)
 
 
 def _check_settings(arguments: EngineArguments) -> None:

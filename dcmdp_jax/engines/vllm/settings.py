@@ -9,55 +9,46 @@ from dcmdp_jax.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """The vLLM sidecar, used with `rollout.engine=vllm`."""
+    """The vLLM sidecar, used with `rollout.engine=vllm`.
 
-    python: str = setting("", "Python interpreter that has vLLM. Empty: the trainer's.", free=True)
-    tensor_parallel_size: int = setting(1, "Devices that each layer is split over.", unit="devices", minimum=1)
-    replicas: int = setting(
-        1, "Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt p goes to replica p mod "
-        "replicas; all load one copy of the weights. 0: as many as the GPUs (or named chips) hold, 1 on a CPU.",
-        unit="sidecars", minimum=0, free=True,
-    )  # fmt: skip
-    visible_devices: str = setting(
-        "", "GPUs (as CUDA_VISIBLE_DEVICES) or TPU chips of the sidecars. Empty: the trainer's GPUs, shared; a TPU "
-        "needs them named.", free=True,
-    )  # fmt: skip
-    memory_share: float = setting(
-        0.4, "Share of each of its GPUs. On a shared GPU the trainer gets the rest less a tenth.", source="ours",
-        minimum=0.01, maximum=1, free=True,
-    )  # fmt: skip
-    sleep: int = setting(
-        0,
-        "vLLM's sleep mode, which leaves shared GPUs to the trainer while nothing is sampled. 0: off. 1: weights move "
-        "to host memory. 2: weights are dropped, and loaded again. Frees nothing in the CPU build.",
-        source="ours", minimum=0, maximum=2, free=True,
-    )  # fmt: skip
-    kv_cache_gib: float = setting(
-        0.0,
-        "Size of each replica's key-value cache. 0: what memory_share leaves on a GPU; what max_rows need on a CPU, at "
-        "most a third of the free memory.",
-        unit="GiB", minimum=0, free=True,
-    )  # fmt: skip
-    cpu_threads: int = setting(
-        1, "Threads of the CPU build. More than one is slow on a machine that does anything else.", unit="threads",
-        minimum=1, free=True,
-    )  # fmt: skip
-    engine_args: str = setting("", 'Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.')
-    start_timeout_s: float = setting(
-        600.0, "Longest start of an engine; the first one that takes longer ends the run, a later one is tried again.",
-        unit="seconds", minimum=1, free=True,
-    )  # fmt: skip
-    stall_timeout_s: float = setting(
-        300.0, "Time without a sign of life during a request, after which the engine is restarted.", unit="seconds",
-        minimum=1, free=True,
-    )  # fmt: skip
-    max_restarts: int = setting(
-        5, "Restarts in a row without success, after which the run ends.", unit="restarts", minimum=0, free=True
-    )
+    Attributes:
+        python: Python interpreter that has vLLM. Empty: the trainer's.
+        tensor_parallel_size: Devices that each layer is split over.
+        replicas: Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt p goes to
+            replica p mod replicas; all load one copy of the weights. 0: as many as the GPUs (or named chips) hold,
+            1 on a CPU.
+        visible_devices: GPUs (as CUDA_VISIBLE_DEVICES) or TPU chips of the sidecars. Empty: the trainer's GPUs,
+            shared; a TPU needs them named.
+        memory_share: Share of each of its GPUs. On a shared GPU the trainer gets the rest less a tenth. Source:
+            ours.
+        sleep: vLLM's sleep mode, which leaves shared GPUs to the trainer while nothing is sampled. 0: off. 1:
+            weights move to host memory. 2: weights are dropped, and loaded again. Frees nothing in the CPU build.
+            Source: ours.
+        kv_cache_gib: Size of each replica's key-value cache. 0: what memory_share leaves on a GPU; what max_rows
+            need on a CPU, at most a third of the free memory.
+        cpu_threads: Threads of the CPU build. More than one is slow on a machine that does anything else.
+        engine_args: Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.
+        start_timeout_s: Longest start of an engine; the first one that takes longer ends the run, a later one is
+            tried again.
+        stall_timeout_s: Time without a sign of life during a request, after which the engine is restarted.
+        max_restarts: Restarts in a row without success, after which the run ends.
+        probe_tolerance: Largest mean |difference| of log-probs between trainer and engine on fixed sequences after
+            each push; above it the push failed. 0: 0.01 for float32, 0.2 for float16, 1 for bfloat16, 4 for 8-bit
+            weights or cache. Source: ours.
+    """
+
+    python: str = setting("", free=True)
+    tensor_parallel_size: int = setting(1, unit="devices", minimum=1)
+    replicas: int = setting(1, unit="sidecars", minimum=0, free=True)
+    visible_devices: str = setting("", free=True)
+    memory_share: float = setting(0.4, minimum=0.01, maximum=1, free=True)
+    sleep: int = setting(0, minimum=0, maximum=2, free=True)
+    kv_cache_gib: float = setting(0.0, unit="GiB", minimum=0, free=True)
+    cpu_threads: int = setting(1, unit="threads", minimum=1, free=True)
+    engine_args: str = setting("")
+    start_timeout_s: float = setting(600.0, unit="seconds", minimum=1, free=True)
+    stall_timeout_s: float = setting(300.0, unit="seconds", minimum=1, free=True)
+    max_restarts: int = setting(5, unit="restarts", minimum=0, free=True)
     probe_tolerance: float = setting(
-        0.0,
-        "Largest mean |difference| of log-probs between trainer and engine on fixed sequences after each push; above "
-        "it the push failed. 0: 0.01 for float32, 0.2 for float16, 1 for bfloat16, 4 for 8-bit weights or "
-        "cache.",
-        unit="nats", source="ours", minimum=0, limit=(20, "log-ratios are clamped to 20 nats"), free=True,
-    )  # fmt: skip
+        0.0, unit="nats", minimum=0, limit=(20, "log-ratios are clamped to 20 nats"), free=True
+    )
