@@ -20,10 +20,7 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TABLE = Path(__file__).with_name("mutants.txt")
-_STEP_TESTS = (
-    "training/step_test.py", "training/accumulate_test.py", "training/optimizer_test.py", "training/loss_scale_test.py",
-    "training/lag_step_test.py", "training/moe_step_test.py", "training/setup_test.py",
-)  # fmt: skip
+_STEP = ("step", "accumulate", "optimizer", "loss_scale", "lag_step", "moe_step", "setup")
 
 
 class Mutant(NamedTuple):
@@ -75,25 +72,24 @@ def _result(copy: Path, mutant: Mutant) -> str:
     if source.count(mutant.old) != 1:
         return "stale"
     file.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *_tests(copy, mutant)],
-        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
-    )  # fmt: skip
+    code = 0
+    for tests in _tests(copy, mutant):
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        code = code or subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode
     file.write_text(source, encoding="utf-8")
-    if done.returncode not in (0, 1):
-        return "broken"  # the edit has no meaning: no test ran
-    return "survived" if done.returncode == 0 else "killed"
+    return {0: "survived", 1: "killed"}.get(code, "broken")  # the edit has no meaning: no test ran
 
 
-def _tests(copy: Path, mutant: Mutant) -> list[str]:
-    """The tests of the file itself first, then those that stand for the method."""
+def _tests(copy: Path, mutant: Mutant) -> list[list[str]]:
+    """The tests of the file itself, then those that stand for the method."""
     room, name = mutant.file.removesuffix(".py").split("/")
+    step = [f"tests/training/{name}_test.py" for name in _STEP]
     if room == "training":
-        return [f"tests/{file}" for file in _STEP_TESTS if (copy / "tests" / file).exists()]
+        return [step[:1], [file for file in step[1:] if (copy / file).exists()]]
     own = f"tests/algorithm/{name}_test.py"
     rest = sorted(path.relative_to(copy).as_posix() for path in (copy / "tests" / "algorithm").glob("*_test.py"))
-    left_out = (own, "tests/algorithm/docs_test.py")
-    return [own, *(path for path in rest if path not in left_out), "tests/training/step_test.py"]
+    return [[own], [path for path in rest if path not in (own, "tests/algorithm/docs_test.py")], step[:1]]
 
 
 if __name__ == "__main__":
