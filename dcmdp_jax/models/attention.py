@@ -15,6 +15,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.ops import Ops, blockwise
 from dcmdp_jax.models.ops.gpu import packed_attention
 from dcmdp_jax.models.ops.tpu import splash_attention
+from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
 
 KERNELS = ("xla", "blockwise", "cudnn", "splash")
 SKIP_SEGMENTS = frozenset({"blockwise", "splash"})
@@ -116,8 +117,7 @@ def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | Non
 
 def _free_rows(mesh: Mesh) -> tuple[str, ...]:
     """Axes that rows are split over, without those of a shard_map around."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in ("data", "fsdp", "expert") if axis not in manual)
+    return tuple(axis for axis in free_axes(mesh) if axis != "tensor")
 
 
 def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> AttendRows:
@@ -143,15 +143,10 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
         # Key-value heads that tensor doesn't divide: each goes to several devices, beside the query heads it serves.
         copies = ways // math.gcd(ways, kv_heads)
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
-        # A shard_map over data may surround this one: then only the other axes are left to map over.
-        around = jax.sharding.get_abstract_mesh()
-        free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
         rows = _free_rows(mesh)
         split = P(rows, None, "tensor", None)
-        return jax.shard_map(
-            attend, mesh=around if around.manual_axes else mesh, in_specs=(split, split, split, P(rows, None)),
-            out_specs=split, axis_names=set(free), check_vma=False,
-        )(query, key, value, segment_ids)  # fmt: skip
+        specs = {"in_specs": (split, split, split, P(rows, None)), "out_specs": split}
+        return shard_map_over(free_axes(mesh), attend, mesh, **specs)(query, key, value, segment_ids)
 
     return mapped
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object, shorten
-from dcmdp_jax.models.rope import RopeScaling
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -60,6 +59,34 @@ _REFUSED_FLAGS = {
     "use_sliding_window": "full attention is",
     "mlp_bias": "MLPs without biases are",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of the rotary frequencies, in the fields of Hugging Face's `rope_parameters`.
+
+    Attributes:
+        kind: "default", "linear", "yarn" or "llama3".
+        factor: how many times the context is stretched.
+        original_max_position_embeddings: context length, in tokens, of the unscaled model.
+        attention_factor: multiplies cos and sin (yarn); 0 means derive it from the other fields.
+        beta_fast, beta_slow: rotations that bound yarn's ramp.
+        mscale, mscale_all_dim: yarn's optional attention scale; 0 means absent.
+        truncate: round yarn's ramp bounds to whole dimensions.
+        low_freq_factor, high_freq_factor: llama3's wavelength bounds.
+    """
+
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_tables
+from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.ops.reference import rms_norm
@@ -162,10 +163,26 @@ class Block(nnx.Module):
         rotary: tuple[jax.Array, jax.Array],
         attend: Attend,
         ops: Ops,
+        *,
         mesh: Mesh | None = None,
         reduce: Reduce | None = None,
         replayed: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Aux]:
+        """Run the layer with the caller's attention.
+
+        Args:
+            x: [B, T, D] residual stream.
+            rotary: `rotary_tables(config, positions)`.
+            attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
+            ops: the platform's operations.
+            mesh, replayed: see `moe.MoE`.
+            reduce: adds up the outputs of attention and MLP, for a caller whose `shard_map` gives each device its own
+                heads and its own part of the MLP; the layer's config is then that of the part. None: each device has
+                all of them.
+
+        Returns:
+            The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
+        """
         reduce = reduce or (lambda partial: partial)
         attended, cache = self.attention(self.attention_norm(x), rotary, attend, ops)
         x = x + reduce(attended)
@@ -178,11 +195,10 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V].
 
-    Built from declarations it holds no arrays; `hidden_states` gives it parameters and calls it.
+    Declarations alone: it holds no arrays, and `hidden_states` computes.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
         normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
         self.layers = Block(config, stacks=(Stack("layers", config.num_layers),))
@@ -190,71 +206,10 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)
 
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        position_ids: jax.Array,
-        segment_ids: jax.Array,
-        compute: Compute,
-        *,
-        constrain: Constrain,
-        look_up: LookUp | None,
-        mesh: Mesh | None,
-        counted: jax.Array | None,
-        replayed: jax.Array | None,
-        scheme: Scheme,
-    ) -> tuple[jax.Array, Aux]:
-        """As `hidden_states_and_aux`."""
-        config, dtype = self.config, jnp.dtype(compute.dtype)
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        kernel, ops = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]), choose_ops(platform)
-        counted = segment_ids > 0 if counted is None else counted
-        # The barrier keeps XLA from recomputing cosines in every layer's fusion.
-        rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
-        # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
-        fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1)
-        axes = ("rows", "length", "hidden")
-
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-            key, value = (round_cache(x, scheme.cache) for x in (key, value))
-            attended = row_attention(
-                query, key, value, segment_ids, kernel=kernel, one_segment=compute.one_segment, ops=ops,
-                segments=compute.segments, mesh=mesh,
-            )  # fmt: skip
-            return attended, None
-
-        def layer(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
-            layer_params, replayed = xs
-            used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
-            used = with_scheme(used, scheme)
-            x, _, aux = apply_block(used, config, x, rotary, attend, ops, mesh=mesh, replayed=replayed)
-            return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
-
-        if compute.remat == "full":
-            layer = jax.checkpoint(layer)
-        elif compute.remat == "dots":
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        table = self.embedding.get_value()
-        found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
-        x = constrain(found, axes)
-        layers = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-        x, aux = jax.lax.scan(layer, x, (layers, replayed), unroll=compute.scan_unroll)
-        return self.norm(x), aux
-
-
-@functools.lru_cache(maxsize=32)
-def _decoder_graph(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.graphdef(Decoder(config))
-
 
 @functools.lru_cache(maxsize=32)
 def _block_graph(config: ModelConfig, fused_attention: bool, fused_mlp: bool) -> nnx.GraphDef:
     return nnx.graphdef(Block(config, fused_attention=fused_attention, fused_mlp=fused_mlp))
-
-
-def _merge(graphdef: nnx.GraphDef, params: Params) -> Any:
-    return nnx.merge(graphdef, nnx.State(jax.tree.map(nnx.Param, params, is_leaf=lambda x: not isinstance(x, dict))))
 
 
 def _identity(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
@@ -285,7 +240,7 @@ def hidden_states_and_aux(
         input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
         compute: dtype, rematerialization and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
-        look_up: the lookup in an embedding whose width is split over devices, see `embedding.look_up`; None: the
+        look_up: the lookup in an embedding whose width is split over devices, see `look_up_split`; None: the
             compiler's own.
         mesh: the mesh, for kernels that need `shard_map`.
         counted: [R, L] bool, the tokens that the layers report on; None: all but padding.
@@ -296,11 +251,72 @@ def hidden_states_and_aux(
         [R, L, D] in the compute dtype; and `moe.router_sums` of each layer, stacked on the first axis; nothing from a
         dense model.
     """
-    decoder = _merge(_decoder_graph(config), params)
-    return decoder(
-        input_ids, position_ids, segment_ids, compute, constrain=constrain, look_up=look_up, mesh=mesh,
-        counted=counted, replayed=replayed, scheme=scheme,
-    )  # fmt: skip
+    dtype = jnp.dtype(compute.dtype)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    kernel, ops = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]), choose_ops(platform)
+    counted = segment_ids > 0 if counted is None else counted
+    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
+    rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
+    # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
+    fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1)
+    axes = ("rows", "length", "hidden")
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        key, value = (round_cache(x, scheme.cache) for x in (key, value))
+        attended = row_attention(
+            query, key, value, segment_ids, kernel=kernel, one_segment=compute.one_segment, ops=ops,
+            segments=compute.segments, mesh=mesh,
+        )  # fmt: skip
+        return attended, None
+
+    def layer(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
+        layer_params, replayed = xs
+        used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
+        used = with_scheme(used, scheme)
+        x, _, aux = block_of(used, config)(x, rotary, attend, ops, mesh=mesh, replayed=replayed)
+        return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
+
+    if compute.remat == "full":
+        layer = jax.checkpoint(layer)
+    elif compute.remat == "dots":
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    table = params["embedding"]
+    found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
+    x = constrain(found, axes)
+    replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
+    x, aux = jax.lax.scan(layer, x, (params["layers"], replayed), unroll=compute.scan_unroll)
+    return final_norm(params, config, x), aux
+
+
+def look_up_split(table: jax.Array, input_ids: jax.Array, *, dtype: jnp.dtype, axes: KernelAxes) -> jax.Array:
+    """Look rows up in a table that is split over devices, without holding the whole table on one.
+
+    x[r, t] = table[input_ids[r, t]], for code inside a `shard_map` that splits rows over `axes.embed`.
+
+    The token ids of all rows go to each device, which looks up its own columns of them; then each device gets all
+    columns of its own rows. So R L D numbers travel instead of V D, once forward and once backward, and the table's
+    gradient is summed in float32 on the device that holds the columns. Left to the compiler, the whole table in
+    `dtype` was on each device, and so was its gradient: 1.2 GiB each for a vocabulary of 151,936 and a width of 4,096.
+
+    Args:
+        table: [V, D] master parameters; the device's part, [V / vocab, D / embed].
+        input_ids: [R, L] int32, the device's rows.
+        dtype: of the result.
+        axes: `embed`, the manual mesh axis that splits D and the rows; `vocab`, the one that splits V, or None.
+
+    Returns:
+        [R, L, D] in `dtype`; the same numbers as a lookup in the whole table, on every device of `axes.vocab`.
+    """
+    ids = jax.lax.all_gather(input_ids, axes.embed, axis=0, tiled=True)
+    if axes.vocab is None:
+        x = table[ids].astype(dtype)
+    else:
+        own = ids - table.shape[0] * jax.lax.axis_index(axes.vocab)
+        inside = (own >= 0) & (own < table.shape[0])
+        found = table[jnp.where(inside, own, 0)].astype(dtype)
+        # One device has the row, the others add 0: exact in any dtype.
+        x = jax.lax.psum(jnp.where(inside[..., None], found, 0), axes.vocab)
+    return jax.lax.all_to_all(x, axes.embed, split_axis=0, concat_axis=2, tiled=True)
 
 
 def hidden_states(*arguments: Any, **options: Any) -> jax.Array:
@@ -337,39 +353,19 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     return {**layer_params, "attention": attention, "mlp": feed_forward}
 
 
-def apply_block(
-    layer_params: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    rotary: tuple[jax.Array, jax.Array],
-    attend: Attend,
-    ops: Ops,
-    *,
-    mesh: Mesh | None = None,
-    reduce: Reduce | None = None,
-    replayed: jax.Array | None = None,
-) -> tuple[jax.Array, Any, Aux]:
-    """Run one layer with the caller's attention, for training and for engines that keep a key-value cache.
+def block_of(layer_params: Params, config: ModelConfig) -> Block:
+    """One layer with its parameters, for training and for engines that keep a key-value cache.
 
     Args:
         layer_params: parameters of one layer, also after `fuse_projections`; kernels may be `QuantizedKernel`s.
         config: the model.
-        x: [B, T, D] residual stream.
-        rotary: `rotary_tables(config, positions)`.
-        attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
-        ops: of the platform.
-        mesh, replayed: see `moe.MoE`.
-        reduce: of a caller whose `shard_map` gives each device its own heads and its own part of the MLP; `config` is
-            then that of the part. Applied to the outputs of attention and MLP. None: each device has all of them.
-
-    Returns:
-        The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
     """
     mlp = layer_params["mlp"]
     graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
-    return _merge(graph, layer_params)(x, rotary, attend, ops, mesh, reduce, replayed)
+    leaves = jax.tree.map(nnx.Param, layer_params, is_leaf=lambda x: not isinstance(x, dict))
+    return nnx.merge(graph, nnx.State(leaves))
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """The norm before the output layer, for callers of `apply_block`."""
+    """The norm before the output layer, for callers of `block_of`."""
     return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps)

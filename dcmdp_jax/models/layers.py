@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
-from dcmdp_jax.models.rope import yarn_attention_factor
 from dcmdp_jax.models.scheme_products import SchemeKernel, scheme_matmul
 
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
@@ -147,6 +146,19 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     width = last - first if last != first else 0.001
     kept = one - np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
     return one / (factor * periods) * (one - kept) + plain * kept, yarn_attention_factor(scaling)
+
+
+def yarn_attention_factor(scaling: RopeScaling) -> float:
+    """Yarn's scale of cos and sin: 0.1 m log(factor) + 1 (Peng et al. 2023, section 3.4), or the quotient of two."""
+    if scaling.attention_factor:
+        return scaling.attention_factor
+
+    def scale(mscale: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
+    return scale(1.0)
 
 
 def rotary_tables(config: ModelConfig, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

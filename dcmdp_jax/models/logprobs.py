@@ -31,7 +31,7 @@ class KernelAxes(NamedTuple):
     Attributes:
         embed: the axis that splits D; None if D is whole. The output matrix is gathered over it once in a forward and
             once in a backward pass, a piece of the vocabulary at a time: the whole matrix and its float32 gradient take
-            gigabytes. The embedding is not gathered, see `embedding.look_up`.
+            gigabytes. The embedding is not gathered, see `decoder.look_up_split`.
         vocab: the axis that splits V: each device computes the logits of its own part; None if V is whole.
     """
 

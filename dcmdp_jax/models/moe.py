@@ -22,6 +22,7 @@ from dcmdp_jax.models.layers import Linear
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
 from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
 
 EXPERT = "expert"
 """The mesh axis that splits experts; the tokens are split over it too."""
@@ -287,9 +288,7 @@ def _expert_parallel(
     if num_experts % ways:
         raise UserError(f"mesh {EXPERT}: got {ways}, must be a divisor of the {num_experts} experts")
     own = num_experts // ways
-    # A shard_map may surround this one: then only the axes that it left are to be mapped over.
-    around = jax.sharding.get_abstract_mesh()
-    free = tuple(axis for axis in mesh.axis_names if axis not in around.manual_axes)
+    free = free_axes(mesh)
     # Where a caller has mapped over tensor, it adds the parts of the width.
     width = "tensor" if "tensor" in free and tensor > 1 and kernels[-1].shape[1] % tensor == 0 else None
 
@@ -306,11 +305,5 @@ def _expert_parallel(
         return local(x, chosen, weights, kernels)
     rows = P(tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free))
     inward, outward = P(EXPERT, None, width), P(EXPERT, width, None)
-    return jax.shard_map(
-        local,
-        mesh=around if around.manual_axes else mesh,
-        in_specs=(rows, rows, rows, (*(inward for _ in kernels[:-1]), outward)),
-        out_specs=rows,
-        axis_names=set(free),
-        check_vma=False,
-    )(x, chosen, weights, kernels)
+    specs = {"in_specs": (rows, rows, rows, (*(inward for _ in kernels[:-1]), outward)), "out_specs": rows}
+    return shard_map_over(free, local, mesh, **specs)(x, chosen, weights, kernels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -227,13 +227,23 @@ def shard_map_over_model_axes(
     """
 
     def mapped(*arguments: Any) -> Any:
-        around = jax.sharding.get_abstract_mesh()
-        return jax.shard_map(
-            function, mesh=around if around.manual_axes else mesh, in_specs=in_specs, out_specs=out_specs,
-            axis_names=set(mesh.axis_names) - {DATA}, check_vma=False,
-        )(*arguments)  # fmt: skip
+        axes = set(mesh.axis_names) - {DATA}
+        return shard_map_over(axes, function, mesh, in_specs=in_specs, out_specs=out_specs)(*arguments)
 
     return mapped
+
+
+def free_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Axes of the mesh without those of a `shard_map` around, while tracing."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in mesh.axis_names if axis not in manual)
+
+
+def shard_map_over(axes: Iterable[str], function: Callable[..., Any], mesh: Mesh, **specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` over some axes of the mesh, while tracing, also inside a `shard_map` over others."""
+    around = jax.sharding.get_abstract_mesh()
+    inside = around if around.manual_axes else mesh
+    return jax.shard_map(function, mesh=inside, axis_names=set(axes), check_vma=False, **specs)
 
 
 def to_global(tree: Any, shardings: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.stats import Mean
-from dcmdp_jax.models import decoder, embedding, logprobs, quantize
+from dcmdp_jax.models import decoder, logprobs, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import Aux
@@ -125,7 +125,7 @@ def _lookup_over_model_axes(model: ModelConfig, compute: Compute, mesh: Mesh) ->
     if axes.embed is None:
         return None
     rows = P(("fsdp", "expert"))
-    look_up = functools.partial(embedding.look_up, dtype=compute.dtype, axes=axes)
+    look_up = functools.partial(decoder.look_up_split, dtype=compute.dtype, axes=axes)
     return shard_map_over_model_axes(look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows)
 
 

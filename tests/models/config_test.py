@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
-from dcmdp_jax.models.layers import rotary_frequencies
+from dcmdp_jax.models.config import ModelConfig, RopeScaling, from_hf, read_model_config, to_hf
+from dcmdp_jax.models.layers import rotary_frequencies, yarn_attention_factor
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.models.rope import RopeScaling, yarn_attention_factor
 
 # The fields that the public config.json files hold.
 QWEN3_8B = {

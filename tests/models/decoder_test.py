@@ -229,7 +229,7 @@ def _layers(params: Any) -> list[Any]:
 
 
 def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
-    """`apply_block` over the layers and `final_norm`, which engines use, against the scanned forward."""
+    """`block_of` over the layers and `final_norm`, which engines use, against the scanned forward."""
     config, params = tiny_model
     rows = pack([[np.arange(20)]], 20)
     x = params["embedding"][rows["input_ids"]]
@@ -241,7 +241,7 @@ def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack
     layers = _layers(params)
     assert len(layers) == 3
     for layer in layers:
-        x, key, aux = decoder.apply_block(layer, config, x, rotary, attend, CPU)
+        x, key, aux = decoder.block_of(layer, config)(x, rotary, attend, CPU)
         assert aux == {}
         assert key.shape == (1, 20, 2, 16)
     hidden, _ = _jit_forward(params, config, rows, Compute())
@@ -263,7 +263,7 @@ def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, An
     def loss(layer: Any, x: jax.Array, merged: bool) -> jax.Array:
         used = decoder.fuse_projections(layer, mlp=mlp) if merged else layer
         assert ("qkv" in used["attention"], "gate_up" in used["mlp"]) == (merged, merged and mlp)
-        return jnp.sum(jnp.sin(decoder.apply_block(used, config, x, rotary, attend, CPU)[0]))
+        return jnp.sum(jnp.sin(decoder.block_of(used, config)(x, rotary, attend, CPU)[0]))
 
     value, grads = jax.value_and_grad(loss, argnums=(0, 1))(layer, x, False)
     merged, merged_grads = jax.value_and_grad(loss, argnums=(0, 1))(layer, x, True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.embedding import look_up
+from dcmdp_jax.models.decoder import look_up_split
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import shard_map_over_model_axes
@@ -20,7 +20,7 @@ def _look_up(fsdp, tensor, dtype):
     mesh = make_mesh(1, fsdp, tensor, devices=jax.devices()[: fsdp * tensor])
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
-    mapped = functools.partial(look_up, dtype=dtype, axes=axes)
+    mapped = functools.partial(look_up_split, dtype=dtype, axes=axes)
     return jax.jit(shard_map_over_model_axes(mapped, mesh, in_specs=(P(axes.vocab, "fsdp"), rows), out_specs=rows))
 
 

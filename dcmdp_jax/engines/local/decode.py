@@ -15,7 +15,7 @@ from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, conve
 from dcmdp_jax.engines.local.sampler import token_words
 from dcmdp_jax.engines.local.vocabulary import embed, sample_tokens
 from dcmdp_jax.models.attention import choose_kernel, row_attention
-from dcmdp_jax.models.decoder import apply_block, final_norm
+from dcmdp_jax.models.decoder import block_of, final_norm
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import Ops
@@ -68,8 +68,8 @@ def forward_rows(
     stored, reports = [], []
     for layer in weights["layers"]:
         layer, x = convert_late(layer, x, program)
-        x, kept, aux = apply_block(
-            layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+        x, kept, aux = block_of(layer, config)(
+            x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
         )
         stored.append(kept)
         reports.append(aux)
@@ -291,8 +291,8 @@ def _decode_local(
             attend = functools.partial(
                 _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
             )
-            x, held, aux = apply_block(
-                layer, config, x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+            x, held, aux = block_of(layer, config)(
+                x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
             )
             kept.append(held)
             reports.append(aux)

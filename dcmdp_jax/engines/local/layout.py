@@ -119,7 +119,7 @@ class Program:
 
     @property
     def reduce(self) -> Reduce | None:
-        """Sum over the tensor group, for `decoder.apply_block`; None where there is nothing to add."""
+        """Sum over the tensor group, for `decoder.Block`; None where there is nothing to add."""
         return None if self.tensor == 1 else functools.partial(jax.lax.psum, axis_name=TENSOR)
 
     def own_weights(self, weights: Params) -> Params:
