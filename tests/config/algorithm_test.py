@@ -63,48 +63,6 @@ def test_no_correction_is_the_default():
     assert _config().algorithm.remedies().corrections == ()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "line"),
-    [
-        ({"corrections": "tiss"}, "corrections: got 'tiss'; did you mean tis?"),
-        ({"corrections": "seq_tis"}, "corrections: got 'seq_tis'; did you mean sequence_tis"),
-        ({"corrections": "qqq"}, "corrections: got 'qqq'; allowed are tis, sequence_tis, icepop"),
-        ({"corrections": "tis(cap=2)"}, "corrections: tis has no parameter 'cap'; it has low, high"),
-        (
-            {"corrections": "tis(2)"},
-            "corrections: got tis('2'); parameters are name=number (or true, false)",
-        ),
-        (
-            {"corrections": "tis(high=2,high=5)"},
-            "corrections: got tis('high=2,high=5'); parameters are name=number (or true, false), each",
-        ),
-        ({"corrections": "tis(high=two)"}, "corrections: got tis('high=two'); parameters are name=number"),
-        (
-            {"corrections": "icepop(low=2,high=1)"},
-            "corrections: icepop(low=2.0,high=1.0): the band from low=2 to",
-        ),
-        ({"corrections": "tis(high=inf)"}, "corrections: tis(high=inf): high=inf; must be a finite number in (0, inf)"),
-        ({"corrections": "mean_k3"}, "corrections: mean_k3 needs high, such as mean_k3(high=0.1)"),
-        ({"corrections": "tis veto"}, "corrections: got 'tis veto'; write name, or name(parameter=value,...)"),
-        ({"corrections": "veto,veto"}, "corrections: got veto twice; name it once"),
-        (
-            {"corrections": "veto,tis", "ratio_denominator": "bypass"},
-            "corrections: got tis with ratio_denominator=bypass, whose ratio weighs by p_train / p_rollout already",
-        ),
-        ({"trust_region": "drpo(low=0)"}, "trust_region: drpo(low=0.0): low=0.0; must be a"),
-        (
-            {"trust_region": "dppo"},
-            "trust_region: got 'dppo'; did you mean dppo_tv or dppo_kl? allowed are clip",
-        ),
-        ({"overlong_buffer": 9000}, "overlong_buffer: got 9000, must be at most rollout.max_completion_tokens=8192"),
-    ],
-)
-def test_what_is_refused(algorithm, line):
-    with pytest.raises(ValueError) as raised:
-        _config(**algorithm)
-    assert str(raised.value).startswith(f"config.algorithm.{line}") and "\n" not in str(raised.value)
-
-
 def test_filters_go_with_the_engines_denominator():
     assert _config(corrections="veto,mean_k3(high=0.1)", ratio_denominator="bypass").algorithm.corrections
 
