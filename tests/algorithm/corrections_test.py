@@ -130,6 +130,14 @@ def test_every_correction_is_tested():
     assert set(_GIVEN) == set(CORRECTIONS)
 
 
+def test_no_gradient_reaches_the_weights():
+    tokens, _ = _rows(0.3)
+    tokens = tokens._replace(**{name: np.nan_to_num(x) for name, x in tokens._asdict().items() if np.ndim(x)})
+    for name, given in _GIVEN.items():
+        gradient = jax.grad(lambda old: make_correction(name, given)(tokens._replace(old_logprobs=old)).weights.sum())  # noqa: B023
+        assert not gradient(jnp.asarray(tokens.old_logprobs)).any(), name
+
+
 def test_the_corrections_that_look_at_advantages_are_known():
     tokens, _ = _rows(2.0)
     found = set()

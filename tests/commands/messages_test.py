@@ -1,11 +1,11 @@
 """What a mistake in the arguments of `dcmdp train` and `dcmdp plan` is told, against tests/recorded/messages.txt."""
 
 import re
-import shlex
 
 import pytest
 
 from dcmdp_jax.commands import plan
+from dcmdp_jax.config.settings import setting_names
 from tests.support.each import check_each
 from tests.support.messages import ROOT, recorded, said
 
@@ -26,12 +26,12 @@ def test_messages_are_those_recorded():
     check_each(recorded().items(), check)
 
 
-def test_a_message_names_what_is_wrong():
-    """A setting or an argument that the command has, or the one that it lacks."""
+def test_a_message_begins_with_a_setting_or_an_argument():
+    known = {"config", "--config", "--topology", *(f"config.{name}" for name in setting_names())}
 
     def check(command, message):
-        words = [re.split("[= ]", word)[0].lstrip("-") for word in shlex.split(command)]
-        names = {name for word in words for name in (word, word.rpartition(".")[2])} | {"--config", "--topology"}
-        assert any(name in message for name in names - {"config", "train"}), message
+        name = re.match(r"(?:argument )?(--[\w-]+|config(?:\.\w+)*|\w+)", message)[1]
+        # A section as a whole, or an argument that there is none of.
+        assert name in known or name in command or any(one.startswith(f"{name}.") for one in known), message
 
     check_each(recorded().items(), check)
