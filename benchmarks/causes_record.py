@@ -60,6 +60,7 @@ def record_demo(run: Path) -> dict[str, Columns]:
     """The demo's policy after its last step, sampled by the embedded engine in several precisions."""
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.data.prompts import encode_prompts
+    from dcmdp_jax.engines.kind import EngineArguments
     from dcmdp_jax.engines.local.engine import LocalEngine
     from dcmdp_jax.engines.protocol import SamplingParams
     from dcmdp_jax.lab.probe.engines import sample
@@ -74,7 +75,9 @@ def record_demo(run: Path) -> dict[str, Columns]:
 
     def sampled(params: Any = None, asked: Sequence[np.ndarray] = prompts, seed: int = 0, **options: Any) -> Any:
         distribution = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
-        engine = LocalEngine(model.config, max_total_tokens=56, max_rows=128, **options)
+        engine = LocalEngine(
+            EngineArguments(model=model.config, max_total_tokens=56, max_rows=128, min_rows=32, **options)
+        )
         engine.push_weights(model.params if params is None else params, 0)
         found = sample(
             engine, asked, SamplingParams(4, 36, stop_token_ids=model.stop_token_ids, **distribution), seed=seed

@@ -71,8 +71,6 @@ def step_config(model: str, length: int) -> Config:
         config.training.prompts_per_step = config.training.prompts_per_mini_batch = 8
     else:
         config.model.path = f"models/{model}"
-    # The engine is not compiled, and takes nothing of the trainer's devices.
-    config.rollout.engine, config.rollout.vllm.visible_devices = "vllm", "0"
     config.task.max_prompt_tokens = length // 4
     config.rollout.max_completion_tokens = length - length // 4
     config.training.row_lengths, config.training.micro_batch_tokens = (length,), length

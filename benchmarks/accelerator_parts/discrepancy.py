@@ -12,6 +12,7 @@ from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
 from dcmdp_jax.config.settings import Config, from_config_dict
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.packing import pack
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
@@ -63,10 +64,10 @@ def _config(size: Size, dtype: str) -> Config:
 def _sample(size: Size, config: Config, model: ModelConfig, params: Any) -> list[Episode]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32) for _ in range(2)]
-    engine = LocalEngine(
-        model, precision="bfloat16", compute_dtype="bfloat16", max_rows=2 * size.decode_group,
-        max_total_tokens=config.max_total_tokens, mesh=sampling_mesh(one_device_mesh()),
-    )  # fmt: skip
+    arguments = EngineArguments(
+        "bfloat16", "bfloat16", model=model, max_rows=2 * size.decode_group, max_total_tokens=config.max_total_tokens
+    )
+    engine = LocalEngine(arguments, mesh=sampling_mesh(one_device_mesh()))
     engine.push_weights(params, 0)
     return collect(engine.generate(prompts, SamplingParams(size.decode_group, size.new_tokens), seed=0, step=0))
 

@@ -13,6 +13,7 @@ from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
 from benchmarks.compiled_parts.trips import one_token
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import collect
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
@@ -35,10 +36,10 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32)
                for _ in range(size.decode_prompts)]  # fmt: skip
-    engine = LocalEngine(
-        model, precision=precision, compute_dtype=config.rollout.compute_dtype, max_rows=rows,
-        max_total_tokens=config.max_total_tokens, mesh=sampling_mesh(mesh),
-    )  # fmt: skip
+    arguments = EngineArguments(
+        precision, config.rollout.compute_dtype, model=model, max_rows=rows, max_total_tokens=config.max_total_tokens
+    )
+    engine = LocalEngine(arguments, mesh=sampling_mesh(mesh))
     params = jax.block_until_ready(jax.jit(lambda key: init_params(model, key))(jax.random.key(0)))
     engine.push_weights(params, 0)
     began = time.perf_counter()

@@ -19,6 +19,7 @@ from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights
@@ -52,13 +53,9 @@ def sampler(job: Job, rounds: Rounds) -> None:
     config = _model(job)
     tokenizer = load_tokenizer(job.checkpoint)
     prompts = [np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]]
-    engine = LocalEngine(
-        config,
-        precision="float32",
-        max_total_tokens=job.prompt_tokens + job.new_tokens,
-        min_rows=get_config().rollout.min_rows,
-        mesh=sampling_mesh(one_device_mesh()),
-    )
+    total, min_rows = job.prompt_tokens + job.new_tokens, get_config().rollout.min_rows
+    arguments = EngineArguments("float32", model=config, max_total_tokens=total, min_rows=min_rows)
+    engine = LocalEngine(arguments, mesh=sampling_mesh(one_device_mesh()))
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     release_freed_memory()  # as bin.evaluate does
     stops = tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size))) if job.ends else ()

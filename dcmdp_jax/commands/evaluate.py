@@ -267,10 +267,9 @@ def _engine(
             mesh=lambda tensor=1, expert=1: make_mesh(data=-1, tensor=tensor, expert=expert),
             probe=lambda: make_probe(model.config, Compute(), one_device_mesh()),
         )
-        kind.check_settings(arguments)
-        platform = kind.check_machine(arguments)
-        kind.check_model(arguments, platform)
-    arguments = dataclasses.replace(arguments, platform=platform)
+        kind.check(arguments)
+        arguments = dataclasses.replace(arguments, platform=kind.check_machine(arguments))
+        kind.check(arguments)
     load = Workload(
         completions=max(len(prompts.token_ids) * samples_of(name, settings) for name, prompts in tasks.items()),
         group_size=1,
@@ -284,7 +283,7 @@ def _engine(
     if memory.rows < settings["max_rows"]:
         print(f"{memory.rows} rows at a time (--max_rows={settings['max_rows']} does not fit)", file=sys.stderr)
     with as_settings(names):
-        return kind.build(dataclasses.replace(arguments, max_rows=memory.rows))
+        return kind.start(dataclasses.replace(arguments, max_rows=memory.rows))
 
 
 def _describe_overlaps(

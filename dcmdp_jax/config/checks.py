@@ -9,8 +9,7 @@ import difflib
 import math
 from typing import Any
 
-from dcmdp_jax.config.arguments import as_settings, of_engine
-from dcmdp_jax.config.engine import check_engine, engine_arguments, find_trainable, forward_scheme
+from dcmdp_jax.config.engine import check_engine, find_trainable, forward_scheme
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value
@@ -68,7 +67,6 @@ def _check_between(config: Any) -> None:
         raise UserError(f"config.evaluation.samples: got {wrong[0]}, must be {why if wrong[0] > 0 else 'at least 1'}")
     check_engine(config)
     forward_scheme(config)
-    _check_lag(config)
     rollout, training, algorithm = config.rollout, config.training, config.algorithm
     if training.prompts_per_step % training.prompts_per_mini_batch:
         raise UserError(
@@ -112,16 +110,6 @@ def _check_between(config: Any) -> None:
         raise UserError("config.evaluation.task: empty; name a task or set evaluation.every_steps=0")
     if not config.run_dir:
         raise UserError("config.run_dir: empty; name the directory that the run writes to")
-
-
-def _check_lag(config: Any) -> None:
-    """What sampling ahead of training allows."""
-    lag = config.rollout.lag
-    if not lag:
-        return
-    kind, arguments = engine_arguments(config)
-    with as_settings(of_engine(kind)):
-        kind.check_lag(arguments)
 
 
 def _check_products(config: Any) -> None:

@@ -123,6 +123,7 @@ def engine_arguments(config: Any, **found: Any) -> tuple[EngineKind, EngineArgum
         min_rows=rollout.min_rows,
         settings=settings_of(rollout, kind),
         routed_experts=rollout.router_replay,
+        lag=rollout.lag,
         directory=Path(config.run_dir) / (kind.name if kind in TRAINABLE.values() else "engine"),
         **found,
     )
@@ -137,7 +138,7 @@ def check_engine(config: Any) -> None:
     """
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
-        kind.check_settings(arguments)
+        kind.check(arguments)
         kind.check_temperature(config.rollout.temperature)
     with as_settings({"temperature": "evaluation.temperature"}):
         kind.check_temperature(config.evaluation.temperature)

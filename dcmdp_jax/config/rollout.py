@@ -6,7 +6,7 @@ import dataclasses
 
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.fields import setting
 
 MOST_TOKENS = (2**20, "models read up to a million tokens")

@@ -1,18 +1,18 @@
-"""What the program knows of an engine before there is one: `EngineKind`, one record in each engine's folder.
+"""What the program knows of an engine before there is one: `EngineKind`, from which each engine's folder derives.
 
-Imports nothing heavy: the config asks the records. Their functions import what they need when they are called.
+Imports nothing heavy: the config asks the kinds. Their methods import what they need when they are called.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
 from dcmdp_jax.models.scheme import Scheme, weights_alone
 
 if TYPE_CHECKING:
@@ -46,32 +46,39 @@ class Workload(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoSettings:
+    """An engine without settings of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineArguments:
     """All that an engine may want to know; each takes what it needs. Errors about these name them.
 
     Attributes:
-        precision, compute_dtype, kv_cache_dtype: of the weights, the activations, the cache.
+        precision, compute_dtype, kv_cache_dtype: number formats of weights, activations and cache, of the kind's
+            `choices`, checked before.
         max_total_tokens: longest prompt with its completion.
         max_rows: completions decoded at the same time.
         min_rows: batches of an engine that shrinks them do not get smaller; 0: its own choice.
-        settings: its own, of the kind's `settings`.
-        routed_experts: return the experts of each token with the episodes.
-        directory: for its files, such as a log. Made by the engine.
+        settings: the engine's own, an instance of the kind's `settings`.
+        routed_experts: return the experts of each token with the episodes (column `routed_experts`).
+        directory: the engine's files, such as a log. Made by the engine.
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
         prepare: compile programs of later calls beside the trainer's first step: for a run of many calls.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
         host_devices: devices of each host that is planned for and not here; 0: those of this machine.
+        lag: steps that sampling runs ahead of training (`rollout.lag`).
     """
 
-    precision: str
-    compute_dtype: str
-    kv_cache_dtype: str
-    max_total_tokens: int
-    max_rows: int
-    min_rows: int
-    settings: Any
+    precision: str = "exact"
+    compute_dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    max_total_tokens: int = 0
+    max_rows: int = 256
+    min_rows: int = 0
+    settings: Any = NoSettings()
     routed_experts: bool = False
     directory: Path = Path()
     model: ModelConfig | None = None
@@ -80,12 +87,7 @@ class EngineArguments:
     prepare: bool = False
     platform: str = ""
     host_devices: int = 0
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """The arguments that every engine with weights of the trainer's takes."""
-        names = ("precision", "compute_dtype", "kv_cache_dtype", "max_total_tokens", "max_rows", "routed_experts")
-        return {name: getattr(self, name) for name in names}
+    lag: int = 0
 
 
 class EnginePlan(NamedTuple):
@@ -121,47 +123,27 @@ class DeviceShare(NamedTuple):
     sampling: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class NoSettings:
-    """An engine without settings of its own."""
-
-
-@dataclasses.dataclass(frozen=True)
 class EngineKind:
-    """One kind of inference engine: what it can do, and functions that check, measure and build it.
+    """One kind of inference engine: what it can do, and how it is checked, measured and built.
+
+    An engine derives a class from this one and makes one instance of it, `ENGINE` in a built-in engine's folder.
 
     Attributes:
-        name: in messages; of a built-in one the value of `engine`.
-        build: arguments -> an engine without weights (`protocol.Engine`). Raises UserError for what can't be,
-            EngineError or MemoryError if it does not start.
+        name: name in messages; of a built-in engine the value of `engine`.
         settings: frozen dataclass whose fields are declared with `fields.setting`.
-        precisions: of its weights, the first by default; empty: not for the caller to choose.
-        compute_dtypes, cache_dtypes: of activations; of the key-value cache.
+        precisions: allowed precisions of its weights, the first by default; empty: not for the caller to choose.
+        compute_dtypes, cache_dtypes: allowed dtypes of activations and of the key-value cache.
         quantized: the precisions with quantized weights.
-        quantized_compute: the activations beside them that add least to their error.
+        quantized_compute: the activations' dtype beside them that adds least to their error.
         emulated, emulated_caches: the precisions and caches whose roundings the training stack can repeat.
         temperatures: smallest and largest that it samples at as they are, besides 0.
         pushes: takes the trainer's weights. One that does not holds its own, and can't be trained with.
         scores: has `score`.
         routes: can return the experts of each token.
         own_process: computes in another process. One that does not uses JAX's devices: its rows are cut to what fits.
-        scheme: (arguments, forward_precision, forward_cache, platform) -> the roundings of this precision and cache,
-            each may be "full"; platform of the trainer's devices, "" unknown. Refuses what the trainer can't repeat.
-            By default the weights alone, and a cache to nearest.
-        check_settings: refuses settings that do not fit each other; `model` is None, nothing is touched.
-        check_lag: refuses settings with which the engine can't sample while the trainer trains (`rollout.lag`).
-        check_machine: (arguments) -> platform. Refuses what this machine can't do, before JAX starts its devices.
-        check_model: (arguments, platform), refuses a model, before anything is loaded.
-        share_devices: (settings, count), leaves devices' memory to `count` such engines, before JAX starts.
-        device_share: (arguments) -> DeviceShare where it computes on the trainer's devices, else None.
-        memory: (arguments, workload, machine, rows) -> parts, with `rows` completions decoded at a time.
-        memory_note: (arguments) -> memory that is not JAX's and can't be computed here; "" for none.
-        programs: (arguments, workload) -> EnginePlan for `dcmdp plan`, or None: its programs are not ours.
-        describe: (settings) -> how it is split, for the plan's line; "" for nothing to say.
     """
 
-    name: str
-    build: Callable[[EngineArguments], Engine]
+    name: str = ""
     settings: type = NoSettings
     precisions: tuple[str, ...] = ("bfloat16", "float32", "float16")
     compute_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -175,19 +157,72 @@ class EngineKind:
     scores: bool = True
     routes: bool = False
     own_process: bool = True
-    scheme: Callable[[EngineArguments, str, str, str], Scheme] = lambda arguments, precision, cache, platform: (
-        weights_alone(precision or "full", cache or "full")
-    )
-    check_settings: Callable[[EngineArguments], None] = lambda arguments: None
-    check_lag: Callable[[EngineArguments], None] = lambda arguments: None
-    check_machine: Callable[[EngineArguments], str] = lambda arguments: ""
-    check_model: Callable[[EngineArguments, str], None] = lambda arguments, platform: None
-    share_devices: Callable[[Any, int], None] = lambda settings, count: None
-    device_share: Callable[[EngineArguments], DeviceShare | None] = lambda arguments: None
-    memory: Callable[[EngineArguments, Workload, Machine, int], list[Part]] = lambda arguments, load, machine, rows: []
-    memory_note: Callable[[EngineArguments], str] = lambda arguments: ""
-    programs: Callable[[EngineArguments, Workload], EnginePlan | None] = lambda arguments, load: None
-    describe: Callable[[Any], str] = lambda settings: ""
+
+    def build(self, arguments: EngineArguments) -> Engine:
+        """Make the engine, without weights.
+
+        Raises:
+            UserError: for what can't be.
+            EngineError, MemoryError: if it does not start.
+        """
+        raise NotImplementedError
+
+    def check(self, arguments: EngineArguments) -> None:
+        """Refuse settings that do not fit each other, nor a model that is known; nothing is loaded or started.
+
+        Asked twice: of the settings alone (`model` None, `platform` ""), and when model and platform are known.
+        """
+
+    def check_machine(self, arguments: EngineArguments) -> str:
+        """Return the platform; refuse what this machine can't do, before JAX starts its devices."""
+        return ""
+
+    def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
+        """The roundings of a precision and a cache, each may be "full". Refuses what the trainer can't repeat.
+
+        By default those of the weights alone, and a cache to nearest.
+
+        Args:
+            arguments: the engine's.
+            precision, cache: `forward_precision` and `forward_cache` of the trainer.
+            platform: platform of the trainer's devices, "" unknown.
+        """
+        return weights_alone(precision or "full", cache or "full")
+
+    def share_devices(self, settings: Any, count: int) -> None:
+        """Leave devices' memory to `count` such engines, before JAX starts."""
+
+    def device_share(self, arguments: EngineArguments) -> DeviceShare | None:
+        """How it shares the trainer's devices; None where it does not compute on them."""
+        return None
+
+    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+        """Parts of memory with `rows` completions decoded at a time."""
+        return []
+
+    def memory_note(self, arguments: EngineArguments) -> str:
+        """Memory that is not JAX's and can't be computed here; "" for none."""
+        return ""
+
+    def programs(self, arguments: EngineArguments, load: Workload) -> EnginePlan | None:
+        """Programs for `dcmdp plan`; None: they are not ours."""
+        return None
+
+    def describe(self, settings: Any) -> str:
+        """How it is split, for the plan's line; "" for nothing to say."""
+        return ""
+
+    def start(self, arguments: EngineArguments) -> Engine:
+        """`build` the engine, and check that it has the methods of `protocol.Engine`.
+
+        Raises:
+            UserError, EngineError, MemoryError: as `build`; UserError naming a method that is missing.
+        """
+        engine = self.build(arguments)
+        wanted = ("push_weights", "generate", "release_weights", "close", *("score",) * self.scores)
+        if missing := [name for name in wanted if not callable(getattr(engine, name, None))]:
+            raise UserError(f"engine: {self.name}: build returned {shorten(engine)}, which has no method {missing[0]}")
+        return engine
 
     @property
     def choices(self) -> dict[str, tuple[str, ...]]:
@@ -206,9 +241,3 @@ class EngineKind:
         low, high = self.temperatures
         if temperature and not low <= temperature <= high:
             raise UserError(f"temperature: got {temperature}, {self.name} takes 0 (greedy) or {low} .. {high}")
-
-
-def later(place: str) -> Callable[..., Any]:
-    """The function at `module:NAME`, which is imported when it is called."""
-    module, _, name = place.partition(":")
-    return lambda *given: getattr(importlib.import_module(module), name)(*given)

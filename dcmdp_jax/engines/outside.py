@@ -1,72 +1,16 @@
-"""An engine that a user brings: its record and its methods are checked when it is made, its completions at every call.
-
-`check_engine` is for a test beside such an engine: it asks for all that the protocol promises.
-"""
+"""A test kit for an engine that a user brings: `check_engine` asks it for all that the protocol promises."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from dcmdp_jax.data.columns import COLUMNS
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_episodes, check_scores
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import declared
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.engines.validation import check_finite
 from dcmdp_jax.types import Params
-from dcmdp_jax.user_code import load_object
-
-# How each method of the protocol is called.
-_METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "push_weights": ((None, 0), {}),
-    "generate": (((), None), {"seed": 0, "step": 0, "first_prompt": 0}),
-    "score": (((), ()), {"temperature": 1.0}),
-    "release_weights": ((), {}),
-    "close": ((), {}),
-}
-
-
-def load_engine(place: str) -> EngineKind:
-    """The record at `package.module:NAME` or `path/to/file.py:NAME`, checked; its functions are not called.
-
-    Raises:
-        UserError: in one line with the place, for what can't be imported, is no `EngineKind`, or has a field that is
-            not what the kind says.
-    """
-    try:
-        kind = load_object(place)
-    except UserError as error:
-        raise UserError(f"engine: {error}") from error
-    if not isinstance(kind, EngineKind):
-        raise UserError(f"engine: {place} is {shorten(kind)}, must be a dcmdp_jax.engines.kind.EngineKind")
-    for field in dataclasses.fields(EngineKind):
-        value, default = getattr(kind, field.name), field.default
-        if field.name == "build" or inspect.isfunction(default):
-            taken = (None,) * (1 if field.name == "build" else len(inspect.signature(default).parameters))
-            _check_call(f"engine: {place}: {field.name}", value, taken, {})
-        elif isinstance(default, tuple | bool) and type(value) is not type(default):
-            said = "a tuple" if isinstance(default, tuple) else "True or False"
-            raise UserError(f"engine: {place}: {field.name}={shorten(value)}, must be {said}")
-    try:
-        declared(kind.settings)
-    except (TypeError, KeyError, NameError) as error:
-        raise UserError(
-            f"engine: {place}: settings={shorten(kind.settings)}, must be a dataclass whose fields are declared with "
-            "dcmdp_jax.fields.setting"
-        ) from error
-
-    def build(arguments: EngineArguments) -> Engine:
-        engine = kind.build(arguments)
-        _check_methods(place, engine, kind.scores)
-        return _Checked(place, engine, arguments.model.vocab_size)
-
-    return dataclasses.replace(kind, build=build)
 
 
 def check_engine(
@@ -75,35 +19,41 @@ def check_engine(
 ) -> float:  # fmt: skip
     """Ask an engine for all that `protocol.Engine` promises; for a test beside it. The engine stays open.
 
-    Its methods, what they return, the same completions for the same (seed, step, row) in a call of its own, sampling
-    that goes on after an iterator was closed, and scores of what it sampled.
+    What its methods return, the same completions for the same (seed, step, row) in a call of its own, sampling that
+    goes on after an iterator was closed, and scores of what it sampled.
 
     Args:
         engine: to be checked.
         params: to push.
         prompts: int32 token ids, at least two.
         sampling: what to ask for; temperature above 0.
-        vocab_size: of the model.
+        vocab_size: ids of the model are below it.
         scores: whether it has `score`.
 
     Returns:
         The largest difference in nats between a sampled token's log-prob and its score; 0 without `score`.
 
     Raises:
-        UserError: for a method that is missing or can't be called as the protocol does.
         EngineError: for what it returns.
     """
-    _check_methods("check_engine", engine, scores)
-    checked = _Checked("check_engine", engine, vocab_size)
     engine.push_weights(params, 0)
+    group_size = sampling.group_size
 
     def sampled(prompts: Sequence[np.ndarray], first: int) -> list[Episode]:
-        groups = checked.generate(prompts, sampling, seed=1, step=2, first_prompt=first)
-        return sorted((one for group in groups for one in group), key=lambda one: (one.group, one.member))
+        found: dict[tuple[int, int], Episode] = {}
+        for episodes in engine.generate(prompts, sampling, seed=1, step=2, first_prompt=first):
+            check_episodes(episodes, prompts, sampling, vocab_size)
+            rows = {(episode.group, episode.member): episode for episode in episodes}
+            if len(rows) < len(episodes) or rows.keys() & found.keys():
+                raise EngineError("generate gave a completion twice")
+            found |= rows
+        if missing := len(prompts) * group_size - len(found):
+            raise EngineError(f"generate gave nothing for {missing} completion(s)")
+        return [found[row] for row in sorted(found)]
 
     whole = sampled(prompts, 3)
-    checked.generate(prompts, sampling, seed=1, step=2).close()
-    for one, again in zip(whole[sampling.group_size :], sampled(prompts[1:], 4), strict=True):
+    engine.generate(prompts, sampling, seed=1, step=2).close()
+    for one, again in zip(whole[group_size:], sampled(prompts[1:], 4), strict=True):
         if not np.array_equal(one.token_ids, again.token_ids):
             raise EngineError(
                 f"completion {one.member} of prompt {one.group} is another one when its prompt is sampled in a smaller "
@@ -115,66 +65,61 @@ def check_engine(
         return 0.0
     ends = [one.prompt_length for one in whole]
     given = [one.token_ids[end:] for one, end in zip(whole, ends, strict=True)]
-    values = engine.score([prompts[one.group] for one in whole], given, temperature=sampling.temperature)
+    values = list(engine.score([prompts[one.group] for one in whole], given, temperature=sampling.temperature))
+    if len(values) != len(given):
+        raise EngineError(f"score gave {len(values)} arrays for {len(given)} completions")
+    for index, (score, ids) in enumerate(zip(values, given, strict=True)):
+        if not isinstance(score, np.ndarray) or score.dtype != np.float32 or score.shape != ids.shape:
+            raise EngineError(f"score of completion {index} is {_array_text(score)}, must be float32 {ids.shape}")
+    check_finite(values)
     own = (one.rollout_logprobs[end:] for one, end in zip(whole, ends, strict=True))
-    return max(
-        float(np.abs(score - logprobs).max()) for score, logprobs in zip(check_scores(values, given), own, strict=True)
-    )
+    return max(float(np.abs(score - logprobs).max()) for score, logprobs in zip(values, own, strict=True))
 
 
-def _check_call(what: str, function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    if not callable(function):
-        raise UserError(f"{what}={shorten(function)}, must be a function of {len(given)} argument(s)")
-    try:
-        inspect.signature(function).bind(*given, **named)
-    except TypeError as error:
-        by_name = "".join(f", {name}=" for name in named)
-        raise UserError(f"{what} can't be called with {len(given)} argument(s){by_name}: {error}") from None
-    except ValueError:  # some functions written in C have no signature
-        return
+def check_episodes(
+    episodes: Sequence[Episode], prompts: Sequence[np.ndarray], sampling: SamplingParams, vocab_size: int
+) -> None:
+    """Refuse episodes that are not of these prompts, or whose arrays are not what `Episode` says.
+
+    Log-probs that are not finite are left to `validation.unusable_completions`.
+
+    Raises:
+        EngineError: naming the first episode and array that is wrong.
+    """
+    for episode in episodes:
+        if not isinstance(episode, Episode):
+            raise EngineError(f"generate gave {type(episode).__name__}, must give lists of Episode")
+        where = f"completion {episode.member} of prompt {episode.group}"
+        if not 0 <= episode.group < len(prompts) or not 0 <= episode.member < sampling.group_size:
+            raise EngineError(f"{where}: asked were {len(prompts)} prompts with {sampling.group_size} completions each")
+        if problem := _array_problem(episode):
+            raise EngineError(f"{where}: {problem}")
+        prompt = np.asarray(prompts[episode.group])
+        length = len(episode.token_ids) - len(prompt)
+        if not 1 <= length <= sampling.max_completion_tokens:
+            raise EngineError(f"{where}: {length} tokens, must be 1 .. {sampling.max_completion_tokens}")
+        if not np.array_equal(episode.token_ids[: len(prompt)], prompt) or episode.sampled_mask[: len(prompt)].any():
+            raise EngineError(f"{where}: token_ids must begin with the prompt, whose sampled_mask is False")
+        if not episode.sampled_mask.any():
+            raise EngineError(f"{where}: sampled_mask says that no token was sampled")
+        outside = (episode.token_ids < 0) | (episode.token_ids >= vocab_size)
+        if outside.any():
+            raise EngineError(f"{where}: token id {episode.token_ids[outside][0]} is outside 0 .. {vocab_size - 1}")
 
 
-def _check_methods(place: str, engine: Any, scores: bool) -> None:
-    for name, (given, named) in _METHODS.items():
-        if name == "score" and not scores:
-            continue
-        if not callable(method := getattr(engine, name, None)):
-            raise UserError(f"engine: {place}: build returned {shorten(engine)}, which has no method {name}")
-        _check_call(f"engine: {place}: {name}", method, given, named)
+def _array_problem(episode: Episode) -> str:
+    """Describe the first array of an episode that is missing, or of another dtype or length; empty if none is."""
+    size = np.size(episode.token_ids)
+    arrays = {"token_ids": (episode.token_ids, np.int32), "sampled_mask": (episode.sampled_mask, np.bool_)}
+    for name in ("rollout_logprobs", "policy_versions", *episode.columns):
+        if name not in COLUMNS:
+            return f"column {name!r} is none of {', '.join(COLUMNS)}"
+        arrays[name] = episode.columns.get(name), COLUMNS[name].dtype
+    for name, (array, dtype) in arrays.items():
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape[:1] != (size,):
+            return f"{name} is {_array_text(array)}, must be {np.dtype(dtype)} with an entry for each of {size} tokens"
+    return ""
 
 
-class _Checked:
-    """A user's engine, whose completions are checked as they come."""
-
-    def __init__(self, place: str, engine: Engine, vocab_size: int) -> None:
-        self._place, self._engine, self._vocab_size = place, engine, vocab_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
-    ) -> Iterator[list[Episode]]:
-        """As the engine, each group checked."""
-        groups = self._engine.generate(prompts, sampling, seed=seed, step=step, first_prompt=first_prompt)
-        return self._checked(groups, prompts, sampling)
-
-    def _checked(
-        self, groups: Iterator[list[Episode]], prompts: Sequence[np.ndarray], sampling: SamplingParams
-    ) -> Iterator[list[Episode]]:
-        expected = {(group, member) for group in range(len(prompts)) for member in range(sampling.group_size)}
-        try:
-            for episodes in groups:
-                check_episodes(episodes, prompts, sampling, self._vocab_size)
-                rows = {(episode.group, episode.member) for episode in episodes}
-                if len(rows) < len(episodes) or not rows <= expected:
-                    raise EngineError("generate gave a completion twice, or of a prompt that was not asked")
-                expected -= rows
-                yield episodes
-            if expected:
-                raise EngineError(f"generate gave nothing for {len(expected)} completion(s)")
-        except EngineError as error:
-            raise EngineError(f"engine {self._place}: {error}") from error
-        finally:
-            if close := getattr(groups, "close", None):
-                close()
+def _array_text(value: object) -> str:
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -4,32 +4,54 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 
 from dcmdp_jax.engines import http, local, vllm
 from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import declared
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.user_code import is_place
+from dcmdp_jax.user_code import is_place, load_object
 
-ENGINES = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
+ENGINES: dict[str, EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
 FORMER_NAMES = {"remote": "http"}
 """Names in files of earlier versions."""
 
 
 @functools.cache
 def find_engine(name: str) -> EngineKind:
-    """The record of an engine: a built-in one, or that of `package.module:NAME` or `path/to/file.py:NAME`.
+    """The kind of an engine: a built-in one, or that of `package.module:NAME` or `path/to/file.py:NAME`.
 
     Raises:
-        UserError: in one line, for a name that is none of these, or what is no record of an engine.
+        UserError: in one line, for a name that is none of these, what can't be imported, is no `EngineKind`, or has an
+            attribute that is not what the base class says.
     """
     if (kind := ENGINES.get(FORMER_NAMES.get(name, name))) is not None:
         return kind
     if not is_place(name):
         raise unknown_engine(name, tuple(ENGINES))
-    from dcmdp_jax.engines.outside import load_engine
-
-    return load_engine(name)
+    try:
+        found = load_object(name)
+    except UserError as error:
+        raise UserError(f"engine: {error}") from error
+    kind = found() if inspect.isclass(found) and issubclass(found, EngineKind) else found
+    if not isinstance(kind, EngineKind):
+        raise UserError(f"engine: {name} is {shorten(found)}, must be a dcmdp_jax.engines.kind.EngineKind")
+    for attribute, default in vars(EngineKind).items():
+        value = getattr(kind, attribute)
+        if inspect.isfunction(default) and not callable(value):
+            raise UserError(f"engine: {name}: {attribute}={shorten(value)}, must be a method")
+        if isinstance(default, tuple | bool) and type(value) is not type(default):
+            said = "a tuple" if isinstance(default, tuple) else "True or False"
+            raise UserError(f"engine: {name}: {attribute}={shorten(value)}, must be {said}")
+    try:
+        declared(kind.settings)
+    except (TypeError, KeyError, NameError) as error:
+        raise UserError(
+            f"engine: {name}: settings={shorten(kind.settings)}, must be a dataclass whose fields are declared with "
+            "dcmdp_jax.fields.setting"
+        ) from error
+    return kind
 
 
 def unknown_engine(name: str, allowed: tuple[str, ...]) -> UserError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dcmdp_jax.data.columns import COLUMNS
-from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.data.episode import Episode, collect
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 
 
 def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
@@ -140,64 +140,34 @@ def check_finite(scored: Sequence[np.ndarray]) -> None:
             raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")
 
 
-def check_episodes(
-    episodes: Sequence[Episode], prompts: Sequence[np.ndarray], sampling: SamplingParams, vocab_size: int
-) -> None:
-    """Refuse episodes that are not of these prompts, or whose arrays are not what `Episode` says.
+def sample_alone(
+    engine: Engine, episodes: Mapping[int, Episode], sampling: SamplingParams, *, seed: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of completions as they were sampled among others, and of the same tokens sampled alone.
 
-    Log-probs that are not finite are left to `unusable_completions`.
+    Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding tips over; each
+    completion is compared up to there. What differs is the batch that the engine computed them in. Scoring them again
+    in one pass shows less: vLLM's CPU kernels compute a whole row bit for bit as a large batch of single tokens.
 
-    Raises:
-        EngineError: naming the first episode and array that is wrong.
-    """
-    for episode in episodes:
-        if not isinstance(episode, Episode):
-            raise EngineError(f"generate gave {type(episode).__name__}, must give lists of Episode")
-        where = f"completion {episode.member} of prompt {episode.group}"
-        if not 0 <= episode.group < len(prompts) or not 0 <= episode.member < sampling.group_size:
-            raise EngineError(f"{where}: asked were {len(prompts)} prompts with {sampling.group_size} completions each")
-        if problem := _array_problem(episode):
-            raise EngineError(f"{where}: {problem}")
-        prompt = np.asarray(prompts[episode.group])
-        length = len(episode.token_ids) - len(prompt)
-        if not 1 <= length <= sampling.max_completion_tokens:
-            raise EngineError(f"{where}: {length} tokens, must be 1 .. {sampling.max_completion_tokens}")
-        if not np.array_equal(episode.token_ids[: len(prompt)], prompt) or episode.sampled_mask[: len(prompt)].any():
-            raise EngineError(f"{where}: token_ids must begin with the prompt, whose sampled_mask is False")
-        if not episode.sampled_mask.any():
-            raise EngineError(f"{where}: sampled_mask says that no token was sampled")
-        outside = (episode.token_ids < 0) | (episode.token_ids >= vocab_size)
-        if outside.any():
-            raise EngineError(f"{where}: token id {episode.token_ids[outside][0]} is outside 0 .. {vocab_size - 1}")
+    Args:
+        engine: the engine that sampled, with the same weights.
+        episodes: row, counted over the completions of the call that sampled them -> what it gave.
+        sampling: as it was asked, but for a limit of completion tokens that may be lower.
+        seed, step: as it was asked.
 
-
-def _array_problem(episode: Episode) -> str:
-    """Describe the first array of an episode that is missing, or of another dtype or length; empty if none is."""
-    size = np.size(episode.token_ids)
-    arrays = {"token_ids": (episode.token_ids, np.int32), "sampled_mask": (episode.sampled_mask, np.bool_)}
-    for name in ("rollout_logprobs", "policy_versions", *episode.columns):
-        if name not in COLUMNS:
-            return f"column {name!r} is none of {', '.join(COLUMNS)}"
-        arrays[name] = episode.columns.get(name), COLUMNS[name].dtype
-    for name, (array, dtype) in arrays.items():
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape[:1] != (size,):
-            found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-            return f"{name} is {found}, must be {np.dtype(dtype)} with an entry for each of {size} tokens"
-    return ""
-
-
-def check_scores(scores: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The scores, refused where they are not one float32 log-prob for each token of each completion.
+    Returns:
+        Both [N] float32 nats; N is 0 if not one first token came again.
 
     Raises:
-        EngineError: naming the first that is wrong.
+        EngineError: if the engine breaks.
     """
-    scores = list(scores)
-    if len(scores) != len(completions):
-        raise EngineError(f"score gave {len(scores)} arrays for {len(completions)} completions")
-    for index, (values, ids) in enumerate(zip(scores, completions, strict=True)):
-        if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.shape != np.shape(ids):
-            found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-            raise EngineError(f"score of completion {index} is {found}, must be float32 {np.shape(ids)}")
-    check_finite(scores)
-    return scores
+    alone = dataclasses.replace(sampling, group_size=1)
+    together, again = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+    for row, episode in episodes.items():
+        [other] = collect(engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row))
+        length = min(len(episode.completion_ids), len(other.completion_ids))
+        same = np.cumprod(episode.completion_ids[:length] == other.completion_ids[:length]).astype(bool)
+        same &= episode.sampled_mask[episode.prompt_length :][:length]
+        together.append(episode.rollout_logprobs[episode.prompt_length :][:length][same])
+        again.append(other.rollout_logprobs[other.prompt_length :][:length][same])
+    return np.concatenate(together), np.concatenate(again)

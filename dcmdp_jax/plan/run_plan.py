@@ -132,7 +132,7 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     kind, arguments = _engine(config, model, platform)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices
     with as_settings(of_engine(kind)):
-        kind.check_model(dataclasses.replace(arguments, host_devices=min(devices, near)), arguments.platform)
+        kind.check(dataclasses.replace(arguments, host_devices=min(devices, near)))
     with as_settings(MESH):
         sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))

@@ -248,7 +248,7 @@ def make_engine(plan: Plan) -> Engine:
     kind = find_trainable(plan.config.rollout.engine)
     probe = functools.partial(make_probe, plan.model, plan.compute, plan.mesh)
     with activity(f"starting the engine {plan.config.rollout.engine}"), as_settings(of_engine(kind)):
-        return kind.build(dataclasses.replace(plan.engine, probe=probe, prepare=True))
+        return kind.start(dataclasses.replace(plan.engine, probe=probe, prepare=True))
 
 
 def initial_params(plan: Plan) -> Params:

@@ -167,7 +167,7 @@ def _start_machine(config: Config, engine: EngineArguments, hosts: Hosts, *, sho
     """
     model, kind = engine.model, find_trainable(config.rollout.engine)
     with as_settings(of_engine(kind)):
-        kind.check_model(engine, engine.platform)
+        kind.check(engine)
     prepare_jax(config.mesh.cpu_devices)
     platform = jax.devices()[0].platform
     check_platform(platform)

@@ -20,9 +20,8 @@ from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
 from dcmdp_jax.data.problems import Problem
-from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import Engine, EngineError
-from dcmdp_jax.engines.validation import broken_tokens, check_routed_experts, unusable_completions
+from dcmdp_jax.engines.validation import broken_tokens, check_routed_experts, sample_alone, unusable_completions
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores

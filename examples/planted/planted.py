@@ -126,7 +126,16 @@ class PlantedEngine:
         self._params = None
 
 
-ENGINE = EngineKind("planted", PlantedEngine, Settings, ("float32",), ("float32",), own_process=False)
+class PlantedKind(EngineKind):
+    name, settings = "planted", Settings
+    precisions = compute_dtypes = ("float32",)
+    own_process = False
+
+    def build(self, arguments: EngineArguments) -> PlantedEngine:
+        return PlantedEngine(arguments)
+
+
+ENGINE = PlantedKind()
 
 
 def score(completions: list[str], **columns: object) -> list[float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
 from tests.support.vllm_tools import (
@@ -52,19 +53,19 @@ def start(
         **changes: object,
     ) -> VllmEngine:
         whole = precision in ("float32", "float16", "bfloat16")
-        engine = VllmEngine(
-            config,
-            vllm_settings(**changes),
-            directory=directory or tmp_path_factory.mktemp("sidecar"),
+        arguments = EngineArguments(
             precision=precision,
             compute_dtype=compute_dtype or (precision if whole else "bfloat16"),
             kv_cache_dtype=kv_cache_dtype,
             max_total_tokens=TOTAL,
             max_rows=max_rows,
-            probe=trainer_probe(config) if probe else None,
+            settings=vllm_settings(**changes),
             routed_experts=routed_experts,
-            **({"script": script} if script else {}),
+            directory=directory or tmp_path_factory.mktemp("sidecar"),
+            model=config,
+            probe=(lambda: trainer_probe(config)) if probe else None,
         )
+        engine = VllmEngine(arguments, **({"script": script} if script else {}))
         engines.append(engine)
         return engine
 

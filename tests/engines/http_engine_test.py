@@ -19,14 +19,12 @@ import pytest
 
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.engines.http import client as http_client
-from dcmdp_jax.engines.http.engine import RemoteEngine
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import unusable_completions
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from tests.support.sampling import sample
+from tests.support.sampling import local_engine, remote_engine, sample
 from tests.support.vllm_tools import shared_memory_of
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -180,7 +178,7 @@ def vllm(reference):
 @pytest.fixture(scope="module")
 def reference():
     config, params = _model()
-    engine = LocalEngine(config, precision="exact", compute_dtype="float32", max_total_tokens=CONTEXT, max_rows=8)
+    engine = local_engine(config, precision="exact", compute_dtype="float32", max_total_tokens=CONTEXT, max_rows=8)
     engine.push_weights(params, 0)
     return engine
 
@@ -189,8 +187,7 @@ def reference():
 def remote(vllm, monkeypatch):
     """Makes an engine on the server."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    config = _model()[0]
-    return lambda **settings: RemoteEngine(config, **{"server": vllm.socket, "max_total_tokens": CONTEXT, **settings})
+    return lambda **given: remote_engine(_model()[0], **{"server": vllm.socket, "max_total_tokens": CONTEXT, **given})
 
 
 def _prompts():
@@ -208,9 +205,9 @@ SAMPLING = SamplingParams(group_size=6, max_completion_tokens=12, stop_token_ids
 
 @needs_vllm
 def test_the_server_says_what_it_is(remote, vllm):
-    engine = remote(policy_version=7)
-    assert (engine._server.model, engine._server.max_model_len, engine.policy_version) == ("tiny", 64, 7)
-    assert remote(server=f"unix:{vllm.socket}").policy_version == 0
+    engine = remote()
+    assert (engine._server.model, engine._server.max_model_len) == ("tiny", 64)
+    remote(server=f"unix:{vllm.socket}")
     with pytest.raises(ValueError) as refused:
         remote(max_total_tokens=65)
     assert str(refused.value) == (
@@ -254,7 +251,7 @@ def test_score_is_that_of_the_same_weights(remote, reference):
     assert _largest_difference(scored, reference.score(prompts, completions, temperature=0.7)) > 0.5
     assert all(array.dtype == np.float32 for array in scored)
     # As much as batching does to the rounding.
-    assert _largest_difference(remote(max_concurrent=1).score(prompts, completions, temperature=0), scored) < 1e-4
+    assert _largest_difference(remote(max_rows=1).score(prompts, completions, temperature=0), scored) < 1e-4
 
 
 @needs_vllm
@@ -279,8 +276,8 @@ def test_score_refuses_what_a_server_can_not_score(remote, vllm):
 @needs_vllm
 def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, reference):
     prompts = _prompts()
-    rollout = sample(remote(policy_version=3), prompts, SAMPLING, seed=1, step=2)
-    assert rollout.group_ids.tolist() == [0] * 6 + [1] * 6 + [2] * 6 and rollout.policy_version == 3
+    rollout = sample(remote(), prompts, SAMPLING, seed=1, step=2)
+    assert rollout.group_ids.tolist() == [0] * 6 + [1] * 6 + [2] * 6 and rollout.policy_version == 0
     assert all(np.array_equal(ids, prompts[row // 6]) for row, ids in enumerate(rollout.prompt_ids))
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
     assert _largest_difference(rollout.rollout_logprobs, scored) < 1e-4
@@ -309,7 +306,7 @@ def test_sampling_is_a_function_of_seed_step_and_row(remote):
 
     prompts = _prompts()
     first = tokens(prompts)
-    assert tokens(prompts) == first and tokens(prompts, max_concurrent=7) == first
+    assert tokens(prompts) == first and tokens(prompts, max_rows=7) == first
     assert tokens(prompts[:1]) == first[:6]
     # The same prompt at other rows draws other numbers.
     twice = tokens([prompts[0], prompts[0]])
@@ -449,7 +446,7 @@ def test_what_the_server_refuses_is_not_tried_again(remote, vllm, monkeypatch):
 def test_many_requests_keep_their_order(remote, reference):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 104, size).astype(np.int32) for size in rng.integers(17, 29, 40)]
-    engine = remote(max_concurrent=17)
+    engine = remote(max_rows=17)
     rollout = sample(engine, prompts, SamplingParams(2, 3), seed=0, step=0)
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
     assert _largest_difference(rollout.rollout_logprobs, scored) < 1e-4

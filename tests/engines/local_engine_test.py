@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import Mesh
 from scipy import stats
 
+from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import unusable_completions
@@ -16,7 +18,7 @@ from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.types import Params
-from tests.support.sampling import Rollout, sample
+from tests.support.sampling import Rollout, local_engine, sample
 
 QWEN3 = ModelConfig(
     model_type="qwen3",
@@ -50,7 +52,7 @@ def params(config: ModelConfig = QWEN3, seed: int = 0) -> Params:
 
 
 def engine(config: ModelConfig = QWEN3, *, seed: int = 0, **settings) -> LocalEngine:
-    made = LocalEngine(config, **{"precision": "float32", "max_total_tokens": 64, **settings})
+    made = local_engine(config, **{"precision": "float32", "max_total_tokens": 64, **settings})
     made.push_weights(params(config, seed), 0)
     return made
 
@@ -383,7 +385,7 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     # Token 3 poisons everything that has seen it; the third prompt starts with it.
     broken["embedding"] = broken["embedding"].at[3].set(jnp.nan)
     broken["output"] = params()["embedding"].T
-    made = LocalEngine(dataclasses.replace(QWEN3, tie_word_embeddings=False), precision="float32", max_total_tokens=64)
+    made = local_engine(dataclasses.replace(QWEN3, tie_word_embeddings=False), precision="float32", max_total_tokens=64)
     made.push_weights(broken, 0)
     clean = np.array([1, 2], np.int32)
     sampling = SamplingParams(group_size=2, max_completion_tokens=1)
@@ -416,27 +418,13 @@ def test_bad_prompts_are_named(bad, message):
         engine().generate(bad, SAMPLING, seed=0, step=0)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (
-            {"precision": "int1"},
-            "precision: got 'int1', allowed are exact, float32, bfloat16, float16, int8, int4, ",
-        ),
-        ({"compute_dtype": "float64"}, "compute_dtype: got 'float64', allowed are float32, bfloat16, float16"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: got 'int8', allowed are auto, fp8"),
-        ({"max_rows": 0}, "max_rows: got 0, must be at least 1"),
-        ({"max_total_tokens": 40000}, "max_total_tokens: got 40000, must be between 2 and .*32768"),
-    ],
-)
-def test_bad_settings_are_named(setting, message):
-    with pytest.raises(ValueError, match=message):
-        LocalEngine(QWEN3, **{"max_total_tokens": 64, **setting})
+def test_a_context_longer_than_the_models_is_named():
+    with pytest.raises(ValueError, match="max_total_tokens: got 40000, must be between 2 and .*32768"):
+        ENGINE.check(EngineArguments(model=QWEN3, max_total_tokens=40_000, settings=ENGINE.settings()))
 
 
 def test_engine_without_weights_refuses():
-    made = LocalEngine(QWEN3, max_total_tokens=64)
-    assert made.policy_version is None and made.weights_fingerprint is None
+    made = local_engine(QWEN3, max_total_tokens=64)
     for call in (
         lambda: sample(made, prompts(), SAMPLING, seed=0, step=0),
         lambda: made.score([np.array([1])], [np.array([2])], temperature=1.0),
@@ -449,7 +437,7 @@ def test_engine_without_weights_refuses():
 
 
 def test_wrong_parameters_are_named():
-    made = LocalEngine(QWEN3, max_total_tokens=64)
+    made = local_engine(QWEN3, max_total_tokens=64)
     with pytest.raises(ValueError, match=r"params: layers.attention.k.bias has shape \(2, 16\), the model has no such"):
         made.push_weights(params(QWEN2), 0)
     missing = {name: leaf for name, leaf in params().items() if name != "norm"}

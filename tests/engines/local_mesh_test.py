@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local import weights as weights_module
 from dcmdp_jax.engines.local.decode import RowState, decode
@@ -27,7 +29,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import AXES, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from tests.support.sampling import Rollout, sample
+from tests.support.sampling import Rollout, local_engine, sample
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
 
@@ -65,7 +67,7 @@ def _mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> Mes
 
 
 def _engine(config: ModelConfig, mesh: Mesh | None, precision: str = "float32", **settings: Any) -> LocalEngine:
-    made = LocalEngine(config, precision=precision, max_total_tokens=64, mesh=mesh, **settings)
+    made = local_engine(config, precision=precision, max_total_tokens=64, mesh=mesh, **settings)
     made.push_weights(_params(config), 0)
     return made
 
@@ -175,7 +177,7 @@ def test_weights_are_the_same_bits_from_every_training_mesh(
     training = make_mesh(*shape, devices=jax.devices()[:8])
     shardings = param_shardings(logical_axes(DENSE), param_shapes(DENSE), training)
     params = jax.device_put(_params(DENSE), shardings)
-    made = LocalEngine(DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor))
+    made = local_engine(DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor))
     made.push_weights(params, 3)
     assert made.weights_fingerprint == one.weights_fingerprint
     whole = jax.tree.map(np.asarray, made._weights["layers"][1]["attention"]["o"])
@@ -260,7 +262,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(
     config: ModelConfig, sizes: dict[str, int], message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        LocalEngine(config, max_total_tokens=64, mesh=_mesh(**sizes))
+        ENGINE.check(EngineArguments(model=config, max_total_tokens=64, settings=ENGINE.settings(**sizes)))
     assert str(caught.value) == message
 
 

@@ -26,7 +26,7 @@ from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
-from tests.support.sampling import Rollout, sample
+from tests.support.sampling import Rollout, local_engine, sample
 
 CONFIG = ModelConfig(
     "qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3,
@@ -46,7 +46,7 @@ def _params() -> Any:
 
 
 def _rollout(precision: str, **settings: str) -> tuple[LocalEngine, Rollout]:
-    made = LocalEngine(CONFIG, precision=precision, max_total_tokens=32, **settings)
+    made = local_engine(CONFIG, precision=precision, max_total_tokens=32, **settings)
     made.push_weights(_params(), 0)
     return made, sample(made, list(PROMPTS), SAMPLING, seed=1, step=2)
 
@@ -123,7 +123,7 @@ def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None
     """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
     sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
-    made = LocalEngine(
+    made = local_engine(
         CONFIG, precision="float32", max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4, mesh=mesh,
         routed_experts=True,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None
 def test_replay_brings_engine_and_trainer_nearer(precision: str, compute: str) -> None:
     """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and 0.8."""
     model, total = router_replay.MODEL, router_replay.TOTAL
-    made = LocalEngine(model, precision=precision, compute_dtype=compute, max_total_tokens=total, routed_experts=True)
+    made = local_engine(model, precision=precision, compute_dtype=compute, max_total_tokens=total, routed_experts=True)
     found = router_replay.measure(made, init_params(model, jax.random.key(0)))
     assert 0.9 < found.agreement < 1
     assert found.replayed < 0.85 * found.own

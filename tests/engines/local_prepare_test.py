@@ -9,12 +9,11 @@ from jax._src import compiler
 
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local import schedule
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.prepare import Preparation
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
-from tests.support.sampling import sample
+from tests.support.sampling import local_engine, sample
 
 # Widths of no other test, whose programs would be found compiled.
 MODEL = ModelConfig("qwen3", 37, 24, 40, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
@@ -38,7 +37,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled: list[str]) -> None:
     """The first call's rows end at once, the others' by chance or at the limit: batches of 8, 4 and 2 rows, caches of
     4, 8 and 16 tokens."""
     settings = {"max_rows": 8, "min_rows": 2, "cache_block": 4}
-    engine = LocalEngine(MODEL, precision="float32", max_total_tokens=40, prepare=True, **settings)
+    engine = local_engine(MODEL, precision="float32", max_total_tokens=40, prepare=True, **settings)
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     prompts = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -88,7 +87,7 @@ def test_memory_of_caches_goes_back_to_the_system_only_where_no_run_keeps_it(
 
     monkeypatch.setattr(engine_module, "Scheduler", Moving)
     monkeypatch.setattr(schedule, "release_freed_memory", lambda: returned.append(1))
-    engine = LocalEngine(MODEL, precision="float32", max_total_tokens=40, max_rows=8, min_rows=2, prepare=prepare)
+    engine = local_engine(MODEL, precision="float32", max_total_tokens=40, max_rows=8, min_rows=2, prepare=prepare)
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     with pytest.raises(RuntimeError, match="enough"):
         sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(8, 16), seed=0, step=0)

@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local import cache as cache_module
 from dcmdp_jax.engines.local import decode, schedule
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.types import Params
-from tests.support.sampling import Rollout, sample
+from tests.support.sampling import Rollout, local_engine, sample
 
 MODEL = ModelConfig(
     model_type="qwen3",
@@ -51,7 +50,7 @@ def prompts() -> tuple[np.ndarray, ...]:
 
 
 def generate(sampling: SamplingParams = SAMPLING, **settings) -> Rollout:
-    engine = LocalEngine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
+    engine = local_engine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
     engine.push_weights(params(), 0)
     return sample(engine, prompts(), sampling, seed=1, step=2)
 
@@ -216,7 +215,7 @@ def test_groups_come_as_they_end():
 
 
 def test_a_call_that_is_given_up_leaves_the_engine_as_it_was():
-    engine = LocalEngine(MODEL, precision="float32", max_total_tokens=64, **STAGGERED)
+    engine = local_engine(MODEL, precision="float32", max_total_tokens=64, **STAGGERED)
     engine.push_weights(params(), 0)
     expected = sample(engine, prompts(), SAMPLING, seed=1, step=2)
     closed, left = (engine.generate(prompts(), SAMPLING, seed=1, step=2) for _ in range(2))

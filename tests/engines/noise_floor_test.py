@@ -13,12 +13,12 @@ import pytest
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.data.prompts import save_tokenizer
-from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
+from tests.support.sampling import local_engine
 from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
 
 def test_the_same_tokens_come_again_and_the_comparison_ends_where_they_part():
     config = ModelConfig("qwen3", 64, 32, 64, 2, 2, 1, 16, max_position_embeddings=64)
-    engine = LocalEngine(config, precision="exact", max_total_tokens=32, min_rows=1)
+    engine = local_engine(config, precision="exact", max_total_tokens=32, min_rows=1)
     engine.push_weights(init_params(config, jax.random.key(1)), 0)
     prompts = [np.array([5, 6, 7 + place], np.int32) for place in range(4)]
     sampling = SamplingParams(3, 12)

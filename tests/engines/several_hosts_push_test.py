@@ -23,7 +23,7 @@ from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.engines.local.engine import LocalEngine
+from tests.support.sampling import local_engine
 from dcmdp_jax.engines.sidecar.bridge import WeightBridge
 from dcmdp_jax.engines.sidecar.shared_memory import Segment
 number, port = int(sys.argv[1]), sys.argv[2]
@@ -40,7 +40,7 @@ with join_hosts(f"localhost:{port}", 2, number, 100.0) as hosts:
         create = jax.jit(lambda: init_params(config, jax.random.key(0), "float32"), out_shardings=shardings)
         params = create()
         own = sampling_mesh(mesh, **engine_axes)
-        engine = LocalEngine(config, precision="float32", max_total_tokens=32, mesh=own)
+        engine = local_engine(config, precision="float32", max_total_tokens=32, mesh=own)
         engine.push_weights(params, 0)
         prints = hosts.gather(np.array([engine.weights_fingerprint], np.uint32))
         assert len(set(prints.tolist())) == 1, prints

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.sidecar.seeds import request_seeds
+from dcmdp_jax.engines.vllm_common import request_seeds
 
 
 def test_hand_checked_values():

@@ -47,13 +47,18 @@ class StubEngine:
     release_weights = close = lambda self: None
 
 
-def check_settings(arguments):
-    if not (server := arguments.settings.server).startswith("http://"):
-        raise UserError(f"server: got {server!r}, must be http://HOST:PORT")
+class StubKind(EngineKind):
+    name, settings, precisions = "stub", Settings, ("float32",)
+
+    def check(self, arguments):
+        if not (server := arguments.settings.server).startswith("http://"):
+            raise UserError(f"server: got {server!r}, must be http://HOST:PORT")
+
+    def memory(self, arguments, load, machine, rows):
+        return [exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")]
+
+    def build(self, arguments):
+        return StubEngine(arguments)
 
 
-def memory(arguments, load, machine, rows):
-    return [exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")]
-
-
-ENGINE = EngineKind("stub", StubEngine, Settings, ("float32",), check_settings=check_settings, memory=memory)
+ENGINE = StubKind()

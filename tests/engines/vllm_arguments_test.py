@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.vllm import launch
 from tests.support.vllm_tools import TOTAL, small_model, vllm_settings
 from tests.support.waiting import HANGS_S
@@ -35,18 +36,17 @@ def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
     script.write_text(_READ)
 
     def arguments(precision, **changes):
-        directory = tmp_path / precision
-        sizes = {"compute_dtype": "bfloat16", "max_total_tokens": TOTAL}
-        launch.write_model_config(config, directory, precision=precision, **sizes)
-        return launch.engine_arguments(
-            config, vllm_settings(**changes), directory, precision=precision, kv_cache_dtype="auto", max_rows=64,
-            cpu=False, available=0, **sizes,
+        engine = EngineArguments(
+            precision, "bfloat16", max_total_tokens=TOTAL, max_rows=64, settings=vllm_settings(**changes), model=config,
+            directory=tmp_path / precision, platform="cuda",
         )  # fmt: skip
+        launch.write_model_config(engine)
+        return launch.engine_arguments(engine)
 
     asked = [arguments("bfloat16"), arguments("fp8"), arguments("fp8_per_block"), arguments("bfloat16", sleep=2)]
     done = subprocess.run(
         [sys.executable, str(script)], input=json.dumps(asked), capture_output=True, text=True, timeout=HANGS_S,
-        env={**os.environ, **launch.environment(vllm_settings(), "cpu")},
+        env={**os.environ, **launch.environment(EngineArguments(settings=vllm_settings(), platform="cpu"))},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]

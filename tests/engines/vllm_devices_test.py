@@ -1,11 +1,11 @@
-"""The GPUs or TPU chips that each replica gets, by hand."""
+"""The GPUs that each replica gets, by hand."""
 
 import dataclasses
 
 import pytest
 
+from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm import devices as vllm_devices
-from dcmdp_jax.engines.vllm.settings import VllmSettings
 
 
 @pytest.fixture
@@ -80,48 +80,3 @@ def test_replicas_that_do_not_fit(devices, changes, numbers):
 def test_gpus_that_cannot_be_counted_must_be_named(devices):
     with pytest.raises(ValueError, match="^replicas: got 2, and no GPU is seen here; name theirs"):
         devices(replicas=2)
-
-
-@pytest.fixture
-def chips(monkeypatch, devices):
-    """chips(trainer's, platforms of the trainer, settings...) -> chips of each replica."""
-
-    def of(trainer=None, *, platforms="", **changes):
-        monkeypatch.setenv("JAX_PLATFORMS", platforms)
-        monkeypatch.setenv("TPU_VISIBLE_CHIPS", trainer or "")
-        return devices(platform="tpu", **changes)
-
-    return of
-
-
-def test_each_replica_has_chips_of_its_own(chips):
-    assert chips("0,1", visible_devices="2,3", replicas=2) == ["2", "3"]
-    assert chips("0,1", visible_devices="2,3", tensor_parallel_size=2) == ["2,3"]
-    assert chips(platforms="cpu", visible_devices="0") == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "changes", "line"),
-    [
-        ("0,1", {}, "visible_devices: empty; a TPU chip belongs to one process"),
-        ("", {"visible_devices": "2,3"}, "visible_devices: got 2,3, and the trainer has all chips"),
-        ("0,2", {"visible_devices": "2,3"}, "visible_devices: got 2,3, and the trainer has 0,2"),
-        ("0", {"visible_devices": "2,3", "replicas": 3}, "replicas: got 3 of .*, and there are 2 .2,3., not 3"),
-    ],
-)
-def test_a_chip_belongs_to_one_process(chips, trainer, changes, line):
-    """Otherwise the one that starts second hangs or fails in the TPU's runtime."""
-    with pytest.raises(ValueError, match=f"^{line}"):
-        chips(trainer, **changes)
-
-
-def test_variables_of_chips():
-    """Those that tpu-inference sets for its own processes; no port twice on a host, the trainer's is 8476."""
-    first, second = (vllm_devices.device_variables(names, "tpu") for names in ("2,3", "4,5"))
-    assert first == {
-        "TPU_VISIBLE_CHIPS": "2,3", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1",
-        "TPU_PROCESS_PORT": "8479", "TPU_PROCESS_ADDRESSES": "localhost:8479", "CLOUD_TPU_TASK_ID": "0",
-    }  # fmt: skip
-    assert second["TPU_PROCESS_PORT"] == "8481"
-    assert vllm_devices.device_variables("0,1", "cuda") == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert vllm_devices.device_variables("", "cpu") == {}

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.models.hf_weights import save_params
-from tests.support.sampling import sample
+from tests.support.sampling import local_engine, sample
 from tests.support.vllm_tools import (
     STOP,
     TOTAL,
     assert_same_bits,
     fresh_answers,
-    pid_of,
     prompts,
     random_params,
     small_model,
@@ -45,7 +41,7 @@ def engine(start):
 def embedded():
     """The embedded engine, exact, with the same weights."""
     config = small_model()
-    made = LocalEngine(config, precision="exact", max_total_tokens=TOTAL)
+    made = local_engine(config, precision="exact", max_total_tokens=TOTAL)
     made.push_weights(random_params(config, 7), 7)
     return made
 
@@ -205,41 +201,6 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     health = sidecar.request("health", answer="healthy").header
     assert (health["running"], health["policy_version"]) == (0, 7)
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("killed", [False, True])
-def test_publishing_disturbs_no_call_in_progress(engine, killed):
-    """The other half of the double buffer is written in the middle of a call, which ends with its own weights.
-
-    With its sidecar killed it gets them again: out of a single buffer they would be the new ones, or a mixture.
-    """
-    config = engine.config
-    asked = prompts(500, config)
-    engine.push_weights(random_params(config, 7), 7)
-    before = sample(engine, asked, SAMPLED, seed=1, step=1)
-    params, sidecar, published = random_params(config, 8), pid_of(engine), []
-
-    def publish(complete):
-        """At the first groups that are pulled, with the sidecar in the middle of the call."""
-        if complete and not published:
-            published.append(len(complete))
-            engine.publish_weights(params, 8)
-            if killed:
-                os.kill(sidecar, signal.SIGKILL)
-
-    during = sample(engine, asked, SAMPLED, seed=1, step=1, on_pull=publish)
-    assert 0 < published[0] < 1000
-    assert (pid_of(engine) != sidecar) == killed
-    _same(before, during)
-    assert during.policy_version == 7
-    after = sample(engine, asked, SAMPLED, seed=1, step=1)
-    assert after.policy_version == 8
-    embedded = LocalEngine(config, max_total_tokens=TOTAL)
-    embedded.push_weights(params, 8)
-    exact = embedded.score(after.prompt_ids, after.completion_ids, temperature=1.0)
-    assert max(np.abs(a - b).max() for a, b in zip(exact, after.rollout_logprobs, strict=True)) < 1e-4
-    engine.push_weights(random_params(config, 7), 7)
 
 
 def test_no_weights_no_completions(start):

@@ -166,11 +166,12 @@ import sys
 sys.path.insert(0, {root!r})
 from tests.support.vllm_tools import *
 from dcmdp_jax.engines.vllm.engine import VllmEngine
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams
 from pathlib import Path
 config = small_model()
-engine = VllmEngine(config, vllm_settings(), directory=Path({directory!r}), precision="bfloat16",
-    compute_dtype="bfloat16", max_total_tokens=TOTAL, max_rows=ROWS, probe=None)
+engine = VllmEngine(EngineArguments("bfloat16", "bfloat16", max_total_tokens=TOTAL, max_rows=ROWS, model=config,
+    settings=vllm_settings(), directory=Path({directory!r})))
 engine.push_weights(random_params(config, 0), 0)
 while True:
     for _ in engine.generate(prompts(500, config), SamplingParams(4, 40), seed=0, step=0):

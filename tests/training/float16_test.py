@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
@@ -21,6 +20,7 @@ from dcmdp_jax.training.state import (
 )
 from dcmdp_jax.training.step import make_train_step
 from dcmdp_jax.types import LossScale
+from tests.support.sampling import local_engine
 from tests.support.step_runs import (
     ALGORITHM,
     LENGTH,
@@ -46,7 +46,7 @@ def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
     ids = np.random.default_rng(0).integers(0, 31, (12, LENGTH)).astype(np.int32)
     apart = {}
     for dtype in ("bfloat16", "float16"):
-        engine = LocalEngine(model, precision=dtype, compute_dtype=dtype, max_total_tokens=LENGTH)
+        engine = local_engine(model, precision=dtype, compute_dtype=dtype, max_total_tokens=LENGTH)
         engine.push_weights(params, 0)
         scored = engine.score([row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=1.0)
         engine.close()

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.models import decoder, quantize
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.scheme import FULL, Scheme, weights_alone
 from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from tests.support.sampling import local_engine
 from tests.support.step_runs import LENGTH, PROMPT, make_model, unpacked_rows
 from tests.support.waiting import HANGS_S
 
@@ -30,7 +30,7 @@ def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, cache
     model = make_model(tied)
     params = init_params(model, jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 31, (6, LENGTH)).astype(np.int32)
-    engine = LocalEngine(
+    engine = local_engine(
         model, precision=precision, compute_dtype="float32", kv_cache_dtype=cache, max_total_tokens=LENGTH
     )
     engine.push_weights(params, 0)

@@ -87,4 +87,10 @@ if __name__ == "__main__":
 else:
     from dcmdp_jax.engines.kind import EngineKind
 
-    ENGINE = EngineKind("overlapping", OverlappingEngine, precisions=("float32",))
+    class OverlappingKind(EngineKind):
+        name, precisions = "overlapping", ("float32",)
+
+        def build(self, arguments):
+            return OverlappingEngine(arguments)
+
+    ENGINE = OverlappingKind()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, later
-from dcmdp_jax.engines.vllm_limits import TEMPERATURES
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import setting
+
+if TYPE_CHECKING:
+    from dcmdp_jax.engines.protocol import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +27,21 @@ class HttpSettings:
     timeout_s: float = setting(7200.0, unit="seconds", minimum=1, free=True)
 
 
-def _check_settings(arguments: EngineArguments) -> None:
-    if not arguments.settings.server:
-        raise UserError("server: empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
+class HttpKind(EngineKind):
+    """A vLLM server, for evaluation and scoring."""
+
+    name, settings = "http", HttpSettings
+    precisions, compute_dtypes, cache_dtypes = (), (), ()
+    temperatures, pushes = VLLM_TEMPERATURES, False
+
+    def check(self, arguments: EngineArguments) -> None:
+        if not arguments.settings.server:
+            raise UserError("server: empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
+
+    def build(self, arguments: EngineArguments) -> Engine:
+        from dcmdp_jax.engines.http.engine import RemoteEngine
+
+        return RemoteEngine(arguments)
 
 
-ENGINE = EngineKind(
-    name="http",
-    build=later("dcmdp_jax.engines.http.engine:build"),
-    settings=HttpSettings,
-    precisions=(),
-    compute_dtypes=(),
-    cache_dtypes=(),
-    temperatures=TEMPERATURES,
-    pushes=False,
-    check_settings=_check_settings,
-)
+ENGINE = HttpKind()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import queue
 import re
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.engines.vllm_limits import unsupported_version
+from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import UserError
 
 T = TypeVar("T")
@@ -60,12 +59,6 @@ class VllmHttpClient:
 
     def __init__(self, address: str, *, timeout_s: float, max_concurrent: int, retries: int) -> None:
         """Ask the server for its model and version. Arguments and errors are those of `RemoteEngine`."""
-        if not 0 < timeout_s < math.inf:
-            raise UserError(f"timeout_s: got {timeout_s}, must be above 0 and finite")
-        if max_concurrent < 1:
-            raise UserError(f"max_concurrent: got {max_concurrent}, must be at least 1")
-        if retries < 0:
-            raise UserError(f"retries: got {retries}, must be 0 or more")
         self.address = address
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))

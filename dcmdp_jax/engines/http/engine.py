@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.engines.http import ENGINE
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.validation import checked_sequences, scored_rows
-from dcmdp_jax.engines.vllm_limits import check_temperature
+from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
@@ -46,53 +44,32 @@ class RemoteEngine:
     right one. A warning says so once.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        server: str,
-        max_total_tokens: int,
-        timeout_s: float = 600.0,
-        max_concurrent: int = 256,
-        retries: int = 3,
-        policy_version: int = 0,
-    ) -> None:
+    def __init__(self, arguments: EngineArguments, *, retries: int = 3) -> None:
         """Ask the server for its model and version, and refuse one that won't do.
 
         The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and shown nowhere.
 
         Args:
-            config: the model that the server is believed to hold; bounds the token ids.
-            server: "http://host:port", "https://...", or a Unix socket, "/path" or "unix:/path".
-            max_total_tokens: longest prompt with its completion.
-            timeout_s: for one attempt of one request, the wait in the server's queue included: more than the longest
-                completion takes.
-            max_concurrent: requests in flight.
+            arguments: `model` is the one that the server is believed to hold; it bounds the token ids. At most
+                `max_rows` requests are in flight.
             retries: further attempts after a failed connection, a 5xx answer or a timeout.
-            policy_version: of the server's weights, for `Episode.policy_versions`.
 
         Raises:
-            ValueError: for a setting out of range, a vLLM version not supported, or a server with a shorter context.
+            UserError: for an address that is none, a vLLM version not supported, or a server with a shorter context.
             EngineError: if the server can't be reached or gives no sensible answer.
         """
-        if max_total_tokens < 2:
-            raise UserError(f"max_total_tokens: got {max_total_tokens}, must be at least 2")
-        self.config = config
-        self.max_total_tokens = max_total_tokens
-        self._policy_version = policy_version
-        self._server = VllmHttpClient(server, timeout_s=timeout_s, max_concurrent=max_concurrent, retries=retries)
-        if (context := self._server.max_model_len) < max_total_tokens:
+        self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
+        server = arguments.settings.server
+        self._server = VllmHttpClient(
+            server, timeout_s=arguments.settings.timeout_s, max_concurrent=arguments.max_rows, retries=retries
+        )
+        if (context := self._server.max_model_len) < self.max_total_tokens:
             raise UserError(
-                f"max_total_tokens: got {max_total_tokens}, the server at {server} has max_model_len={context}; start "
-                f"it with --max-model-len {max_total_tokens} or more, or allow shorter completions"
+                f"max_total_tokens: got {self.max_total_tokens}, the server at {server} has max_model_len={context}; "
+                f"start it with --max-model-len {self.max_total_tokens} or more, or allow shorter completions"
             )
         self._processed: bool | None = None
         self._warned = False
-
-    @property
-    def policy_version(self) -> int:
-        """As given to the constructor."""
-        return self._policy_version
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Always refused.
@@ -132,7 +109,7 @@ class RemoteEngine:
             EngineError: if the server fails, or gives an answer that can't be right.
         """
         temperature, group = sampling.temperature, sampling.group_size
-        check_temperature(temperature)
+        ENGINE.check_temperature(temperature)
         prompts = checked_sequences(
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
@@ -167,7 +144,7 @@ class RemoteEngine:
                             prompts[row // group],
                             tokens,
                             logprobs,
-                            policy_version=self._policy_version,
+                            policy_version=0,
                             group=row // group,
                             member=row % group,
                             finish_reason=reason,
@@ -294,11 +271,3 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
 
 def _logits(found: str) -> str:
     return f"{found}: the server reports logits; start it with --logprobs-mode processed_logprobs or raw_logprobs"
-
-
-def build(arguments: EngineArguments) -> RemoteEngine:
-    """The engine of `kind.EngineKind`."""
-    return RemoteEngine(
-        arguments.model, **dataclasses.asdict(arguments.settings), max_total_tokens=arguments.max_total_tokens,
-        max_concurrent=arguments.max_rows,
-    )  # fmt: skip

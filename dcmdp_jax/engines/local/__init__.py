@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, later
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind, EnginePlan, Workload
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import setting
+
+if TYPE_CHECKING:
+    from dcmdp_jax.engines.protocol import Engine
+    from dcmdp_jax.machine import Machine, Part
 
 _QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
 """Those of `models.quantize`, which imports JAX."""
@@ -25,30 +30,49 @@ class LocalSettings:
     expert: int = setting(1, unit="devices", minimum=1, free=True)
 
 
-def _check_settings(arguments: EngineArguments) -> None:
-    if arguments.compute_dtype == "float16" and arguments.precision in _QUANTIZED:
-        raise UserError(
-            f"compute_dtype: got 'float16' with `precision`={arguments.precision!r}, whose products before scaling "
-            "leave float16's range; choose bfloat16 or float32"
-        )
+class LocalKind(EngineKind):
+    """The embedded engine."""
+
+    name, settings = "local", LocalSettings
+    precisions = ("exact", "float32", "bfloat16", "float16", *_QUANTIZED)
+    cache_dtypes = ("auto", "fp8")
+    quantized = emulated = _QUANTIZED
+    emulated_caches = ("fp8",)
+    routes, own_process = True, False
+
+    def check(self, arguments: EngineArguments) -> None:
+        if arguments.compute_dtype == "float16" and arguments.precision in _QUANTIZED:
+            raise UserError(
+                f"compute_dtype: got 'float16' with `precision`={arguments.precision!r}, whose products before scaling "
+                "leave float16's range; choose bfloat16 or float32"
+            )
+        if arguments.model is not None:
+            from dcmdp_jax.engines.local.layout import check_mesh
+
+            check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
+            if not 2 <= arguments.max_total_tokens <= (most := arguments.model.max_position_embeddings):
+                raise UserError(
+                    f"max_total_tokens: got {arguments.max_total_tokens}, must be between 2 and the model's "
+                    f"max_position_embeddings={most}"
+                )
+
+    def build(self, arguments: EngineArguments) -> Engine:
+        from dcmdp_jax.engines.local.engine import LocalEngine
+
+        return LocalEngine(arguments)
+
+    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+        from dcmdp_jax.engines.local.memory import parts
+
+        return parts(arguments, load, machine, rows)
+
+    def programs(self, arguments: EngineArguments, load: Workload) -> EnginePlan:
+        from dcmdp_jax.engines.local.programs import plan_engine
+
+        return plan_engine(arguments, load)
+
+    def describe(self, settings: LocalSettings) -> str:
+        return "".join(f", {name} {ways}" for name, ways in dataclasses.asdict(settings).items() if ways > 1)
 
 
-ENGINE = EngineKind(
-    name="local",
-    build=later("dcmdp_jax.engines.local.engine:build"),
-    settings=LocalSettings,
-    precisions=("exact", "float32", "bfloat16", "float16", *_QUANTIZED),
-    cache_dtypes=("auto", "fp8"),
-    quantized=_QUANTIZED,
-    emulated=_QUANTIZED,
-    emulated_caches=("fp8",),
-    routes=True,
-    own_process=False,
-    check_settings=_check_settings,
-    check_model=later("dcmdp_jax.engines.local.layout:check_model"),
-    memory=later("dcmdp_jax.engines.local.memory:parts"),
-    programs=later("dcmdp_jax.engines.local.programs:plan_engine"),
-    describe=lambda settings: "".join(
-        f", {name} {ways}" for name, ways in dataclasses.asdict(settings).items() if ways > 1
-    ),
-)
+ENGINE = LocalKind()

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.local.cache import FLOAT8
-from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, Program, check_mesh, engine_mesh
+from dcmdp_jax.engines.local.layout import Program, engine_mesh
 from dcmdp_jax.engines.local.prepare import Preparation, decoding_program
 from dcmdp_jax.engines.local.schedule import Completions, Draw, Scheduler, Sizes
 from dcmdp_jax.engines.local.score import score as score_program
@@ -27,7 +26,6 @@ from dcmdp_jax.engines.local.sizes import (
     smallest_batch,
 )
 from dcmdp_jax.engines.local.weights import (
-    ENGINE_PRECISIONS,
     conversion_mesh,
     convert,
     fingerprint,
@@ -36,8 +34,6 @@ from dcmdp_jax.engines.local.weights import (
 )
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
@@ -58,85 +54,35 @@ class LocalEngine:
     does not lengthen the cache of others. Each new shape compiles once: prompt bucket x row count x cache length.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        precision: str = "exact",
-        compute_dtype: str = "float32",
-        kv_cache_dtype: str = "auto",
-        max_total_tokens: int,
-        max_rows: int = 256,
-        min_rows: int = 32,
-        cache_block: int | None = None,
-        mesh: Mesh | None = None,
-        routed_experts: bool = False,
-        prepare: bool = False,
-    ) -> None:
-        """Check the settings; nothing is allocated before the first push.
+    def __init__(self, arguments: EngineArguments, *, mesh: Mesh | None = None, cache_block: int | None = None) -> None:
+        """Store the arguments; nothing is allocated before the first push.
 
         Args:
-            config: the model.
-            precision: of the weights: "exact" (the trainer's dtype), "float32", "bfloat16", "float16", "int8", "int4",
-                "int3", "int2", "fp8".
-            compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
-            kv_cache_dtype: "auto" (the compute dtype) or "fp8" (float8_e4m3fn, scale 1).
-            max_total_tokens: longest prompt with its completion.
-            max_rows: completions in one batch. Bounds the memory of caches: with more rows than this to sample, up to
-                three times that of a batch of the longest rows.
-            min_rows: batches do not shrink below this when rows finish. 0: `sizes.smallest_batch`.
-            cache_block: initial completion slots of the cache, doubled as rows fill them. If the first doubling would
-                hold the longest completion, the cache has that length from the start. None: 32 on CPU, where a step's
-                time is proportional to the cache, and 128 elsewhere; each length is a program.
-            mesh: from `parallel.mesh.sampling_mesh`: rows are split over data, fsdp and expert, weights over tensor and
-                expert. The devices of a mesh with other axes split rows; None is the first local device.
-            routed_experts: return the experts of each token with the episodes (column `routed_experts`).
-            prepare: after the first call compile all programs of `decode` that more like it can come to, in a thread.
-                For a training run, whose memory stays with the process; without it memory of caches that a call is done
-                with returns to the system.
-
-        Raises:
-            ValueError: for a setting out of range, naming it.
+            arguments: checked by `LocalKind.check`. `max_rows` bounds the memory of caches: with more rows than this to
+                sample, up to three times that of a batch of the longest rows. With `prepare`, after the first call all
+                programs of `decode` that more like it can come to are compiled in a thread: for a training run, whose
+                memory stays with the process; without it memory of caches that a call is done with returns to the
+                system.
+            mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights over tensor and
+                expert. The devices of a mesh with other axes split rows; without any it is the first local device.
+            cache_block: initial completion slots of the cache, doubled as rows fill them; each length is a program.
+                None: `default_cache_block`.
         """
-        _allowed("precision", precision, ENGINE_PRECISIONS)
-        _allowed("compute_dtype", compute_dtype, ("float32", "bfloat16", "float16"))
-        _allowed("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
+        if mesh is None and arguments.mesh is not None:
+            mesh = arguments.mesh(tensor=arguments.settings.tensor, expert=arguments.settings.expert)
         self._mesh = engine_mesh(mesh)
-        check_mesh(config, self._mesh.shape[TENSOR], self._mesh.shape[EXPERT])
         platform = self._mesh.devices.flat[0].platform
-        if cache_block is None:
-            cache_block = default_cache_block(platform)
-        min_rows = min_rows or smallest_batch(platform)
-        sizes = {"max_rows": max_rows, "min_rows": min_rows, "cache_block": cache_block}
-        for name, value in sizes.items():
-            if value < 1:
-                raise UserError(f"{name}: got {value}, must be at least 1")
-        if not 2 <= max_total_tokens <= config.max_position_embeddings:
-            raise UserError(
-                f"max_total_tokens: got {max_total_tokens}, must be between 2 and the model's "
-                f"max_position_embeddings={config.max_position_embeddings}"
-            )
-        self.config = config
-        self.precision = precision
-        self.max_total_tokens = max_total_tokens
-        self._max_rows, self._min_rows, self._cache_block = max_rows, min_rows, cache_block
-        cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else compute_dtype
-        self._program = Program(config, compute_dtype, cache_dtype, self._mesh, routed_experts)
-        self._preparation = Preparation() if prepare else None
+        self.config, self.precision = arguments.model, arguments.precision
+        self.max_total_tokens = arguments.max_total_tokens
+        self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
+        self._cache_block = cache_block or default_cache_block(platform)
+        self._program = Program.of(arguments, self._mesh)
+        self._preparation = Preparation() if arguments.prepare else None
         self._prepared: set[Hashable] = set()
         self._weights: Params | None = None
         self._policy_version: int | None = None
-        self._fingerprint: int | None = None
-
-    @property
-    def policy_version(self) -> int | None:
-        """Version of the last push; None before it and after `close`."""
-        return self._policy_version
-
-    @property
-    def weights_fingerprint(self) -> int | None:
-        """CRC-32 of the checksums of the weights in use (see `weights.fingerprint`); None without weights."""
-        return self._fingerprint
+        self.weights_fingerprint: int | None = None
+        """CRC-32 of the checksums of the weights in use (`weights.fingerprint`); None without weights."""
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.
@@ -164,8 +110,8 @@ class LocalEngine:
             wrong = np.flatnonzero(expected != consumed)
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
         self._weights, self._policy_version = share_copies(weights, self._mesh), policy_version
-        self._fingerprint = zlib.crc32(consumed.tobytes())
-        logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self._fingerprint)
+        self.weights_fingerprint = zlib.crc32(consumed.tobytes())
+        logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self.weights_fingerprint)
         return {}
 
     def generate(
@@ -299,25 +245,13 @@ class LocalEngine:
 
     def release_weights(self) -> None:
         """Free the weights; keep compiled programs."""
-        self._weights = self._policy_version = self._fingerprint = None
+        self._weights = self._policy_version = self.weights_fingerprint = None
 
     def close(self) -> None:
         """As `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
         self.release_weights()
         if self._preparation:
             self._preparation.stop()
-
-
-def build(arguments: EngineArguments) -> LocalEngine:
-    """The engine of `kind.EngineKind`."""
-    mesh = arguments.mesh(tensor=arguments.settings.tensor, expert=arguments.settings.expert)
-    own = {"min_rows": arguments.min_rows, "prepare": arguments.prepare}
-    return LocalEngine(arguments.model, **arguments.common, **own, mesh=mesh)
-
-
-def _allowed(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UserError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
 
 
 def _by_bucket(prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:

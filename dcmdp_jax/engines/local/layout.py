@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.local.cache import FLOAT8
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import declarations
@@ -56,6 +57,12 @@ class Program:
     cache_dtype: str
     mesh: Mesh
     routed_experts: bool = False
+
+    @classmethod
+    def of(cls, arguments: EngineArguments, mesh: Mesh) -> Program:
+        """The static arguments of an engine."""
+        cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
+        return cls(arguments.model, arguments.compute_dtype, cache, mesh, arguments.routed_experts)
 
     @property
     def rows(self) -> NamedSharding:
@@ -164,11 +171,6 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
             raise UserError(f"tensor: got {tensor}, must divide the model's {name}={size}")
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
         raise UserError(f"expert: got {expert}, must divide the model's num_experts={config.num_experts}, or be 1")
-
-
-def check_model(arguments: EngineArguments, platform: str) -> None:
-    """`check_mesh` of an engine that is not there yet."""
-    check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
 
 
 @functools.lru_cache(maxsize=32)

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.kind import EngineArguments, EnginePlan, Workload
 from dcmdp_jax.engines.local import decode, score, sizes
-from dcmdp_jax.engines.local.cache import FLOAT8, abstract
-from dcmdp_jax.engines.local.layout import Program, check_mesh, weight_specs
+from dcmdp_jax.engines.local.cache import abstract
+from dcmdp_jax.engines.local.layout import Program, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
@@ -31,15 +31,13 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         UserError: if `tensor` or `expert` does not divide the devices or the model.
     """
     model, split = arguments.model, dataclasses.asdict(arguments.settings)
-    check_mesh(model, **split)
     engine = arguments.mesh(**split)
-    cache_dtype = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
-    program = Program(model, arguments.compute_dtype, cache_dtype, engine, arguments.routed_experts)
+    program = Program.of(arguments, engine)
     weights = _weights(model, arguments.precision, load.param_dtype, engine)
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
-    cache = abstract(model, rows, slots, dtype=cache_dtype, sharding=program.cache)
+    cache = abstract(model, rows, slots, dtype=program.cache_dtype, sharding=program.cache)
     cache_bytes = bytes_per_device(cache)
 
     def by_row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

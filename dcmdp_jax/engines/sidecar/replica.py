@@ -11,9 +11,9 @@ from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.manifest import differing
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.engines.sidecar.replies import checked_completions, split_columns
-from dcmdp_jax.engines.sidecar.seeds import request_seeds
 from dcmdp_jax.engines.sidecar.supervisor import Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
+from dcmdp_jax.engines.vllm_common import request_seeds
 
 # vLLM's second level of sleep discards the weights.
 _DISCARDS = 2

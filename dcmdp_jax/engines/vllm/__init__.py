@@ -2,92 +2,158 @@
 
 from __future__ import annotations
 
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, later
-from dcmdp_jax.engines.vllm.settings import VllmSettings
-from dcmdp_jax.engines.vllm_limits import TEMPERATURES
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcmdp_jax.engines.kind import DeviceShare, EngineArguments, EngineKind, Workload
+from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import setting
 from dcmdp_jax.models.scheme import Scheme
+
+if TYPE_CHECKING:
+    from dcmdp_jax.engines.protocol import Engine
+    from dcmdp_jax.machine import Machine, Part
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _QUANTIZED = ("int8", "fp8", "fp8_per_block")
 
 
-def _check_settings(arguments: EngineArguments) -> None:
-    """vLLM has one dtype for whatever is not quantized."""
-    precision, dtype = arguments.precision, arguments.compute_dtype
-    if precision in _DTYPES and precision != dtype:
-        raise UserError(
-            f"compute_dtype: got {dtype!r} with `precision`={precision!r}; vLLM has one dtype for weights and "
-            "activations, set both alike"
-        )
-    if precision in _QUANTIZED and dtype != "bfloat16":
-        raise UserError(
-            f"compute_dtype: got {dtype!r} with `precision`={precision!r}; vLLM computes quantized layers in bfloat16, "
-            "set that"
-        )
+@dataclasses.dataclass(frozen=True)
+class VllmSettings:
+    """The vLLM sidecar, used with `rollout.engine=vllm`.
 
-
-def _check_lag(arguments: EngineArguments) -> None:
-    if arguments.settings.sleep:
-        raise UserError(
-            f"sleep: got {arguments.settings.sleep} with `lag`; an engine that sleeps while the trainer trains can't "
-            "sample then, set `sleep`=0 or `lag`=0"
-        )
-
-
-def _scheme(arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
-    """vLLM's roundings in the build for the trainer's platform.
-
-    The CPU build leaves activations alone in fp8_per_block (on processors without AMX-FP8), and stores an FP8 cache
-    rounded towards zero.
+    Attributes:
+        python: Python interpreter that has vLLM. Empty: the trainer's.
+        tensor_parallel_size: Devices that each layer is split over.
+        replicas: Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt p goes to
+            replica p mod replicas; all load one copy of the weights. 0: as many as the GPUs hold, 1 on a CPU.
+        visible_devices: GPUs of the sidecars, as CUDA_VISIBLE_DEVICES. Empty: the trainer's GPUs, shared.
+        memory_share: Share of each of its GPUs. On a shared GPU the trainer gets the rest less a tenth. Source:
+            ours.
+        sleep: vLLM's sleep mode, which leaves shared GPUs to the trainer while nothing is sampled. 0: off. 1:
+            weights move to host memory. 2: weights are dropped, and loaded again. Frees nothing in the CPU build.
+            Source: ours.
+        kv_cache_gib: Size of each replica's key-value cache. 0: what memory_share leaves on a GPU; what max_rows
+            need on a CPU, at most a third of the free memory.
+        cpu_threads: Threads of the CPU build. More than one is slow on a machine that does anything else.
+        engine_args: Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.
+        start_timeout_s: Longest start of an engine; the first one that takes longer ends the run, a later one is
+            tried again.
+        stall_timeout_s: Time without a sign of life during a request, after which the engine is restarted.
+        max_restarts: Restarts in a row without success, after which the run ends.
+        probe_tolerance: Largest mean |difference| of log-probs between trainer and engine on fixed sequences after
+            each push; above it the push failed. 0: 0.01 for float32, 0.2 for float16, 1 for bfloat16, 4 for 8-bit
+            weights or cache. Source: ours.
     """
-    products = "" if precision == "full" else precision
-    model, parts = arguments.model, arguments.settings.tensor_parallel_size
-    if products and model is not None and model.num_experts:
-        raise UserError(
-            f"forward_precision: got {precision!r} with {model.num_experts} experts; the trainer repeats the roundings "
-            "of dense layers alone, set 'full'"
-        )
-    if products and parts > 1:
-        raise UserError(
-            f"forward_precision: got {precision!r} with `tensor_parallel_size`={parts}; each device of vLLM rounds its "
-            "part of a token by a scale of its own, set 'full' or `tensor_parallel_size`=1"
-        )
-    cpu = platform == "cpu"
-    # Of fused q, k and v with biases: see `launch.engine_arguments`.
-    biased = bool(products) and model is not None and model.attention_bias and products != "int8"
-    if cpu and products == "fp8_per_block":
-        products = "fp8_weights_per_block"
-    stored = "" if cache == "full" else cache + "_truncated" * cpu
-    return Scheme(products=products, skip_qkv=biased, cache=stored)
+
+    python: str = setting("", free=True)
+    tensor_parallel_size: int = setting(1, unit="devices", minimum=1)
+    replicas: int = setting(1, unit="sidecars", minimum=0, free=True)
+    visible_devices: str = setting("", free=True)
+    memory_share: float = setting(0.4, minimum=0.01, maximum=1, free=True)
+    sleep: int = setting(0, minimum=0, maximum=2, free=True)
+    kv_cache_gib: float = setting(0.0, unit="GiB", minimum=0, free=True)
+    cpu_threads: int = setting(1, unit="threads", minimum=1, free=True)
+    engine_args: str = setting("")
+    start_timeout_s: float = setting(600.0, unit="seconds", minimum=1, free=True)
+    stall_timeout_s: float = setting(300.0, unit="seconds", minimum=1, free=True)
+    max_restarts: int = setting(5, unit="restarts", minimum=0, free=True)
+    probe_tolerance: float = setting(
+        0.0, unit="nats", minimum=0, limit=(20, "log-ratios are clamped to 20 nats"), free=True
+    )
 
 
-def _memory_note(arguments: EngineArguments) -> str:
-    if arguments.platform == "cpu":
-        return ""
-    asleep = ", while it samples" * (arguments.settings.sleep > 0)
-    return f"besides: vLLM takes {arguments.settings.memory_share:g} of each of its GPUs (`memory_share`){asleep}"
+class VllmKind(EngineKind):
+    """Stock vLLM in sidecars. One dtype holds whatever is not quantized."""
+
+    name, settings = "vllm", VllmSettings
+    precisions = (*_DTYPES, *_QUANTIZED)
+    cache_dtypes = ("auto", "fp8", "fp8_e5m2")
+    quantized = emulated = _QUANTIZED
+    emulated_caches = ("fp8", "fp8_e5m2")
+    quantized_compute = "bfloat16"
+    temperatures = VLLM_TEMPERATURES
+    routes = True
+
+    def check(self, arguments: EngineArguments) -> None:
+        precision, dtype, settings = arguments.precision, arguments.compute_dtype, arguments.settings
+        if precision in _DTYPES and precision != dtype:
+            raise UserError(
+                f"compute_dtype: got {dtype!r} with `precision`={precision!r}; vLLM has one dtype for weights and "
+                "activations, set both alike"
+            )
+        if precision in _QUANTIZED and dtype != "bfloat16":
+            raise UserError(
+                f"compute_dtype: got {dtype!r} with `precision`={precision!r}; vLLM computes quantized layers in "
+                "bfloat16, set that"
+            )
+        if arguments.lag and settings.sleep:
+            raise UserError(
+                f"sleep: got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains can't sample "
+                "then, set `sleep`=0 or `lag`=0"
+            )
+        if arguments.model is not None and arguments.platform:
+            from dcmdp_jax.engines.vllm.launch import check_planned
+
+            check_planned(arguments)
+
+    def check_machine(self, arguments: EngineArguments) -> str:
+        from dcmdp_jax.engines.vllm.launch import check_machine
+
+        return check_machine(arguments)
+
+    def build(self, arguments: EngineArguments) -> Engine:
+        from dcmdp_jax.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(arguments)
+
+    def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
+        """vLLM's roundings in the build for the trainer's platform.
+
+        The CPU build leaves activations alone in fp8_per_block (on processors without AMX-FP8), and stores an FP8 cache
+        rounded towards zero.
+        """
+        products = "" if precision == "full" else precision
+        model, parts = arguments.model, arguments.settings.tensor_parallel_size
+        if products and model is not None and model.num_experts:
+            raise UserError(
+                f"forward_precision: got {precision!r} with {model.num_experts} experts; the trainer repeats the "
+                "roundings of dense layers alone, set 'full'"
+            )
+        if products and parts > 1:
+            raise UserError(
+                f"forward_precision: got {precision!r} with `tensor_parallel_size`={parts}; each device of vLLM rounds "
+                "its part of a token by a scale of its own, set 'full' or `tensor_parallel_size`=1"
+            )
+        cpu = platform == "cpu"
+        # Of fused q, k and v with biases: see `launch.engine_arguments`.
+        biased = bool(products) and model is not None and model.attention_bias and products != "int8"
+        if cpu and products == "fp8_per_block":
+            products = "fp8_weights_per_block"
+        stored = "" if cache == "full" else cache + "_truncated" * cpu
+        return Scheme(products=products, skip_qkv=biased, cache=stored)
+
+    def share_devices(self, settings: VllmSettings, count: int) -> None:
+        from dcmdp_jax.engines.vllm.launch import share_memory
+
+        share_memory(settings, count)
+
+    def device_share(self, arguments: EngineArguments) -> DeviceShare | None:
+        from dcmdp_jax.engines.vllm.devices import device_share
+
+        return device_share(arguments.settings)
+
+    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+        from dcmdp_jax.engines.vllm.devices import memory_parts
+
+        return memory_parts(arguments, machine)
+
+    def memory_note(self, arguments: EngineArguments) -> str:
+        if arguments.platform == "cpu":
+            return ""
+        asleep = ", while it samples" * (arguments.settings.sleep > 0)
+        return f"besides: vLLM takes {arguments.settings.memory_share:g} of each of its GPUs (`memory_share`){asleep}"
 
 
-ENGINE = EngineKind(
-    name="vllm",
-    build=later("dcmdp_jax.engines.vllm.engine:build"),
-    settings=VllmSettings,
-    precisions=(*_DTYPES, *_QUANTIZED),
-    cache_dtypes=("auto", "fp8", "fp8_e5m2"),
-    quantized=_QUANTIZED,
-    emulated=_QUANTIZED,
-    emulated_caches=("fp8", "fp8_e5m2"),
-    scheme=_scheme,
-    quantized_compute="bfloat16",
-    temperatures=TEMPERATURES,
-    routes=True,
-    check_lag=_check_lag,
-    check_settings=_check_settings,
-    check_machine=later("dcmdp_jax.engines.vllm.launch:check_machine"),
-    check_model=later("dcmdp_jax.engines.vllm.launch:check_planned"),
-    share_devices=later("dcmdp_jax.engines.vllm.launch:share_memory"),
-    device_share=later("dcmdp_jax.engines.vllm.devices:device_share"),
-    memory=later("dcmdp_jax.engines.vllm.memory:parts"),
-    memory_note=_memory_note,
-)
+ENGINE = VllmKind()

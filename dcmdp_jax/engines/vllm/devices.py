@@ -1,49 +1,40 @@
-"""The GPUs or TPU chips of the sidecars, and the memory of GPUs that the trainer has too."""
+"""The GPUs of the sidecars, the memory of GPUs that the trainer has too, and the memory of vLLM's CPU build."""
 
 from __future__ import annotations
 
 import os
 
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments
-from dcmdp_jax.engines.vllm.settings import VllmSettings
+from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.machine import Machine, Part, exact
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
-
-NO_CHIPS = (
-    "visible_devices: empty; a TPU chip belongs to one process, so name the sidecars' chips there, "
-    "such as 2,3, and the trainer's in TPU_VISIBLE_CHIPS"
-)
 
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 # Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
 _UNUSED = 0.1
-# tpu-inference's first port of the TPU runtime; each process on a host has one of its own.
-_TPU_PORT = 8476
 # JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with neither if both are set.
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -> list[str]:
-    """The GPUs, or TPU chips, of each replica: `tensor_parallel_size`, the next ones for the next replica.
+    """The GPUs of each replica: `tensor_parallel_size`, the next ones for the next replica.
 
     Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs without
     `visible_devices`.
 
     Args:
-        settings: of the sidecars.
-        platform: "cpu", "cuda" or "tpu", of the vLLM build.
+        settings: the sidecars'.
+        platform: "cpu" or "cuda", of the vLLM build.
         there: GPUs of a host that is planned for; 0: this machine's.
 
     Raises:
-        UserError: if the replicas take more than there are, or it can't be said which there are, or if chips are the
-            trainer's too.
+        UserError: if the replicas take more than there are, or it can't be said which there are.
     """
     each = settings.tensor_parallel_size
-    if platform == "tpu":
-        visible = _chips_of_sidecars(settings)
-    else:
-        named = settings.visible_devices or ("" if there else os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        visible = _listed(named) or [str(number) for number in range(there)] or present_gpus()
+    named = settings.visible_devices or ("" if there else os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    visible = [name.strip() for name in named.split(",") if name.strip()]
+    visible = visible or [str(number) for number in range(there)] or present_gpus()
     held = 1 if platform == "cpu" else len(visible) // each
     count = settings.replicas or max(1, held)
     if platform == "cpu" or (count == 1 and not visible):
@@ -56,46 +47,9 @@ def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -
             f"there are {len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or name more "
             "in `visible_devices`"
         )
-    if count == 1 and platform == "cuda":
+    if count == 1:
         return [settings.visible_devices]
     return [",".join(visible[first : first + each]) for first in range(0, count * each, each)]
-
-
-def _listed(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _chips_of_sidecars(settings: VllmSettings) -> list[str]:
-    """The chips that are named, none of them the trainer's: a chip belongs to one process."""
-    chips = _listed(settings.visible_devices)
-    if not chips:
-        raise UserError(NO_CHIPS)
-    ours = _listed(os.environ.get("TPU_VISIBLE_CHIPS", ""))
-    on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
-    if not on_cpu and (not ours or set(ours) & set(chips)):
-        raise UserError(
-            f"visible_devices: got {settings.visible_devices}, and the trainer has "
-            f"{','.join(ours) or 'all chips'} (TPU_VISIBLE_CHIPS); a chip belongs to one process, so give it others"
-        )
-    return chips
-
-
-def device_variables(devices: str, platform: str) -> dict[str, str]:
-    """Environment variables that give a sidecar its devices, one of `devices_of_replicas`."""
-    if not devices:
-        return {}
-    if platform == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": devices}
-    # As tpu-inference 0.32 sets them for each of its own data-parallel processes.
-    port = _TPU_PORT + 1 + int(_listed(devices)[0])
-    return {
-        "TPU_VISIBLE_CHIPS": devices,
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": f"1,{len(_listed(devices))},1",
-        "TPU_PROCESS_BOUNDS": "1,1,1",
-        "TPU_PROCESS_PORT": str(port),
-        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
-        "CLOUD_TPU_TASK_ID": "0",
-    }
 
 
 def memory_fraction() -> tuple[str, str]:
@@ -137,13 +91,12 @@ def share_devices(settings: VllmSettings) -> None:
     os.environ[name] = f"{fraction:g}"
 
 
-def device_share(arguments: EngineArguments) -> DeviceShare | None:
+def device_share(settings: VllmSettings) -> DeviceShare | None:
     """How sidecars share the trainer's GPUs; None where they have others.
 
     Raises:
         UserError: as `check_shares`.
     """
-    settings = arguments.settings
     if settings.visible_devices:
         return None
     if settings.sleep:
@@ -174,3 +127,24 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
             f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
             "`visible_devices` and the trainer others with CUDA_VISIBLE_DEVICES"
         )
+
+
+def memory_parts(arguments: EngineArguments, machine: Machine) -> list[Part]:
+    """Two copies of the weights in shared memory, and the memory of vLLM's CPU build, whose cache has a fixed size."""
+    from dcmdp_jax.engines.sidecar.weights import WeightBridge
+    from dcmdp_jax.engines.vllm.launch import engine_arguments
+
+    dtype = arguments.compute_dtype
+    weights = WeightBridge(arguments.model, dtype=dtype, int8=arguments.precision == "int8").num_bytes
+    lower = "a smaller model" + ", or `compute_dtype`=bfloat16" * (dtype == "float32")
+    found = [exact("two copies of the weights for vLLM", host=2 * weights, lower=lower)]
+    if arguments.platform != "cpu":
+        return found
+    count, available = arguments.settings.replicas or 1, max(0, (machine.host_bytes or 0) - 2 * weights)
+    cache = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
+    fewer = "`replicas`, " * (count > 1)
+    return [
+        *found,
+        exact("vLLM's weights", host=count * weights, lower=fewer + lower),
+        exact("vLLM's key-value cache", host=count * cache, lower=f"{fewer}`kv_cache_gib` or `max_rows`"),
+    ]

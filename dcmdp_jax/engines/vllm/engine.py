@@ -14,16 +14,12 @@ import numpy as np
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar.probe import Probe
 from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Supervisor, gathered, in_turn
 from dcmdp_jax.engines.sidecar.weights import SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.engines.vllm import devices, launch
-from dcmdp_jax.engines.vllm.settings import VllmSettings
-from dcmdp_jax.engines.vllm_limits import check_temperature
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.engines.vllm import ENGINE, devices, launch
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
@@ -44,83 +40,52 @@ class VllmEngine:
     All replicas load from one copy of the weights. A sidecar that fails is restarted alone (`replica.Replica`), while
     the others go on.
 
-    For one thread, but for `publish_weights`.
+    For one thread.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        settings: VllmSettings,
-        *,
-        directory: Path,
-        precision: str,
-        compute_dtype: str,
-        kv_cache_dtype: str = "auto",
-        max_total_tokens: int,
-        max_rows: int,
-        probe: Probe | None,
-        routed_experts: bool = False,
-        script: Path = SCRIPT,
-    ) -> None:
-        """Check everything, then start vLLM and wait until it is ready (seconds on CPU, a minute on a GPU).
+    def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
+        """Start vLLM and wait until it is ready (seconds on CPU, a minute on a GPU).
 
         Args:
-            config: the model.
-            settings: of the sidecars.
-            directory: of the sidecar: config.json, log, temporary files. Made if it is not there. With several
-                replicas each has its log in a directory of its own in there, named by its number.
-            precision: of the weights: "float32", "float16", "bfloat16", "int8", "fp8", "fp8_per_block".
-            compute_dtype: vLLM's dtype.
-            kv_cache_dtype: "auto", "fp8" (e4m3), "fp8_e5m2".
-            max_total_tokens: longest prompt with its completion.
-            max_rows: completions in flight, of all replicas together; more wait in vLLM's queues.
-            probe: the trainer's own log-probs, which the engine's must resemble after each push; None: no probe.
-            routed_experts: return the experts of each token with the episodes (column `routed_experts`).
+            arguments: `directory` gets config.json, log, temporary files; with several replicas each has its log in a
+                directory of its own in there, named by its number. `max_rows` are those of all replicas together; more
+                wait in vLLM's queues. Without a `platform` the machine and the model are checked here.
             script: the sidecar.
 
         Raises:
-            ValueError: for a setting, an interpreter, a vLLM version that can't be; before anything is started.
+            UserError: as `VllmKind.check_machine` and `check`; before anything is started.
             MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """
-        platform = launch.check_installation(settings, precision)
-        launch.check_model(config, platform)
-        cpu = platform == "cpu"
-        self.config = config
-        self.precision = precision
-        self.max_total_tokens = max_total_tokens
-        if cpu and settings.sleep:
+        if not arguments.platform:
+            arguments = dataclasses.replace(arguments, platform=launch.check_machine(arguments))
+            launch.check_planned(arguments)
+        settings, platform = arguments.settings, arguments.platform
+        self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
+        if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
-        if platform == "tpu":
-            logger.warning(
-                "vLLM on a TPU: the bridge is written against tpu-inference 0.32 and was never tested on a TPU"
-            )
+        devices_of_each = devices.devices_of_replicas(settings, platform)
+        arguments = dataclasses.replace(
+            arguments, directory=arguments.directory.resolve(),
+            settings=(settings := dataclasses.replace(settings, replicas=len(devices_of_each))),
+        )  # fmt: skip
         self._weights = SharedWeights(
-            config, compute_dtype=compute_dtype, int8=precision == "int8", probe=probe,
-            max_total_tokens=max_total_tokens,
+            self.config, compute_dtype=arguments.compute_dtype, int8=arguments.precision == "int8",
+            probe=arguments.probe and arguments.probe(), max_total_tokens=self.max_total_tokens,
         )  # fmt: skip
         self._replicas: list[Replica] = []
-        devices_of_each = devices.devices_of_replicas(settings, platform)
-        settings = dataclasses.replace(settings, replicas=len(devices_of_each))
         try:
-            directory = directory.resolve()
-            launch.write_model_config(
-                config, directory, precision=precision, compute_dtype=compute_dtype, max_total_tokens=max_total_tokens
-            )
-            engine = launch.engine_arguments(
-                config, settings, directory, precision=precision, compute_dtype=compute_dtype,
-                kv_cache_dtype=kv_cache_dtype, max_total_tokens=max_total_tokens, max_rows=max_rows, cpu=cpu,
-                available=self._weights.left_bytes, routed_experts=routed_experts,
-            )  # fmt: skip
-            tolerance = settings.probe_tolerance or launch.default_probe_tolerance(precision, kv_cache_dtype)
+            launch.write_model_config(arguments)
+            engine = launch.engine_arguments(arguments, available=self._weights.left_bytes)
+            several = settings.replicas > 1
             for number, names in enumerate(devices_of_each):
                 one = Launch(
-                    name="vLLM" + f" replica {number}" * (settings.replicas > 1),
+                    name="vLLM" + f" replica {number}" * several,
                     python=launch.interpreter(settings.python),
                     script=script,
-                    directory=directory / str(number) if settings.replicas > 1 else directory,
+                    directory=arguments.directory / str(number) if several else arguments.directory,
                     engine=engine,
-                    environment=launch.environment(settings, platform, names, routed_experts=routed_experts),
+                    environment=launch.environment(arguments, names),
                     start_timeout_s=settings.start_timeout_s,
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
                     stall_timeout_s=settings.stall_timeout_s,
@@ -128,8 +93,9 @@ class VllmEngine:
                 one.directory.mkdir(exist_ok=True)
                 self._replicas.append(
                     Replica(
-                        self._supervisor(one, settings.max_restarts), self._weights, probe_tolerance=tolerance,
-                        sleep_level=settings.sleep, routed_experts=routed_experts,
+                        self._supervisor(one, settings.max_restarts), self._weights,
+                        probe_tolerance=launch.probe_tolerance(arguments), sleep_level=settings.sleep,
+                        routed_experts=arguments.routed_experts,
                     )
                 )  # fmt: skip
             gathered([replica.supervisor.started() for replica in self._replicas])
@@ -145,22 +111,6 @@ class VllmEngine:
             lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes),
             max_restarts=max_restarts,
         )
-
-    @property
-    def policy_version(self) -> int | None:
-        """Version of the weights last published; None before."""
-        return None if self._weights.published is None else self._weights.published.policy_version
-
-    def publish_weights(self, params: Params, policy_version: int) -> None:
-        """Write the parameters into the free half of the double buffer; the next call has the engine load them.
-
-        Disturbs no call in progress: that one ends with the weights it began with, even if its sidecar has to be
-        started again. That is one call's worth of room: publish again only when it has ended.
-
-        Raises:
-            ValueError: for parameters that are not those of the model.
-        """
-        self._weights.publish(params, policy_version)
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Publish the parameters and have each replica load them; return when they are proven to be in use.
@@ -211,7 +161,7 @@ class VllmEngine:
         publication = self._weights.published
         if publication is None:
             raise EngineError("no weights: push_weights must come before generate")
-        check_temperature(sampling.temperature)
+        ENGINE.check_temperature(sampling.temperature)
         prompts = checked_sequences(
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
@@ -283,9 +233,3 @@ def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode
             if complete is not None or time.monotonic() - last > _PAUSE_S:
                 yield complete or []
                 last = time.monotonic()
-
-
-def build(arguments: EngineArguments) -> VllmEngine:
-    """The engine of `kind.EngineKind`."""
-    same = {"directory": arguments.directory, "probe": arguments.probe(), **arguments.common}
-    return VllmEngine(arguments.model, arguments.settings, **same)

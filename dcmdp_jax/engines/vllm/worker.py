@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from dcmdp_jax.engines.sidecar import manifest
-from dcmdp_jax.engines.vllm.received import attached, handed_over
+from dcmdp_jax.engines.sidecar.shared_memory import attach
 from dcmdp_jax.engines.vllm.routing import RoutingRecorder
 
 _PR_SET_PDEATHSIG = 1
@@ -57,10 +58,10 @@ class WeightReceiver:
             policy_version: of the checksums.
         """
         tensors = manifest.parse(listed, size)
-        memory = attached(path, size)
+        memory = _attached(path, size)
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
-        weights = handed_over(memory, tensors, policy_version, sums)
+        weights = _handed_over(memory, tensors, policy_version, sums)
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old ones.
             for module in self.model_runner.get_model().modules():
@@ -87,3 +88,19 @@ class WeightReceiver:
         if temperature != 1.0:
             plain = model.compute_logits
             model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
+
+
+@functools.cache
+def _attached(path: str, size: int) -> np.ndarray:
+    """One mapping for all pushes: mapping each page again costs as much as reading it."""
+    return attach(path, size)
+
+
+def _handed_over(
+    memory: np.ndarray, tensors: list[manifest.Tensor], policy_version: int, sums: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each tensor of a segment, as a view of it. Its checksum is added to `sums` as it is taken."""
+    for tensor in tensors:
+        data = memory[tensor.offset : tensor.offset + tensor.num_bytes]
+        sums[tensor.name] = manifest.checksum(data, policy_version)
+        yield tensor.name, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape)

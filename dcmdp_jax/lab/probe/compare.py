@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dcmdp_jax.data.episode import single_turn
-from dcmdp_jax.engines.noise_floor import sample_alone
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
+from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.breakdown import TokenText
 from dcmdp_jax.lab.mismatch.pairs import make_pairs

@@ -97,8 +97,8 @@ def build(
         directory=directory,
     )  # fmt: skip
     with as_settings(of_engine(kind)):
-        kind.check_settings(arguments)
-        engine = kind.build(arguments)
+        kind.check(arguments)
+        engine = kind.start(arguments)
     try:
         engine.push_weights(params, 0)
     except BaseException:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.lab.mismatch.evidence import Explanation
 from dcmdp_jax.models.config import ModelConfig
@@ -130,10 +131,10 @@ class Rescoring:
             for prompts in self._scored.prompt_variants.values()
             for p, c in zip(prompts, self._completions, strict=False)
         ]
-        return LocalEngine(
-            self._scored.config, precision=precision, compute_dtype=compute, kv_cache_dtype=cache,
-            max_total_tokens=max([longest, *variants]), max_rows=self._max_rows,
-        )  # fmt: skip
+        arguments = EngineArguments(
+            precision, compute, cache, max([longest, *variants]), self._max_rows, model=self._scored.config
+        )
+        return LocalEngine(arguments)
 
     def _score(self, precision: str, compute: str, cache: str) -> np.ndarray:
         engine = self._engine(precision, compute, cache)

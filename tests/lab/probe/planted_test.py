@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.probe import rescoring
@@ -16,6 +15,7 @@ from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.decoder import Compute
+from tests.support.sampling import local_engine
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 QUESTIONS = [f"{a}+{b}=?" for a in (12, 47) for b in (5, 38)]
@@ -39,7 +39,7 @@ def with_one_stale_tensor():
 
 
 def local(weights=None, **settings):
-    engine = LocalEngine(CONFIG, max_total_tokens=LONGEST, max_rows=64, **settings)
+    engine = local_engine(CONFIG, max_total_tokens=LONGEST, max_rows=64, **settings)
     engine.push_weights(params() if weights is None else weights, 0)
     return engine
 

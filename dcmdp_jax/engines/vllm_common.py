@@ -1,10 +1,25 @@
-"""One seed for each request to a vLLM engine."""
+"""What holds for vLLM in a sidecar and as a server: versions, temperatures, and one seed for each request."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
+
+# The first version that works, and the first that was not tried.
+_SUPPORTED = ((0, 32), (0, 34))
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""The smallest and the largest that vLLM samples at as they are, besides 0."""
+
+
+def unsupported_version(version: str) -> str:
+    """The versions that the bridge knows, as ">=a,<b", if this is none of them; else ""."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if _SUPPORTED[0] <= numbers < _SUPPORTED[1]:
+        return ""
+    low, high = (".".join(map(str, bound)) for bound in _SUPPORTED)
+    return f">={low},<{high}"
 
 
 def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
