@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -239,26 +240,33 @@ class DcGrpo:
             Penalized advantages [N, T] float32, A where nothing was sampled; and metrics: `multiplier` that was used,
             `mean` over all processes, `violation` (mean - c), and the statistics of this process's tokens.
         """
-        require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-        used, sampled = self.multiplier, mask.bool() & ~torch.isnan(rollout_logprobs)
-        delta = token_discrepancy(train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided)
-        delta = torch.where(sampled, delta, torch.zeros_like(delta))
+        used, (delta, sampled) = self.multiplier, self.charged_tokens(train_logprobs, rollout_logprobs, mask)
         sums = torch.stack([delta.double().sum(), sampled.double().sum()])
         total, count = (sums if reduce is None else reduce(sums)).tolist()
         mean = total / count if count else math.nan
         if update:
-            self.multiplier = dual_update(
-                used, mean, tolerance=self.tolerance, learning_rate=self.learning_rate, minimum=self.minimum,
-                maximum=self.maximum,
-            )  # fmt: skip
-            self.history.append(self.multiplier)
+            self.move(mean)
         statistics = discrepancy_statistics(train_logprobs, rollout_logprobs, sampled)
         metrics = statistics | {"multiplier": used, "mean": mean, "violation": mean - self.tolerance}
         return penalized_advantages(advantages, delta, used), metrics
 
+    def charged_tokens(self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The discrepancy of each token, 0 on those that are not charged; and which are: sampled, with a log-prob."""
+        require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+        sampled = mask.bool() & ~torch.isnan(rollout_logprobs)
+        delta = token_discrepancy(train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided)
+        return torch.where(sampled, delta, torch.zeros_like(delta)), sampled
+
+    def move(self, mean_discrepancy: float) -> None:
+        """Move lambda at the end of a step."""
+        rule = {name: getattr(self, name) for name in ("tolerance", "learning_rate", "minimum", "maximum")}
+        self.multiplier = dual_update(self.multiplier, mean_discrepancy, **rule)
+        self.history.append(self.multiplier)
+
     def save(self, path: str | Path) -> None:
         """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory, as a checkpoint's."""
         path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.new")
         partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
@@ -291,6 +299,24 @@ class DcGrpo:
                 f"{path}: multiplier is {multiplier}, must be from minimum={self.minimum} to maximum={self.maximum}"
             )
         self.multiplier, self.history = multiplier, history
+
+    def resume(self, path: str | Path | None, *, steps: int | None = None) -> None:
+        """Take the state from a file as `load` does, if it is there."""
+        if path is not None and Path(path).is_file():
+            self.load(path, steps=steps)
+
+
+def require_columns(batch: Mapping[str, Any], advice: Mapping[str, str]) -> None:
+    """Raise a ValueError unless a trainer's batch has all columns; `advice` says for each what gives it."""
+    for name, setting in advice.items():
+        column = batch[name] if name in batch.keys() else None  # noqa: SIM118 - a TensorDict iterates over its rows
+        if column is None or len(column) == 0:
+            raise ValueError(f"dc_grpo: the batch has no {name}: set {setting}")
+
+
+def described(metrics: Mapping[str, float]) -> str:
+    """Metrics on a line of a log."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str = "dc_grpo/") -> dict[str, float]:

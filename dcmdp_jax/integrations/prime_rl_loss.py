@@ -22,13 +22,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dcmdp_jax.integrations.dc_grpo_torch import (
-    DcGrpo,
-    dual_update,
-    penalized_advantages,
-    require_same_shape,
-    token_discrepancy,
-)
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, penalized_advantages, require_same_shape
 
 
 class DcGrpoLoss:
@@ -43,9 +37,8 @@ class DcGrpoLoss:
     def __init__(
         self, *, state_path: str | Path | None = None, resume_steps: int | None = None, **settings: Any
     ) -> None:
-        self.dc_grpo, self._path = DcGrpo(**settings), None if state_path is None else Path(state_path)
-        if self._path is not None and self._path.is_file():
-            self.dc_grpo.load(self._path, steps=resume_steps)
+        self.dc_grpo, self._path = DcGrpo(**settings), state_path
+        self.dc_grpo.resume(state_path, steps=resume_steps)
         self._sums, self._optimizer = torch.zeros(2, dtype=torch.float64), None
         register_optimizer_step_post_hook(self._after_update)
 
@@ -65,10 +58,7 @@ class DcGrpoLoss:
         given = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask", "loss_weights")
         fields = {name: getattr(inputs, name) for name in given}
         require_same_shape(**{name: value for name, value in fields.items() if value is not None})
-        settings = {"measure": self.dc_grpo.measure, "sided": self.dc_grpo.sided}
-        delta = token_discrepancy(train, inputs.inference_logprobs, **settings)
-        counted = mask & ~torch.isnan(inputs.inference_logprobs)
-        delta = torch.where(counted, delta, torch.zeros_like(delta))
+        delta, counted = self.dc_grpo.charged_tokens(train, inputs.inference_logprobs, mask)
         self._sums += torch.stack([delta.double().sum(), counted.double().sum()]).to(self._sums.device)
         charged = penalized_advantages(inputs.advantages[None], delta[None], self.dc_grpo.multiplier)[0]
         ratio = torch.exp(train - train.detach())
@@ -93,15 +83,9 @@ class DcGrpoLoss:
         self._sums = torch.zeros(2, dtype=torch.float64)
         if not count:
             return
-        state = self.dc_grpo
-        state.multiplier = dual_update(
-            state.multiplier, total / count, tolerance=state.tolerance, learning_rate=state.learning_rate,
-            minimum=state.minimum, maximum=state.maximum,
-        )  # fmt: skip
-        state.history.append(state.multiplier)
+        self.dc_grpo.move(total / count)
         if self._path is not None and (not distributed or torch.distributed.get_rank() == 0):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            state.save(self._path)
+            self.dc_grpo.save(self._path)
 
 
 _loss: DcGrpoLoss | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo, prefixed
+from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo, prefixed, require_columns
 
 
 def make_trainer(base: type) -> type:
@@ -54,12 +54,11 @@ def charge(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
     Raises:
         ValueError: if one of the two log-probs is not there, naming what gives it.
     """
-    for name, advice in (
-        ("action_log_probs", "a policy loss that recomputes them, such as regular"),
-        ("rollout_logprobs", "generator.sampling_params.logprobs=0"),
-    ):
-        if batch[name] is None:
-            raise ValueError(f"dc_grpo: the batch has no {name}: set {advice}")
+    advice = {
+        "action_log_probs": "a policy loss that recomputes them, such as regular",
+        "rollout_logprobs": "generator.sampling_params.logprobs=0",
+    }
+    require_columns(batch, advice)
     mask = batch["loss_mask"]
     charged, metrics = dc_grpo.charge(batch["advantages"], batch["action_log_probs"], batch["rollout_logprobs"], mask)
     batch["advantages"] = charged * mask

@@ -11,12 +11,11 @@ slime calls it once in a step in each data-parallel rank, with the rank's whole 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, described, require_columns
 
 _LOG = logging.getLogger(__name__)
 _SETTINGS = "tolerance", "multiplier", "learning_rate", "minimum", "maximum", "measure", "sided"
@@ -38,13 +37,11 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         ValueError: in one line, if a setting or the log-probs are not there, or context parallelism splits samples.
     """
     dc_grpo = _settings(args)
-    flags = {
+    advice = {
         "log_probs": f"--get-mismatch-metrics and --custom-tis-function-path {__name__}.no_weights",
         "rollout_log_probs": "an engine with log-probs",
     }
-    for name, flag in flags.items():
-        if not rollout_data.get(name):
-            raise ValueError(f"dc_grpo: the batch has no {name}: set {flag}")
+    require_columns(rollout_data, advice)
     train, rollout, masks = (rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks"))
     lengths = [len(values) for values in train]
     if any(lengths != [len(values) for values in column] for column in (rollout, masks)):
@@ -62,10 +59,9 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     charged, metrics = dc_grpo.charge(advantages, *flat, reduce=_over_ranks)
     rollout_data["advantages"] = list(charged[:, 0].split(lengths))
     rollout_data["returns"] = list(advantages.split(lengths))
-    _LOG.info("dc_grpo: %s", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    _LOG.info("dc_grpo: %s", described(metrics))
     path = getattr(args, "dc_grpo_state", None)
-    if path and _rank() == 0:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if path and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         dc_grpo.save(path)
 
 
@@ -88,14 +84,8 @@ def _settings(args: Any) -> DcGrpo:
         if "tolerance" not in given:
             raise ValueError("dc_grpo: set dc_grpo_tolerance in the file of --custom-config-path")
         _state = DcGrpo(**given)
-        path = getattr(args, "dc_grpo_state", None)
-        if path and Path(path).is_file():
-            _state.load(path)
+        _state.resume(getattr(args, "dc_grpo_state", None) or None)
     return _state
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _over_ranks(sums: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,13 @@ from typing import Any
 
 import torch
 
-from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, clipped_surrogate, require_same_shape
+from dcmdp_jax.integrations.dc_grpo_torch import (
+    DcGrpo,
+    clipped_surrogate,
+    described,
+    require_columns,
+    require_same_shape,
+)
 
 NAME = "dc_grpo"
 _LOG = logging.getLogger(__name__)
@@ -54,15 +60,13 @@ def register(
     """
     from verl.trainer.ppo import core_algos, ray_trainer
 
-    if state_path is not None and Path(state_path).is_file():
-        dc_grpo.load(state_path, steps=resume_steps)
+    dc_grpo.resume(state_path, steps=resume_steps)
     core_algos.register_adv_est(NAME)(group_advantages)
     core_algos.register_policy_loss(NAME)(policy_loss)
 
     def charged(data: Any) -> Any:
         charge(dc_grpo, data.batch)
         if state_path is not None:
-            Path(state_path).parent.mkdir(parents=True, exist_ok=True)
             dc_grpo.save(state_path)
         if on_batch is not None:
             on_batch(data)
@@ -110,17 +114,13 @@ def charge(dc_grpo: DcGrpo, batch: Any) -> None:
     Raises:
         ValueError: if the engine's log-probs are not there, naming the setting.
     """
-    missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch.keys()]  # noqa: SIM118
-    if missing:
-        raise ValueError(
-            f"dc_grpo: the batch has no {', '.join(missing)}: set actor_rollout_ref.rollout.calculate_log_probs=True "
-            "and no bypass_mode"
-        )
+    advice = "actor_rollout_ref.rollout.calculate_log_probs=True and no bypass_mode"
+    require_columns(batch, dict.fromkeys(("old_log_probs", "rollout_log_probs"), advice))
     charged, metrics = dc_grpo.charge(
         batch["advantages"], batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
     )
     batch["advantages"] = charged * batch["response_mask"]
-    _LOG.info("dc_grpo: %s", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    _LOG.info("dc_grpo: %s", described(metrics))
 
 
 def group_advantages(
