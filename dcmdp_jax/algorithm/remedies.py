@@ -154,11 +154,9 @@ def uses(function: Function, field: str) -> bool:
     """Whether a remedy computes with a field of `Tokens`, such as `advantages`."""
     arrays, count = _arrays(_probe())
     traced = jax.make_jaxpr(lambda arrays: split(function(Tokens(**arrays, num_completions=count)))[0])(arrays).jaxpr
-    (place,) = [i for i, name in enumerate(sorted(arrays)) if name == field]  # a dict's leaves come sorted
-    wanted = traced.invars[place]
-    return any(each is wanted for equation in traced.eqns for each in equation.invars) or any(
-        each is wanted for each in traced.outvars
-    )
+    wanted = traced.invars[sorted(arrays).index(field)]  # a dict's leaves come sorted
+    read = [each for equation in traced.eqns for each in equation.invars]
+    return any(each is wanted for each in (*read, *traced.outvars))
 
 
 def check_terms(kind: str, function: Function) -> None:
@@ -174,16 +172,11 @@ def check_terms(kind: str, function: Function) -> None:
     """
     for tokens in (_probe(), _probe(rows=3, length=5)):
         shape, (arrays, count) = tokens.completion_mask.shape, _arrays(tokens)
-        # The one at hand, so that a type that is no array is seen before JAX sees it.
+        # Kept aside, so that a type that is no array is seen before JAX sees it.
         found: list[Any] = []
-
-        def trace(arrays: dict[str, Any], count: int = count, found: list[Any] = found) -> tuple[()]:
-            found[:] = [function(Tokens(**arrays, num_completions=count))]
-            return ()
-
-        jax.eval_shape(trace, arrays)
+        jax.eval_shape(lambda arrays: found.append(function(Tokens(**arrays, num_completions=count))), arrays)  # noqa: B023
         terms, statistics = split(found[0])
-        for name, value, dtypes in _KINDS[kind](terms):
+        for name, value, dtypes in _named(kind, terms):
             _check_array(name, value, shape, dtypes)
         for name, statistic in statistics.items():
             if not isinstance(name, str) or not isinstance(statistic, Statistic):
@@ -206,7 +199,7 @@ def check_values(kind: str, function: Function) -> None:
 
     def terms(moving: dict[str, jax.Array], others: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         made, statistics = split(function(Tokens(**moving, **others, num_completions=count)))
-        named = {name: value for name, value, _ in _KINDS[kind](made)}
+        named = {name: value for name, value, _ in _named(kind, made)}
         first = next(iter(named.values()))
         return jnp.sum(jnp.where(mask, first, 0.0)), (named, {key: one.value() for key, one in statistics.items()})
 
@@ -240,30 +233,28 @@ def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> N
         raise ValueError(f"returned {name} in {dtype}; must be {allowed}")
 
 
-def _of_type(kind: type, terms: Any) -> Any:
-    if not isinstance(terms, kind):
-        fields = ", ".join(kind._fields)
+# Kind of remedy -> the type of its terms, an array if None, and the kind of each term's dtype.
+_KINDS: Mapping[str, tuple[Any, Mapping[str, str]]] = {
+    "penalty": (None, {"advantages": "f"}),
+    "correction": (Corrected, {"weights": "f", "keep": "b", "truncated": "b"}),
+    "trust region": (Region, {"objective": "f", "low": "b", "high": "b"}),
+    "loss": (None, {"losses": "f"}),
+}
+
+
+def _named(kind: str, terms: Any) -> list[tuple[str, Any, str]]:
+    """Name, array and kind of dtype of each term of a remedy; flags that are False are no arrays."""
+    wanted, dtypes = _KINDS[kind]
+    if wanted is not None and not isinstance(terms, wanted):
+        fields = ", ".join(wanted._fields)
         found = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
-        raise ValueError(f"returned {found}; must be {kind.__name__}({fields}) of dcmdp_jax.algorithm.remedies")
-    return terms
-
-
-def _flags(name: str, value: Any) -> list[tuple[str, Any, str]]:
-    return [] if value is False else [(name, value, "b")]
-
-
-# Kind of remedy -> (name, array, kind of its dtype) of each of its terms.
-_KINDS: Mapping[str, Callable[[Any], list[tuple[str, Any, str]]]] = {
-    "penalty": lambda terms: [("advantages", terms, "f")],
-    "correction": lambda terms: [
-        ("weights", _of_type(Corrected, terms).weights, "f"), ("keep", terms.keep, "b"),
-        *_flags("truncated", terms.truncated),
-    ],
-    "trust region": lambda terms: [
-        ("objective", _of_type(Region, terms).objective, "f"), *_flags("low", terms.low), *_flags("high", terms.high),
-    ],
-    "loss": lambda terms: [("losses", terms, "f")],
-}  # fmt: skip
+        raise ValueError(f"returned {found}; must be {wanted.__name__}({fields}) of dcmdp_jax.algorithm.remedies")
+    values = (terms,) if wanted is None else terms
+    return [
+        (name, value, dtype)
+        for (name, dtype), value in zip(dtypes.items(), values, strict=True)
+        if value is not False or name == "keep"
+    ]
 
 
 def _arrays(tokens: Tokens) -> tuple[dict[str, np.ndarray], int]:
