@@ -26,7 +26,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.types import Batch
 
 # The peers' sizes: vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
@@ -106,7 +106,7 @@ def stepper(
     optimizer = make_optimizer(settings.optimizer, schedule)
     mesh, dual = training_mesh(num_params=num_params(config)), initial_dual(algorithm)
     shardings = train_state_shardings(config, optimizer, dual, "float32", mesh)
-    step = make_train_step(
+    parts = StepParts(
         row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh),
         compute_dtype=compute.dtype,
         settings=algorithm,
@@ -114,8 +114,8 @@ def stepper(
         optimizer=optimizer,
         schedule=schedule,
         mesh=mesh,
-        shardings=shardings,
     )
+    step = make_train_step(parts, shardings)
     create = jax.jit(lambda key: new_state(init_params(config, key), optimizer, dual), out_shardings=shardings)
     state = [create(jax.random.key(0))]
 

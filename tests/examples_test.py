@@ -21,7 +21,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.training.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.user_code import load_function
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S
@@ -188,10 +188,11 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
         trust_region=f"clip(low={minimal.CLIP_LOW},high={minimal.CLIP_HIGH})",
     )  # fmt: skip
     transform = optax.with_extra_args_support(transform)
-    step = make_train_step(
+    parts = StepParts(
         row_logprobs=row_logprobs, compute_dtype="float32", settings=settings, max_completion_tokens=limit,
         optimizer=transform, schedule=schedule, mesh=None,
     )  # fmt: skip
+    step = make_train_step(parts)
     dual = dual_init(0.3, minimum=0.0, maximum=1.0, tolerance=minimal.TOLERANCE)
     state, metrics = step(new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None)
     assert float(metrics["policy/loss"]) == pytest.approx(np.mean(losses_found), abs=1e-6)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +40,6 @@ class Signals(NamedTuple):
     dropped_tokens: jax.Array
     mean_discrepancy: Mean
     statistics: Statistics
-
-
-_CHARGED: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
-    {
-        "token": lambda delta, *where: delta,
-        "sequence": sequence_discrepancy,
-        "reward": lambda delta, *where: jnp.zeros_like(delta),
-    }
-)
 
 
 def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array) -> Mean:
@@ -119,13 +109,16 @@ def row_signals(
     """
     require_tokens(tokens)
     require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
+    require_option("level", level, get_args(Charge))
     mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
     where = mask, tokens.completion_index, completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
     delta = discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, *where, level="token", **measure)
-    require_option("level", level, tuple(_CHARGED))
-    tokens = tokens._replace(discrepancy=_CHARGED[level](delta, *where))
+    charged = jnp.zeros_like(delta) if level == "reward" else delta
+    if level == "sequence":
+        charged = sequence_discrepancy(delta, *where)
+    tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
     planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
     dropped, corrected = jnp.zeros(completions, jnp.int32), planned

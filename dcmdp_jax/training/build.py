@@ -50,7 +50,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, DualState, LossScale, Params, Rows, TrainState
@@ -95,7 +95,7 @@ def make_step_programs(config: Config, model: ModelConfig, compute: Compute, mes
         model, compute, temperature=config.rollout.temperature, mesh=mesh,
         scheme=forward_scheme(config, mesh.devices.flat[0].platform, model=model), head_dtype=config.model.head_dtype,
     )  # fmt: skip
-    train_step = make_train_step(
+    parts = StepParts(
         row_logprobs=row_logprobs,
         compute_dtype=compute.dtype,
         settings=config.algorithm,
@@ -104,9 +104,9 @@ def make_step_programs(config: Config, model: ModelConfig, compute: Compute, mes
         schedule=schedule,
         mesh=mesh,
         always_recompute=exact,
-        shardings=shardings,
         record_tokens=config.observe.rollouts_every_steps > 0,
     )
+    train_step = make_train_step(parts, shardings)
     rescore = make_rescore(row_logprobs, mesh=mesh) if exact else None
     old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag else None
     return StepPrograms(optimizer, dual, loss_scale, shardings, train_step, rescore, old_logprobs)

@@ -32,7 +32,7 @@ from dcmdp_jax.training.checkpoint import PolicyScore
 from dcmdp_jax.training.run_directory import claimed, record_config
 from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.training.state import measure_tolerance
-from dcmdp_jax.training.step import ADVANTAGES, START_LOGPROBS, TRAIN_LOGPROBS
+from dcmdp_jax.training.step_metrics import RECORDED
 from dcmdp_jax.training.step_rollout import recorded_completions, shown_samples, trainer_state
 from dcmdp_jax.training.stopping import AlarmWatch, Interrupted, Leaving, SkippedUpdates, StopSignal
 from dcmdp_jax.types import TrainState
@@ -127,7 +127,7 @@ class Trainer:
             rollout = sampled.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
                 state, metrics = self.parts.train_step(state, sampled.batch, reference)
-                recorded = [metrics.pop(name, None) for name in (TRAIN_LOGPROBS, START_LOGPROBS, ADVANTAGES)]
+                recorded = [metrics.pop(name, None) for name in RECORDED]
                 metrics = jax.device_get(metrics)
             step += 1
             self._prompts_taken += len(rollout.problems)

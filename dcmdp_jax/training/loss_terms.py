@@ -10,12 +10,15 @@ terms weigh the same however many tokens a correction drops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.losses import policy_loss
 from dcmdp_jax.algorithm.masked import completion_means
@@ -25,17 +28,22 @@ from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
-from dcmdp_jax.types import Array, DualState, Rows
+from dcmdp_jax.training.row_logprobs import OLD_LOGPROBS, START_LOGPROBS
+from dcmdp_jax.types import Array, Batch, DualState, Rows
 
 SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
 """Metrics: S / W, K / V and B, means of the updates that were made."""
 
 
+def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
+    """How the discrepancy is measured, as keyword arguments."""
+    return {"measure": settings.measure, "sided": settings.sided, "ratio_limit": settings.ratio_limit}
+
+
 def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
     """The constants of rows as the settings have them; see `row_signals`."""
-    measure = {"measure": settings.measure, "sided": settings.sided, "ratio_limit": settings.ratio_limit}
     return row_signals(
-        tokens, weights, measure=measure, level=settings.level, penalty=remedies.penalty,
+        tokens, weights, measure=measure_of(settings), level=settings.level, penalty=remedies.penalty,
         corrections=remedies.corrections, count_dropped=settings.correction_denominator == "all",
     )  # fmt: skip
 
@@ -116,14 +124,23 @@ def term_metrics(
     return metrics
 
 
+def punished_rewards(settings: AlgorithmSettings, batch: Batch, max_completion_tokens: int) -> Array:
+    """The rewards, less the soft punishment of long completions."""
+    if not settings.overlong_buffer:
+        return batch.rewards
+    size = {"buffer": settings.overlong_buffer, "penalty": settings.overlong_penalty}
+    return batch.rewards - overlong_penalty(
+        batch.completion_lengths, max_completion_tokens=max_completion_tokens, **size
+    )
+
+
 def charged_rewards(
     settings: AlgorithmSettings,
-    penalty: Function,
+    remedies: Remedies,
     dual: DualState,
-    rewards: jax.Array,
+    rewards: Array,
     rows: tuple[Rows, ...],
-    old_logprobs: tuple[jax.Array, ...],
-) -> jax.Array:
+) -> Array | None:
     """Rewards with the charge inside, before their group's mean and deviation are taken (`level="reward"`).
 
         r_i - lambda mean_t delta_{i,t},    or as `method` has it for an advantage,
@@ -132,33 +149,50 @@ def charged_rewards(
     charged rewards: in a group of equal rewards the discrepancy alone decides, and lambda, above 0, cancels.
 
     Args:
-        settings: measure, sided, ratio_limit.
-        penalty: how the discrepancy is charged; it sees advantages, discrepancy, multiplier and tolerance alone.
+        settings: level, measure, sided, ratio_limit.
+        remedies: of them the penalty; it sees advantages, discrepancy, multiplier and tolerance alone.
         dual: lambda_k and c.
-        rewards: [N] float32 of a mini-batch.
-        rows, old_logprobs: its buckets, [A, R, L] each.
+        rewards: [M, N] float32.
+        rows: the buckets, [M, A, R, L] each, with p^Train of the weights that sampled them.
 
     Returns:
-        [N] float32; completions without a token keep their reward.
+        [M, N] float32; completions without a token keep their reward. None where tokens are charged.
     """
+    if settings.level != "reward":
+        return None
+    charge = functools.partial(_charged, settings, remedies.penalty, dual)
+    return lax.map(lambda mini_batch: charge(*mini_batch), (rewards, rows))
 
-    def flat(arrays: Iterable[jax.Array]) -> jax.Array:
-        return jnp.concatenate([array.reshape(-1) for array in arrays])[None]
 
-    delta = flat(_delta(bucket, old, settings) for bucket, old in zip(rows, old_logprobs, strict=True))
-    mask, index = flat(bucket.completion_mask for bucket in rows), flat(bucket.completion_index for bucket in rows)
-    means = completion_means(delta, mask, index, len(rewards))
+def _charged(
+    settings: AlgorithmSettings,
+    penalty: Function,
+    dual: DualState,
+    rewards: Array,
+    rows: tuple[Rows, ...],
+) -> Array:
+    """`charged_rewards` of a mini-batch."""
+
+    def flat(values: Callable[[Rows], Array]) -> Array:
+        return jnp.concatenate([values(bucket).reshape(-1) for bucket in rows])[None]
+
+    def delta(bucket: Rows) -> Array:
+        old = bucket.columns.get(OLD_LOGPROBS, bucket.columns.get(START_LOGPROBS))
+        return token_discrepancy(
+            old, bucket.rollout_logprobs, completion_mask=bucket.completion_mask, **measure_of(settings)
+        )
+
+    mask, index = flat(lambda bucket: bucket.completion_mask), flat(lambda bucket: bucket.completion_index)
+    means = completion_means(flat(delta), mask, index, len(rewards))
     tokens = Tokens(
         advantages=rewards[None], discrepancy=means[None], completion_mask=jnp.ones((1, len(rewards)), bool),
-        completion_index=jnp.arange(len(rewards))[None], num_completions=len(rewards),
-        multiplier=dual.multiplier, tolerance=dual.tolerance,
+        completion_index=jnp.arange(len(rewards))[None], num_completions=len(rewards), **dual._asdict(),
     )  # fmt: skip
     return split(penalty(tokens))[0][0]
 
 
-def _delta(rows: Rows, old_logprobs: jax.Array, settings: AlgorithmSettings) -> jax.Array:
-    values = token_discrepancy(
-        old_logprobs, rows.rollout_logprobs,
-        measure=settings.measure, sided=settings.sided, ratio_limit=settings.ratio_limit,
-    )  # fmt: skip
-    return jnp.where(rows.completion_mask, values, 0.0)
+def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
+    """The completions of a mini-batch that are in the loss."""
+    if not settings.drop_equal_groups:
+        return batch.loss_mask
+    return batch.loss_mask & has_signal(batch.rewards, batch.group_ids, batch.valid)

@@ -30,6 +30,8 @@ from dcmdp_jax.types import Batch, Params, Rows
 
 OLD_LOGPROBS = "old_logprobs"
 """Column of rows that lag: p^Train of the weights that sampled them."""
+START_LOGPROBS = "start_logprobs"
+"""Column of rows in a step: p^Train at its start, where a pass of its own computed it."""
 
 
 class RowOutputs(NamedTuple):
@@ -155,6 +157,12 @@ def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh
     return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
 
 
+def with_column(batch: Batch, name: str, values: tuple[jax.Array, ...]) -> Batch:
+    """The batch with a column of its rows added or replaced; `values` has an array for each bucket."""
+    buckets = zip(batch.rows, values, strict=True)
+    return batch._replace(rows=tuple(bucket.with_columns(**{name: column}) for bucket, column in buckets))
+
+
 def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
     """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own, on the step's own rows.
 
@@ -169,8 +177,7 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
         for bucket, train in zip(batch.rows, logprobs, strict=True):
             delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
             differences = differences.merge(masked.masked_sum(delta, bucket.completion_mask))
-        rows = tuple(b.with_columns(rollout_logprobs=p) for b, p in zip(batch.rows, logprobs, strict=True))
-        return batch._replace(rows=rows), differences.value()
+        return with_column(batch, "rollout_logprobs", logprobs), differences.value()
 
     return rescore
 
@@ -184,9 +191,7 @@ def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callab
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def old_logprobs(params: Params, batch: Batch) -> Batch:
-        logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
-        rows = zip(batch.rows, logprobs, strict=True)
-        return batch._replace(rows=tuple(bucket.with_columns(old_logprobs=old) for bucket, old in rows))
+        return with_column(batch, OLD_LOGPROBS, batch_logprobs(params, batch, row_logprobs, mesh))
 
     return old_logprobs
 

@@ -16,7 +16,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.training.row_logprobs import OLD_LOGPROBS, RowOutputs
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.training.step import StepParts, make_train_step
 from tests.support import step_runs
 from tests.support.sampling import Rollout
 
@@ -185,10 +185,11 @@ def _packed_step(data, clip_high):
     )
     schedule = optax.constant_schedule(1.0)
     optimizer = optax.with_extra_args_support(optax.sgd(schedule))
-    step = make_train_step(
+    parts = StepParts(
         row_logprobs=row_logprobs, compute_dtype="float32", settings=settings, max_completion_tokens=7,
         optimizer=optimizer, schedule=schedule, mesh=None,
     )  # fmt: skip
+    step = make_train_step(parts)
     params = {"table": jnp.asarray(tables["train_logprobs"])}
     state = new_state(params, optimizer, dual_init(0.4, minimum=0.0, maximum=1.0, tolerance=0.05))
     state, metrics = step(state, batch, None)

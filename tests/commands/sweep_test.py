@@ -284,7 +284,7 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
     program = (
         "import sys; from dcmdp_jax.training import build\n"
         "made, make = [], build.make_train_step\n"
-        "build.make_train_step = lambda **options: made.append(1) or make(**options)\n"
+        "build.make_train_step = lambda *parts: made.append(1) or make(*parts)\n"
         "from dcmdp_jax.commands import sweep; code = sweep.main(sys.argv); print('made', len(made)); sys.exit(code)"
     )
     words = [f"--study={study}", f"--out={out}", f"--one_process={kept}"]

@@ -27,7 +27,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout
 
@@ -76,11 +76,12 @@ def programs(settings, mini_batches, mesh, compute, exact):
     transform = make_optimizer(OPTIMIZER, schedule)
     dual = initial_dual(settings)
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
-    step = make_train_step(
+    parts = StepParts(
         row_logprobs=row_logprobs, compute_dtype=compute.dtype, settings=settings,
         max_completion_tokens=LIMIT, optimizer=transform, schedule=schedule, mesh=mesh,
-        always_recompute=exact, shardings=shardings,
+        always_recompute=exact,
     )  # fmt: skip
+    step = make_train_step(parts, shardings)
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
     return create, step, make_rescore(row_logprobs, mesh=mesh)
 

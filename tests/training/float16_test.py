@@ -18,7 +18,7 @@ from dcmdp_jax.training.state import (
     make_schedule,
     new_state,
 )
-from dcmdp_jax.training.step import make_train_step
+from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.types import LossScale
 from tests.support.sampling import local_engine
 from tests.support.step_runs import (
@@ -60,11 +60,12 @@ def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
 def _step(dtype):
     compute = Compute(dtype=dtype, one_segment=True, logprob_chunk=16)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
-    return make_train_step(
+    parts = StepParts(
         row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=None),
         compute_dtype=dtype, settings=ALGORITHM, max_completion_tokens=LIMIT,
         optimizer=make_optimizer(OPTIMIZER, schedule), schedule=schedule, mesh=None,
     )  # fmt: skip
+    return make_train_step(parts)
 
 
 def _run(dtype, loss_scale=None, rollout=None, steps=1):

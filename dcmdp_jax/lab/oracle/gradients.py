@@ -59,8 +59,9 @@ def token_slopes(
     rewards = jnp.asarray(sampled.rewards)
     dual = DualState(jnp.float32(settings.multiplier), jnp.float32(settings.tolerance))
     if settings.level == "reward":
-        old = (jnp.asarray(train_logprobs),)
-        rewards = charged_rewards(settings, remedies.penalty, dual, rewards, (rows,), old)
+        known = rows.with_columns(old_logprobs=jnp.asarray(train_logprobs))
+        one_batch = jax.tree.map(lambda array: jnp.asarray(array)[None], known)
+        rewards = charged_rewards(settings, remedies, dual, rewards[None], (one_batch,))[0]
     advantages = group_advantages(
         rewards, sampled.group_ids, everyone,
         ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,

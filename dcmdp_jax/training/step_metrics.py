@@ -1,0 +1,168 @@
+"""Metrics of a training step that are computed on the device, in the compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dcmdp_jax.algorithm import masked
+from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, displacement_statistics, mismatch_statistics
+from dcmdp_jax.algorithm.stats import Statistic
+from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.models.moe import Aux, router_metrics
+from dcmdp_jax.training.row_logprobs import lags
+from dcmdp_jax.training.state import Learner, updates_made
+from dcmdp_jax.types import Array, Batch, Rows, TrainState
+
+Metrics = dict[str, jax.Array]
+
+RECORDED = ("tokens/train_logprobs", "tokens/start_logprobs", "completions/advantages")
+"""What a step returns beside its metrics for a recording of its tokens; the second of batches that lag."""
+
+
+class TokenValues(NamedTuple):
+    """Values of the tokens of rows, float32.
+
+    Attributes:
+        old_logprobs: nats, training stack, weights that sampled.
+        discrepancy: delta.
+        start_logprobs: nats, training stack, weights at the start of the step; None unless the rows lag.
+    """
+
+    old_logprobs: Array
+    discrepancy: Array
+    start_logprobs: Array | None
+
+
+class Updates(NamedTuple):
+    """What the metrics of a step are made from; [M, ...] of all updates."""
+
+    statistics: dict[str, Statistic]
+    router: Aux
+    tokens: tuple[TokenValues, ...]
+    advantages: Array
+
+
+def step_metrics(
+    settings: AlgorithmSettings, schedule: optax.Schedule, state: TrainState, batch: Batch, learner: Learner,
+    updates: Updates,
+) -> Metrics:  # fmt: skip
+    """Metrics of the batch, of the optimizer's counters, and of the multiplier as this step used it.
+
+    Args:
+        settings: the statistics of groups.
+        schedule: learning rate by update.
+        state: at the start of the step.
+        batch: what was trained on.
+        learner: after the updates.
+        updates: what they leave.
+    """
+    metrics = batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
+    metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), updates.router))
+    rate = schedule(jnp.maximum(updates_made(learner.opt_state) - 1, 0))
+    metrics["optimizer/learning_rate"] = jnp.asarray(rate, jnp.float32)
+    metrics["optimizer/skipped_in_row"] = learner.skipped_in_row
+    metrics |= {f"dual/{name}": value for name, value in state.dual._asdict().items()}
+    if state.loss_scale is not None:
+        metrics["optimizer/loss_scale"] = state.loss_scale.scale
+    return metrics | (gap_metrics(batch.rows, updates.tokens) if lags(batch.rows[0]) else {})
+
+
+def recorded_tokens(updates: Updates) -> dict[str, tuple[jax.Array, ...] | jax.Array]:
+    """The entries of `RECORDED`."""
+    train, start, advantages = RECORDED
+    found = {train: tuple(bucket.old_logprobs for bucket in updates.tokens), advantages: updates.advantages.reshape(-1)}
+    if updates.tokens[0].start_logprobs is not None:
+        found[start] = tuple(bucket.start_logprobs for bucket in updates.tokens)
+    return found
+
+
+def batch_metrics(
+    batch: Batch,
+    rows: tuple[TokenValues, ...],
+    settings: AlgorithmSettings,
+    tolerance: float | jax.Array,
+) -> Metrics:
+    """Rewards, discrepancy and mismatch of a batch.
+
+    Args:
+        batch: what was trained on.
+        rows: values of the tokens, [M, A, R, L] float32 for each bucket.
+        settings: the statistics of groups.
+        tolerance: c of this step.
+
+    Returns:
+        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy` [M * N].
+    """
+    mini_batches, completions = batch.rewards.shape
+
+    def flat(field: Callable[[Rows], jax.Array]) -> jax.Array:
+        return jnp.concatenate([field(bucket).reshape(mini_batches, -1) for bucket in batch.rows], axis=1)
+
+    mask, rollout = flat(lambda b: b.completion_mask), flat(lambda b: b.rollout_logprobs)
+    train, delta = (
+        jnp.concatenate([x.reshape(mini_batches, -1) for x in values], axis=1)
+        for values in ([bucket.old_logprobs for bucket in rows], [bucket.discrepancy for bucket in rows])
+    )
+    offsets = jnp.arange(mini_batches)[:, None] * completions
+    index = flat(lambda b: b.completion_index) + offsets
+    total = mini_batches * completions
+    over = completions_over_tolerance(delta, mask, index, total, tolerance=tolerance)
+    mismatch = mismatch_statistics(train, rollout, mask)
+
+    rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
+    group_ids = (batch.group_ids + offsets).reshape(-1)
+    groups = masked.group_statistics(rewards, group_ids, valid, ddof=settings.std_ddof)
+    mean_reward = masked.masked_mean(rewards, valid)
+    return {
+        "reward/mean": mean_reward,
+        "reward/std": jnp.sqrt(masked.masked_mean((rewards - mean_reward) ** 2, valid)),
+        "reward/all_equal_groups": masked.all_equal_groups(groups).value(),
+        "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
+        "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
+        "discrepancy/max": masked.masked_max(delta, mask),
+        "discrepancy/completions_over_tolerance": over.value(),
+        "mismatch/k1": mismatch["kl_k1"],
+        "mismatch/k3": mismatch["kl_k3"],
+        "mismatch/pearson": mismatch["pearson"],
+        "mismatch/effective_sample_size": mismatch["effective_sample_size"],
+        **{f"displacement/{name}": value for name, value in displacement_statistics(train, rollout, mask).items()},
+        "completions/discrepancy": masked.completion_means(delta, mask, index, total),
+    }
+
+
+def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Metrics:
+    """The two parts of the gap between trainer and engine, of a batch that lags behind the policy.
+
+        log p_now - log p^Inf = (log p_now - log p_v) + (log p_v - log p^Inf) = staleness + mismatch
+
+    token by token: p_now is the training stack at the start of the step, p_v the same under the weights v that
+    sampled the token. lambda is moved by the mismatch alone.
+
+    Args:
+        rows: of the batch, [M, A, R, L] for each bucket.
+        logprobs: values of its tokens, like `rows`.
+
+    Returns:
+        [] float32: mean, mean of the absolute value and largest absolute value of each, over sampled tokens.
+    """
+    staleness, mismatch, gap, mask = (
+        jnp.concatenate([x.reshape(-1) for x in xs])
+        for xs in zip(
+            *(
+                (now - then, then - bucket.rollout_logprobs, now - bucket.rollout_logprobs, bucket.completion_mask)
+                for bucket, (then, _, now) in zip(rows, logprobs, strict=True)
+            ),
+            strict=True,
+        )
+    )
+    metrics = {}
+    for name, values in {"staleness": staleness, "mismatch": mismatch, "gap": gap}.items():
+        metrics[f"{name}/log_ratio_mean"] = masked.masked_mean(values, mask)
+        metrics[f"{name}/log_ratio_abs_mean"] = masked.masked_mean(jnp.abs(values), mask)
+        metrics[f"{name}/log_ratio_max"] = masked.masked_max(jnp.abs(values), mask)
+    return metrics
