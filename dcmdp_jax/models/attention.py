@@ -36,10 +36,10 @@ def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _
 
     Args:
         setting: "auto" or one of `KERNELS`.
-        dtype: of the activations.
-        platform: of the devices.
-        length: of the longest rows. "auto" gives those to xla that splash does not take, and on CPU those of fewer than
-            192 tokens.
+        dtype: dtype of the activations.
+        platform: the devices' platform.
+        length: length of the longest rows. "auto" gives those to xla that splash does not take, and on CPU those of
+            fewer than 192 tokens.
 
     Raises:
         ValueError: for a setting that is neither "auto" nor one of `KERNELS`.
@@ -77,7 +77,7 @@ def row_attention(
         one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
             cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
         segments: segments of a row at most; 0 for any number. With 2 to 32, cudnn runs without a mask too.
-        ops: of the platform; its attention is the kernel "xla".
+        ops: the platform's operations; its attention is the kernel "xla".
         mesh: the devices that rows and heads are split over, for all but xla; None where the arguments are one
             device's own.
 
@@ -105,7 +105,7 @@ def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | Non
 
     Args:
         kernel: one of `KERNELS`.
-        rows, length, heads: of the queries, all devices together but for the axes of a shard_map around.
+        rows, length, heads: shape of the queries, over all devices but for the axes of a shard_map around.
         mesh: see `row_attention`.
     """
     if kernel != "blockwise" or length < _SHORT:

@@ -48,7 +48,7 @@ class Declaration(NamedTuple):
 
     Attributes:
         path: keys into the nested dict of parameters.
-        shape: of the whole leaf, stacked axes first.
+        shape: shape of the whole leaf, stacked axes first.
         axes: logical name of each dimension of `shape`.
         init: makes the initial values.
         hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer, with "{layers}"
@@ -85,8 +85,8 @@ def parameter(
     """Declare a parameter of a module; see `Declaration` for the arguments.
 
     Args:
-        shape, axes: of one module; `stacks` go before them.
-        init, hf_name, stacks, transposed, quantized, fused: as in `Declaration`.
+        shape, axes: shape and axes of one module; `stacks` go before them.
+        init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
     """
     shape, axes = (*(stack.size for stack in stacks), *shape), (*(stack.axis for stack in stacks), *axes)
     metadata = Declaration((), shape, axes, init, hf_name, transposed, quantized, stacks, fused)._asdict()

@@ -235,7 +235,7 @@ def hidden_states_and_aux(
     """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts token t + 1.
 
     Args:
-        params: as `params.init_params` makes.
+        params: tree of `params.init_params`.
         config: the model.
         input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
         compute: dtype, rematerialization and kernel.
@@ -260,14 +260,12 @@ def hidden_states_and_aux(
     # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
     fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1)
     axes = ("rows", "length", "hidden")
+    how = {"kernel": kernel, "ops": ops, "mesh": mesh}
+    how |= {"one_segment": compute.one_segment, "segments": compute.segments}
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
         key, value = (round_cache(x, scheme.cache) for x in (key, value))
-        attended = row_attention(
-            query, key, value, segment_ids, kernel=kernel, one_segment=compute.one_segment, ops=ops,
-            segments=compute.segments, mesh=mesh,
-        )  # fmt: skip
-        return attended, None
+        return row_attention(query, key, value, segment_ids, **how), None
 
     def layer(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
         layer_params, replayed = xs
@@ -301,7 +299,7 @@ def look_up_split(table: jax.Array, input_ids: jax.Array, *, dtype: jnp.dtype, a
     Args:
         table: [V, D] master parameters; the device's part, [V / vocab, D / embed].
         input_ids: [R, L] int32, the device's rows.
-        dtype: of the result.
+        dtype: dtype of the result.
         axes: `embed`, the manual mesh axis that splits D and the rows; `vocab`, the one that splits V, or None.
 
     Returns:

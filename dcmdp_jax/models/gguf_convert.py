@@ -34,8 +34,8 @@ _WORDS = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # of tiktoken's cl100k, whose groups of digits differ between families
 _SPLITS = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}
-_PRE_TOKENIZERS = {"qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "llama-bpe": "llama-bpe", "llama3": "llama-bpe",
-                   "llama-v3": "llama-bpe", "smollm": "smollm", "gpt-2": "gpt-2"}  # fmt: skip
+_PRE_TOKENIZERS = {"qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "smollm": "smollm", "gpt-2": "gpt-2"}
+_PRE_TOKENIZERS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama-bpe")
 # llama.cpp ends a text at these where a header names one end token alone, as Hugging Face's generation configs do.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>")
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # gguf.TokenType
@@ -45,7 +45,7 @@ def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwri
     """Write a GGUF file as config.json, safetensors, tokenizer, chat template and generation config.
 
     Args:
-        file: of a supported family.
+        file: the GGUF file; its model is of a supported family.
         directory: appears whole or not at all.
         dtype: "float32", in which the values are those of the library `gguf` to the bit, or "bfloat16".
         overwrite: replace a directory that is not empty.
@@ -156,8 +156,8 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     _write(directory / "config.json", ids)
     ends = [numbers[kind] for kind in ("eos", "eot", "eom") if kind in numbers]
     types = fields["tokenizer.ggml.token_type"]
-    ends += [tokenizer.token_to_id(name) for name in _ENDS if (number := tokenizer.token_to_id(name)) is not None
-             and types[number] in (_CONTROL, _USER_DEFINED)]  # fmt: skip
+    known = [number for name in _ENDS if (number := tokenizer.token_to_id(name)) is not None]
+    ends += [number for number in known if types[number] in (_CONTROL, _USER_DEFINED)]
     _write(directory / "generation_config.json", ids | {"eos_token_id": list(dict.fromkeys(ends))})
 
 
@@ -187,20 +187,18 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
     tokenizer.decoder = decoders.ByteLevel()
-    added = [AddedToken(token, special=types[number] == _CONTROL, normalized=False)
-             for number, token in enumerate(tokens) if types[number] in (_CONTROL, _USER_DEFINED)]  # fmt: skip
-    tokenizer.add_tokens(added)
+    named = [(token, kind) for token, kind in zip(tokens, types) if kind in (_CONTROL, _USER_DEFINED)]  # noqa: B905
+    tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in named])
     tokenizer.post_processor = _post_processor(model.fields, tokens, kind)
     return tokenizer
 
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
     """What stands around a text: llama.cpp's default is a first token for Llama 3 alone."""
-    around = {"bos": fields.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe"),
-              "eos": fields.get("tokenizer.ggml.add_eos_token", False)}  # fmt: skip
+    wanted = {"bos": kind == "llama-bpe", "eos": False}
+    around = [name for name, default in wanted.items() if fields.get(f"tokenizer.ggml.add_{name}_token", default)]
     numbers = header_tokens(fields)
-    ids = {name: numbers[name] for name, wanted in around.items()
-           if wanted and name in numbers}  # fmt: skip
+    ids = {name: numbers[name] for name in around if name in numbers}
     if not ids:
         return processors.ByteLevel(trim_offsets=False)
     names = {name: tokens[number] for name, number in ids.items()}

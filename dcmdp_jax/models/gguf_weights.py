@@ -121,8 +121,8 @@ class GGUFModel:
             supported = ", ".join(_FAMILIES)
             raise UserError(f"{self.path}: general.architecture is {shorten(family)}, supported are {supported}")
         if family == "llama" and self.fields.get("llama.expert_count"):
-            raise UserError(f"{self.path}: llama.expert_count is {self.fields['llama.expert_count']}, a Mixtral; "
-                            f"supported are {', '.join(_FAMILIES)}")  # fmt: skip
+            count, supported = self.fields["llama.expert_count"], ", ".join(_FAMILIES)
+            raise UserError(f"{self.path}: llama.expert_count is {count}, a Mixtral; supported are {supported}")
         found = {field: self.fields.get(f"{family}.{key}") for field, key in (_SIZES | _OPTIONAL).items()}
         for field, key in _SIZES.items():
             if found[field] is None and (field != "intermediate_size" or family != "qwen3moe"):
@@ -176,8 +176,8 @@ class GGUFModel:
             stacked = () if expert is None else (self.config.num_experts,)
             wanted[gguf_name] = name, (*stacked, *place.shape)
         if missing := [name for name in wanted if name not in self._tensors]:
-            raise UserError(f"{self.path}: tensor {missing[0]} is missing, and {len(missing) - 1} more of its header's "
-                            "model; fetch the file again")  # fmt: skip
+            more = f"and {len(missing) - 1} more of its header's model"
+            raise UserError(f"{self.path}: tensor {missing[0]} is missing, {more}; fetch the file again")
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 if name == _ROPE_FACTORS:
@@ -185,15 +185,18 @@ class GGUFModel:
                 raise UserError(f"{self.path}: tensor {shorten_name(name)} is unknown to {self.config.model_type}")
             shape = tuple(int(size) for size in reversed(tensor.shape))
             if shape != wanted[name][1]:
-                raise UserError(f"{self.path}: tensor {name} is {say_shape(shape)}, its header gives "
-                                f"{say_shape(wanted[name][1])}; fetch the file again")  # fmt: skip
+                found, given = say_shape(shape), say_shape(wanted[name][1])
+                raise UserError(
+                    f"{self.path}: tensor {name} is {found}, its header gives {given}; fetch the file again"
+                )
         for kind in {tensor.tensor_type for tensor in self._tensors.values()}:
             name, tensor = next(item for item in self._tensors.items() if item[1].tensor_type == kind)
             try:
                 gguf.quants.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
             except NotImplementedError:
-                raise UserError(f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't dequantize; "
-                                "use a file of another quantization, such as Q8_0 or F16") from None  # fmt: skip
+                fix = "use a file of another quantization, such as Q8_0 or F16"
+                said = f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't dequantize; {fix}"
+                raise UserError(said) from None
 
     def field(self, name: str, kind: type) -> Any:
         """A field of the header that must be there.
@@ -256,5 +259,6 @@ def _value(field: Any) -> Any:
 def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:
     """`bos`, `eos`, `eot`, `eom`, `unknown` and `padding` -> the id that a header gives it, where it gives one."""
     kinds = ("bos", "eos", "eot", "eom", "unknown", "padding")
-    return {kind: fields[key] for kind in kinds
-            if isinstance(fields.get(key := f"tokenizer.ggml.{kind}_token_id"), int)}  # fmt: skip
+    return {
+        kind: fields[key] for kind in kinds if isinstance(fields.get(key := f"tokenizer.ggml.{kind}_token_id"), int)
+    }

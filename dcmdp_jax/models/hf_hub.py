@@ -14,9 +14,7 @@ from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import TOKENIZER_FILES
 from dcmdp_jax.models.gguf_convert import PACKAGE, package_model
 
-_FILES = (
-    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES,
-)  # fmt: skip
+_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _FOLDERS = ("models", "runs")
 """First parts of relative directories that configs name: never an owner on the Hub."""

@@ -53,7 +53,7 @@ class Manifest(NamedTuple):
         tensors: name of each tensor of the model -> where it is.
         redundant_head: the file in which a tied model stores its output layer all the same, or None.
         dtypes: how many tensors are stored as "F32", "BF16", "F16".
-        num_bytes: of all tensors together.
+        num_bytes: bytes of all tensors together.
     """
 
     tensors: dict[str, Stored]

@@ -50,8 +50,8 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
     host holds one leaf at a time and, on several hosts, each reads only what its devices keep.
 
     Args:
-        directory: as `check_manifest`; float32, bfloat16 or float16 tensors.
-        config: of the model in `directory`.
+        directory: see `check_manifest`; float32, bfloat16 or float16 tensors.
+        config: the model in `directory`.
         dtype: "float32" or "bfloat16", of the parameters; narrowing rounds to nearest even.
         shardings: a `jax.sharding.Sharding` for each leaf, as a tree; None puts all on the first device.
 
@@ -107,7 +107,8 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
     """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it is asked for.
 
     Args:
-        params: as `params.init_params`; jax (any sharding; over several processes, all iterate alike) or numpy arrays.
+        params: tree of `params.init_params`, of jax (any sharding; over several processes, all iterate alike) or numpy
+            arrays.
         config: the model.
         dtype: "float32" or "bfloat16" of the results.
 
@@ -148,8 +149,8 @@ def save_params(params: Params, config: ModelConfig, directory: str | Path, *, d
     """Write parameters as a directory that transformers and vLLM load.
 
     Args:
-        params: as `iterate_hf_tensors`, which says what is refused.
-        config, directory, dtype, options: as `save_tensors`.
+        params: see `iterate_hf_tensors`, which says what is refused.
+        config, directory, dtype, options: see `save_tensors`.
     """
     save_tensors(iterate_hf_tensors(params, config, dtype), config, directory, dtype=dtype, **options)
 

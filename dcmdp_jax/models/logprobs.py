@@ -51,7 +51,7 @@ def token_blocks(tokens: int, chunk: int, vocab: int, axes: KernelAxes = WHOLE_K
     With the vocabulary in pieces a block has as many tokens more, and blocks are alike, so that few are padding.
 
     Args:
-        tokens: of one device, predicted ones.
+        tokens: predicted tokens of one device.
         chunk: tokens whose logits exist at one time.
         vocab: columns of the device's kernel.
         axes: how the kernel is split.
@@ -102,7 +102,7 @@ def token_logprobs(
             predecessor to come from and must be false.
         temperature: divides the logits; the one the tokens were sampled at.
         chunk: how many tokens' logits exist at one time.
-        ops: of the platform.
+        ops: the platform's operations.
         kernel_axes: how the kernel is split.
 
     Returns:

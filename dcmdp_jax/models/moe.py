@@ -44,10 +44,9 @@ class ExpertLinear(nnx.Module):
         hf_name: str | None,
         fused: Fused | None = None,
     ) -> None:
-        self.kernel = parameter(
-            sizes, axes, init=jax.nn.initializers.normal(std), hf_name=hf_name, stacks=stacks, transposed=True,
-            quantized=True, fused=fused,
-        )  # fmt: skip
+        names = {"hf_name": hf_name, "stacks": stacks, "fused": fused}
+        normal = jax.nn.initializers.normal(std)
+        self.kernel = parameter(sizes, axes, init=normal, transposed=True, quantized=True, **names)
 
 
 class Experts(nnx.Module):
@@ -66,10 +65,8 @@ class Experts(nnx.Module):
                     (embed, width), inward, hf_name=f"{name}.{tensor}.weight", fused=layout, **options
                 )
                 setattr(self, attribute, linear)
-        self.down = ExpertLinear(
-            (width, embed), inward[::-1], hf_name=f"{name}.down_proj.weight", fused=Fused(f"{hf_name}.down_proj", 0, 1),
-            **options,
-        )  # fmt: skip
+        options["fused"] = Fused(f"{hf_name}.down_proj", 0, 1)
+        self.down = ExpertLinear((width, embed), inward[::-1], hf_name=f"{name}.down_proj.weight", **options)
 
 
 class MoE(nnx.Module):
@@ -86,10 +83,9 @@ class MoE(nnx.Module):
     ) -> None:
         self.config, self.fused = config, fused
         # Engines keep the router in full precision: a token that goes to another expert is a large error.
-        self.router = Linear(
-            (config.hidden_size, config.num_experts), ("embed", "experts"), std=config.initializer_range,
-            hf_name=f"{hf_name}.gate", stacks=stacks, quantized=False,
-        )  # fmt: skip
+        sizes, std = (config.hidden_size, config.num_experts), config.initializer_range
+        name = f"{hf_name}.gate"
+        self.router = Linear(sizes, ("embed", "experts"), std=std, hf_name=name, stacks=stacks, quantized=False)
         self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
 
     def __call__(
@@ -99,7 +95,7 @@ class MoE(nnx.Module):
 
         Args:
             x: [B, T, D].
-            ops: of the platform.
+            ops: the platform's operations.
             mesh: the devices that rows and weights are split over; None where the arguments are one device's own.
             replayed: [B, T, k] integers, the experts to use in place of the likeliest ones, -1 for a token that has
                 none; their weights are still this router's, p of those experts. None: no token has any.
@@ -131,7 +127,7 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
     """Sum what the router of one layer reports over the tokens that count.
 
     Args:
-        aux: from `MoE`.
+        aux: what `MoE` returned.
         counted: [B, T] bool.
 
     Returns:

@@ -114,10 +114,10 @@ class FusedPart(NamedTuple):
     """Where a Hugging Face tensor lies in one that holds several; see `declare.Fused`.
 
     Attributes:
-        name: of the tensor that holds it.
-        shape: of the tensor that holds it.
-        index: along its first axis.
-        rows: along its second axis.
+        name: name of the tensor that holds it.
+        shape: shape of that tensor.
+        index: position along its first axis.
+        rows: slice of its second axis.
     """
 
     name: str
@@ -131,9 +131,9 @@ class HFTensor(NamedTuple):
 
     Attributes:
         path: keys into the nested dict.
-        index: on the stacked axes of the leaf, outermost first; () outside `layers`.
+        index: position on the stacked axes of the leaf, outermost first; () outside `layers`.
         transposed: the tensor is [out, in], the leaf [in, out].
-        shape: of the tensor.
+        shape: shape of the tensor.
         dimensions: the fields of config.json that give each of its sizes.
         quantized: engines that quantize weights quantize this one.
         fused: where a checkpoint of the second layout holds it, or None.

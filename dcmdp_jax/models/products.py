@@ -25,7 +25,7 @@ def products_in(dtype: jnp.typing.DTypeLike) -> AbstractContextManager[object]:
     precision for them.
 
     Args:
-        dtype: of activations and products.
+        dtype: dtype of activations and products.
     """
     return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
 

@@ -66,7 +66,7 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
 
     Args:
         kernel: [..., in, out], any float dtype; computed in float32.
-        precision: of `PRECISIONS`.
+        precision: one of `PRECISIONS`.
 
     Returns:
         values [..., in, out] int8 or float8_e4m3fn, scale [..., out] float32. A column with a NaN has a NaN scale.
@@ -107,7 +107,7 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
     Args:
         tree: parameters, or a part of them.
         quantized: the same tree of bools; see `params.quantized_leaves`.
-        precision: of `PRECISIONS`.
+        precision: one of `PRECISIONS`.
     """
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:

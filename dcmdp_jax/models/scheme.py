@@ -13,10 +13,10 @@ class Scheme:
     """The roundings of one engine. Imports no JAX, so that engines' records can name them.
 
     Attributes:
-        weights: of `quantize.PRECISIONS`: matrices, the output's too, have those values;
-            "" for none.
-        products: of the linear layers, one of `PRODUCTS`, see `scheme_products`; the output layer, embedding, norms
-            and attention stay in the compute dtype. "" for none. Not together with `weights`.
+        weights: precision that matrices are rounded to, the output matrix too, one of `quantize.PRECISIONS`; "" for
+            none.
+        products: rounding of the linear layers' products, one of `PRODUCTS`, see `scheme_products`; the output layer,
+            embedding, norms and attention stay in the compute dtype. "" for none. Not together with `weights`.
         skip_qkv: products of the q, k and v projections are not rounded.
         cache: rounding of keys, after their rotation, and of values, one of `CACHES`; "" for none.
     """

@@ -40,7 +40,7 @@ class SchemeKernel:
     Attributes:
         weights: [in, out], the parameter itself; the gradient flows here.
         scale: [G, out] float32, constant: of each block of `in / G` inputs, rounded up to whole blocks.
-        products: of `Scheme.products`.
+        products: `Scheme.products`.
     """
 
     weights: jax.Array
@@ -120,7 +120,7 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
 
     Args:
         x: any shape and float dtype.
-        cache: of `scheme.CACHES`, or "" for `x` itself.
+        cache: one of `scheme.CACHES`, or "" for `x` itself.
     """
     if not cache:
         return x

@@ -15,9 +15,9 @@ class AtLengths(NamedTuple):
     """A step at given lengths, all devices together.
 
     Attributes:
-        lengths: of the completions.
-        expected: what it computes.
-        worst: positions that it computes when every completion has the longest length.
+        lengths: lengths of the completions.
+        expected: expected work of the step.
+        worst: positions that the step computes when every completion has the longest length.
         flops: operations that the model needs for the real tokens.
     """
 

@@ -38,7 +38,7 @@ class Phase(NamedTuple):
 
     Attributes:
         name: a program's, or "push" or "sample", whose memory is arithmetic.
-        peak: of the compiled program, bytes; 0 without one.
+        peak: peak bytes of the compiled program; 0 without one.
         beside: bytes that live through the phase and are no argument of its program, by kind.
     """
 
@@ -60,8 +60,8 @@ class CompiledRun:
         topology, mesh: the devices.
         config, model: the run.
         step: the training step.
-        engine: of an engine in the trainer's process; None with another, whose programs are not ours.
-        memory: by arithmetic, as `dcmdp train --dry_run` has it.
+        engine: plan of an engine in the trainer's process; None with another, whose programs are not ours.
+        memory: memory by arithmetic, as `dcmdp train --dry_run` has it.
         programs: compiled, by name.
         usable: bytes of a device that the run may use.
         usable_reason: what that is.
@@ -205,7 +205,7 @@ def compile_run(
         programs=programs,
         usable=usable,
         usable_reason=reason,
-    )  # fmt: skip
+    )
 
 
 def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int) -> EnginePlan | None:

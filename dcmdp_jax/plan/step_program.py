@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ class StepPlan(NamedTuple):
         model, mesh: what it trains, and on which devices.
         compute, packing: how it computes, and the shapes of a batch.
         params_bytes, optimizer_bytes: on each device.
-        micro_batches: of one mini-batch in the worst case: all completions of the longest length.
+        micro_batches: micro-batches of one mini-batch in the worst case: all completions have the longest length.
     """
 
     program: Lowerable
@@ -65,19 +66,9 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     held = {"parameters": params, "optimizer": optimizer}
     if reference is not None:
         held["reference policy"] = params
-    return StepPlan(
-        program=Lowerable(
-            "step", lambda: programs.train_step.trace(state, batch, reference), held, packing.row_lengths,
-            min(predicted_tokens(packing, mesh)),
-        ),
-        model=model,
-        mesh=mesh,
-        compute=compute,
-        packing=packing,
-        params_bytes=params,
-        optimizer_bytes=optimizer,
-        micro_batches=packing.micro_batches[-1],
-    )  # fmt: skip
+    trace = functools.partial(programs.train_step.trace, state, batch, reference)
+    program = Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
+    return StepPlan(program, model, mesh, compute, packing, params, optimizer, packing.micro_batches[-1])
 
 
 def predicted_tokens(packing: RowShapes, mesh: Mesh) -> list[int]:

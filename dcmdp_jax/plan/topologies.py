@@ -25,7 +25,7 @@ class Chip(NamedTuple):
         name: in words.
         flops: bfloat16 operations a second, dense.
         memory_bandwidth: bytes a second.
-        memory_gib: of the device, GiB.
+        memory_gib: device memory, GiB.
         usable_gib: what the compiler or JAX's allocator can use of it, GiB.
         link_bandwidth: bytes a second that a device receives from others in one slice or host.
         far_bandwidth: the same from other hosts, where that is another network.
@@ -46,21 +46,19 @@ class Chip(NamedTuple):
 
 _POD = 1 << 20
 # Link bandwidth of a TPU: all its links in one direction. A collective along one mesh axis may use fewer of them.
+_SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4")
 CHIPS = {
-    "v5e": Chip("TPU v5e", 197e12, 819e9, 16, 15.75, 2e11, 2e11, _POD, ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")),
-    "v5p": Chip("TPU v5p", 459e12, 2765e9, 95, 95.74, 6e11, 6e11, _POD,
-                ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4")),
-    "v6e": Chip("TPU v6e", 918e12, 1640e9, 32, 31.25, 4.48e11, 4.48e11, _POD,
-                ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")),
+    "v5e": Chip("TPU v5e", 197e12, 819e9, 16, 15.75, 2e11, 2e11, _POD, _SQUARES),
+    "v5p": Chip("TPU v5p", 459e12, 2765e9, 95, 95.74, 6e11, 6e11, _POD, _CUBES),
+    "v6e": Chip("TPU v6e", 918e12, 1640e9, 32, 31.25, 4.48e11, 4.48e11, _POD, _SQUARES),
     "h100": Chip("H100 80GB SXM", 989e12, 3352e9, 80, 79.1 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
     "h200": Chip("H200 141GB SXM", 989e12, 4800e9, 141, 139.8 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
-}  # fmt: skip
+}
 
 # The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are none.
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
+_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+_ENVIRONMENT |= {"TPU_WORKER_HOSTNAMES": "localhost", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 INSTALL = "pip install -e '.[plan]'"
 
@@ -88,8 +86,8 @@ class Topology(NamedTuple):
     """Devices to compile for.
 
     Attributes:
-        name: as it was asked for, "v5p:4x4x4" or "h100:8".
-        chip: of all devices.
+        name: the requested name, "v5p:4x4x4" or "h100:8".
+        chip: data sheet of each device.
         devices: for `parallel.mesh.make_mesh`.
     """
 
@@ -176,6 +174,7 @@ def load_topology(name: str) -> Topology:
             description = topologies.get_topology_desc(name, platform="tpu")
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"--topology: {name}: the compiler refuses it ({reason}); known are {known_topologies()}") \
-            from error  # fmt: skip
+        raise UserError(
+            f"--topology: {name}: the compiler refuses it ({reason}); known are {known_topologies()}"
+        ) from error
     return Topology(name, chip, description.devices)

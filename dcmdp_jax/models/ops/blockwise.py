@@ -50,10 +50,9 @@ def attention(
     kv_heads, total = key.shape[2], rows * length
     size = min(block or block_size(length), total)
     query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
-    attended = _attended(
-        query.reshape(total, kv_heads, heads // kv_heads, width), key.reshape(total, kv_heads, width),
-        value.reshape(total, kv_heads, width), _segments(segment_ids, size), size, length,
-    )  # fmt: skip
+    grouped = query.reshape(total, kv_heads, heads // kv_heads, width)
+    key, value = (x.reshape(total, kv_heads, width) for x in (key, value))
+    attended = _attended(grouped, key, value, _segments(segment_ids, size), size, length)
     return attended.reshape(query.shape)
 
 
@@ -225,10 +224,9 @@ def _attended_backward(
         bar = jnp.where(block.valid[:, None, None, None], _rows(cotangent, block.at, size), 0)
         along = jnp.sum(bar.astype(jnp.float32) * _rows(attended, block.at, size).astype(jnp.float32), axis=-1)
         # Arrays of the inner loop, none of them computed in it.
-        rows, columns, bar_rows, bar_columns, along, lse = lax.optimization_barrier(
-            (_as_rows(own), _as_columns(own), _as_rows(bar), _as_columns(bar),
-             _as_columns(along[..., None]), _as_columns(_rows(log_sum, block.at, size)[..., None]))
-        )  # fmt: skip
+        both = _as_rows(own), _as_columns(own), _as_rows(bar), _as_columns(bar)
+        one = _as_columns(along[..., None]), _as_columns(_rows(log_sum, block.at, size)[..., None])
+        rows, columns, bar_rows, bar_columns, along, lse = lax.optimization_barrier((*both, *one))
 
         def keys(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             own_bar, key_bar, value_bar = carry

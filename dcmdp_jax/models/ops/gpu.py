@@ -40,8 +40,8 @@ def packed_attention(
     For the backward pass it keeps R M H L float32 values.
 
     Args:
-        query, key, value, segment_ids: as there; tokens of a segment are consecutive. Padding's outputs and gradients
-            are zero.
+        query, key, value, segment_ids: see `attention.row_attention`; tokens of a segment are consecutive. Padding's
+            outputs and gradients are zero.
         segments: M, segments of a row at most, at least 2. All outputs are NaN if the rows have more together.
 
     Raises:
@@ -49,8 +49,8 @@ def packed_attention(
     """
     rows, length, heads, width = query.shape
     if query.size >= 2**31:
-        raise UserError(f"micro-batch: got {rows * length} tokens on a device, cuDNN's packed attention takes fewer "
-                        f"than {2**31 // (heads * width)}")  # fmt: skip
+        taken = f"cuDNN's packed attention takes fewer than {2**31 // (heads * width)}"
+        raise UserError(f"micro-batch: got {rows * length} tokens on a device, {taken}")
     sequences = _sequences(segment_ids, segments, heads * width, key.shape[2] * width)
     attended = _attended(query, key, value, sequences)
     return jnp.where(sequences.excess, jnp.nan, jnp.where(sequences.real[..., None, None], attended, 0))
@@ -73,9 +73,8 @@ def _sequences(segment_ids: jax.Array, segments: int, query_stride: int, key_str
     starts = jnp.where(jnp.arange(starts.size) < used.size, starts, total).reshape(rows, -1)
     excess = jnp.sum(real, dtype=jnp.int32) > used.size
     # JAX's own scaling of offsets takes the queries' heads for the keys too, before jax 0.12 (its PR 39521).
-    return _Sequences(
-        lengths.reshape(rows, -1), starts * query_stride, starts * key_stride, segment_ids != 0, excess
-    )  # fmt: skip
+    lengths = lengths.reshape(rows, -1)
+    return _Sequences(lengths, starts * query_stride, starts * key_stride, segment_ids != 0, excess)
 
 
 @jax.custom_vjp
@@ -116,12 +115,12 @@ def _bind(
     # Of jax 0.12.
     options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in _parameters(abstract)}
     unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
-    return getattr(cudnn, f"_dot_product_attention_{direction}_p").bind(
-        query, key, value, unused, lengths, lengths, sequences.query_offsets, sequences.key_offsets, unused, unused,
-        *saved, scale=1.0 / math.sqrt(query.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
-        mask_type=cudnn.MaskType.PADDING_CAUSAL, layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None,
-        **options,
-    )  # fmt: skip
+    options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
+    options |= {"variadic_args": (False, False), "sliding_window_length": None}
+    options |= {"mask_type": cudnn.MaskType.PADDING_CAUSAL, "layout": cudnn.AttentionLayout.BTNH.value}
+    where = lengths, lengths, sequences.query_offsets, sequences.key_offsets
+    bind = getattr(cudnn, f"_dot_product_attention_{direction}_p").bind
+    return bind(query, key, value, unused, *where, unused, unused, *saved, **options)
 
 
 @functools.cache

@@ -43,8 +43,8 @@ def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax
     Args:
         x: [B, T, heads, h].
         scale: [heads, h], the norm's weights.
-        rotary: as in `rotate`.
-        eps: of the norm.
+        rotary: see `rotate`.
+        eps: added to the mean square.
     """
     return rotate(rms_norm(x, scale, eps), rotary)
 

@@ -23,9 +23,8 @@ def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
     if length % 128:
         raise UserError(f"row length: got {length}, splash attention needs a multiple of 128")
     block = 512 if length % 512 == 0 else 128
-    sizes = splash.BlockSizes(**{name: block for name in ("block_q", "block_kv", "block_kv_compute", "block_q_dkv",
-                                                          "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
-                                                          "block_kv_dq")})  # fmt: skip
+    sides = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
+    sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides})
     query = query * jnp.asarray(1.0 / math.sqrt(query.shape[-1]), query.dtype)
     mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
     kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
@@ -42,7 +41,7 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, 
     """`reference.grouped_matmul` by megablox, which computes each row for its own group alone. Not run on a TPU yet.
 
     Args:
-        x, kernels, group_sizes: as there.
+        x, kernels, group_sizes: see `reference.grouped_matmul`.
         interpret: run the kernel's Python on any platform, to test it.
     """
     from jax.experimental.pallas.ops.tpu.megablox import gmm
