@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # Parameters of glibc's mallopt, from malloc.h.
@@ -52,9 +53,9 @@ def keep_freed_memory(package: str) -> None:
     Args:
         package: as for `hide_torch`. Call it before anything else is imported.
     """
-    if platform.libc_ver()[0] != "glibc" or not is_command(package) or not _jax_takes_cpu():
+    if platform.libc_ver()[0] != "glibc" or not is_command(package) or not jax_takes_cpu():
         return
-    wanted = _tunables()
+    wanted = malloc_tunables()
     if os.environ.get(_TUNABLES) == wanted:
         # glibc has read it; child processes must not inherit it.
         del os.environ[_TUNABLES]
@@ -75,7 +76,7 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _jax_takes_cpu() -> bool:
+def jax_takes_cpu() -> bool:
     """Whether JAX will use the CPU: `JAX_PLATFORMS` says so, or no other backend is installed. Does not import JAX."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms.split(",")[0] == "cpu"
@@ -83,7 +84,7 @@ def _jax_takes_cpu() -> bool:
     return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
 
 
-def _tunables() -> str:
+def malloc_tunables() -> str:
     """Value of GLIBC_TUNABLES that lets a thread's heap grow to 4 GiB instead of 64 MiB.
 
     It asks for pages of 1 GiB where Linux supports them and has none, so ordinary pages are used. Elsewhere it asks for
@@ -96,14 +97,9 @@ def _tunables() -> str:
     return f"glibc.malloc.hugetlb={1 << 30 if none else 1}"
 
 
-def is_command(package: str) -> bool:
-    """Whether this process was started as a module of the package, or as a script with its name."""
-    return _is_command(package, sys.orig_argv)
-
-
-def _is_command(package: str, arguments: list[str]) -> bool:
-    """Whether a command line runs a module of the package, or a script with its name."""
-    words = iter(arguments[1:])
+def is_command(package: str, arguments: Sequence[str] = ()) -> bool:
+    """Whether this process, or a command line, runs a module of the package, or a script with its name."""
+    words = iter((arguments or sys.orig_argv)[1:])
     for word in words:
         if word in ("-X", "-W"):  # options of Python with a value
             next(words, None)

@@ -98,12 +98,12 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, "-c", "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
         cwd=_ROOT,
-        env={**os.environ, "GLIBC_TUNABLES": process_memory._tunables()},
+        env={**os.environ, "GLIBC_TUNABLES": process_memory.malloc_tunables()},
         capture_output=True,
         text=True,
         timeout=HANGS_S,
     )
-    assert (done.stdout, done.stderr) == (process_memory._tunables(), "")
+    assert (done.stdout, done.stderr) == (process_memory.malloc_tunables(), "")
 
 
 @pytest.mark.long
@@ -135,7 +135,7 @@ def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu)
     monkeypatch.setattr(
         process_memory.importlib.util, "find_spec", lambda name: object() if name == installed else None
     )
-    assert process_memory._jax_takes_cpu() is takes_cpu
+    assert process_memory.jax_takes_cpu() is takes_cpu
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
@@ -172,13 +172,13 @@ def test_large_pages_that_someone_reserved_are_left(tmp_path: Path, monkeypatch,
     if reserved is not None:
         count.write_text(reserved)
     monkeypatch.setattr(process_memory, "_PAGES_OF_1_GIB", count)
-    assert process_memory._tunables() == f"glibc.malloc.hugetlb={size}"
+    assert process_memory.malloc_tunables() == f"glibc.malloc.hugetlb={size}"
 
 
 def test_only_the_package_s_own_commands_start_again() -> None:
-    assert process_memory._is_command("bin", ["python", "-X", "dev", "-m", "bin.train", "--config=x", "-m"])
-    assert process_memory._is_command("dcmdp", ["/venv/bin/python", "-I", "/venv/bin/dcmdp", "train", "-m", "x"])
-    assert process_memory._is_command("dcmdp_jax", ["python", "-P", "-m", "dcmdp_jax", "train"])
+    assert process_memory.is_command("bin", ["python", "-X", "dev", "-m", "bin.train", "--config=x", "-m"])
+    assert process_memory.is_command("dcmdp", ["/venv/bin/python", "-I", "/venv/bin/dcmdp", "train", "-m", "x"])
+    assert process_memory.is_command("dcmdp_jax", ["python", "-P", "-m", "dcmdp_jax", "train"])
     for arguments in (
         ["python", "-m", "pytest", "-m", "bin.train"],
         ["python", "-m", "cProfile", "-m", "bin.train"],
@@ -188,4 +188,4 @@ def test_only_the_package_s_own_commands_start_again() -> None:
         ["python", "-m"],
         ["python"],
     ):
-        assert not process_memory._is_command("bin", arguments)
+        assert not process_memory.is_command("bin", arguments)

@@ -18,7 +18,7 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
-from dcmdp_jax.plan.at_lengths import forward_flops
+from dcmdp_jax.plan.plan_text import forward_flops
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import plan_engine
 

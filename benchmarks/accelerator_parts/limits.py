@@ -15,7 +15,7 @@ from benchmarks.compiled_parts.roofline import roofline
 from benchmarks.compiled_parts.trips import blocks_at_most
 from benchmarks.timing import interleave, matmul_gflops
 from dcmdp_jax.parallel.sharding import Lowerable
-from dcmdp_jax.plan.compiled import Compiled, compile_program
+from dcmdp_jax.plan.run_plan import Compiled, compile_program
 from dcmdp_jax.plan.topologies import CHIPS, Chip
 
 GOAL_FLOPS = {"h200": 790e12}

@@ -23,8 +23,7 @@ from dcmdp_jax.config.arguments import PACKING, as_settings
 from dcmdp_jax.config.settings import MeshSettings
 from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.at_lengths import at_lengths
-from dcmdp_jax.plan.plan_text import describe_plan, plan_record
+from dcmdp_jax.plan.plan_text import at_lengths, describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run
 from dcmdp_jax.plan.search import search
 from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +24,39 @@ from dcmdp_jax.memory.use import MemoryUse
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import Lowerable
-from dcmdp_jax.plan.compiled import Compiled, compile_program
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.training.model_checks import check_experts, check_lengths, platform_kernel
 
 GIB = 2**30
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
+
+
+class Compiled(NamedTuple):
+    """A compiled program, on one device.
+
+    Attributes:
+        name: the program's name.
+        seconds: compilation time.
+        peak: largest number of bytes in use, arguments included, as the compiler reports it; what it would need, if it
+            says so, of a program that does not fit.
+        temporary: bytes of temporary memory; 0 if it does not fit.
+        arguments: bytes of the arguments.
+        account: what the reader given to `compile_program` returned; None without one.
+        refused: why the compiler refused it; None for a compiled program.
+    """
+
+    name: str
+    seconds: float
+    peak: int
+    temporary: int = 0
+    arguments: int = 0
+    account: Any = None
+    refused: str | None = None
 
 
 class Phase(NamedTuple):
@@ -245,3 +271,43 @@ def _share(config: Config) -> DeviceShare | None:
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         return kind.device_share(arguments)
+
+
+def compile_program(
+    program: Lowerable, read: Callable[[jax.stages.Compiled], Any] = lambda executable: None
+) -> Compiled:
+    """Lower and compile a program. A program that does not fit is a result too.
+
+    Args:
+        program: what to compile.
+        read: called with the executable, which is not kept; its result is kept as `account`.
+
+    Raises:
+        jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
+    """
+    began = time.monotonic()
+    try:
+        executable = program.trace().lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if _OUT_OF_MEMORY not in str(error):
+            raise
+        needed, reason = _shortage(str(error))
+        return Compiled(program.name, time.monotonic() - began, needed, refused=reason)
+    seconds, memory = time.monotonic() - began, executable.memory_analysis()
+    return Compiled(
+        program.name, seconds, _peak(memory), memory.temp_size_in_bytes, memory.argument_size_in_bytes, read(executable)
+    )
+
+
+def _peak(memory: jax.stages.CompiledMemoryStats) -> int:
+    """The compiler's figure; where it has none, everything at once."""
+    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    together = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return getattr(memory, "peak_memory_in_bytes", 0) or together
+
+
+def _shortage(message: str) -> tuple[int, str]:
+    """Bytes that a program needs that does not fit, 0 if the compiler doesn't say, and its reason in a line."""
+    used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
+    reason = " ".join(message.removeprefix(f"{_OUT_OF_MEMORY}: ").split())[:200]
+    return (int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0), reason

@@ -8,7 +8,7 @@ from benchmarks.compiled_parts.flops import step_flops
 from dcmdp_jax.data.lengths import Lengths
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.plan.at_lengths import at_lengths
+from dcmdp_jax.plan.plan_text import at_lengths
 
 MODEL = ModelConfig("qwen3", 32, 16, 32, 2, 2, 1, 8)
 
