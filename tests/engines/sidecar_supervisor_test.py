@@ -1,49 +1,45 @@
-"""Several calls in turn: by hand, without processes."""
+"""Calls at the same time: by hand, without processes."""
+
+import threading
 
 import pytest
 
-from dcmdp_jax.engines.sidecar.supervisor import gathered, in_turn
+from dcmdp_jax.engines.sidecar.process import Stopped
+from dcmdp_jax.engines.sidecar.supervisor import Calls
 
 
-def _counting(name, count, closed, result=None):
-    try:
-        for number in range(count):
-            yield f"{name}{number}"
-        return result
-    except GeneratorExit:
-        closed.append(name)
-        raise
+def test_calls_run_at_the_same_time_and_results_keep_their_order():
+    """Each waits for the other: one after the other they would never end."""
+    meeting = threading.Barrier(2, timeout=30)
+
+    def call(name):
+        return lambda calls: (meeting.wait(), calls.put(name), name)[-1]
+
+    assert Calls([call("a"), call("b")]).results() == ["a", "b"]
+    assert sorted(Calls([call("a"), call("b")]).values()) == ["a", "b"]
 
 
-def test_each_stream_has_its_turn_until_all_have_ended():
-    closed = []
-    streams = [_counting("a", 1, closed), _counting("b", 3, closed), _counting("c", 0, closed)]
-    assert list(in_turn(streams)) == ["a0", "b0", "b1", "b2"]
-    assert closed == []
+def _until_stopped(ended):
+    def call(calls):
+        calls.put("begun")
+        calls.stopped.wait()
+        ended.append(True)
+        raise Stopped
+
+    return call
 
 
-def test_what_is_left_is_closed_with_the_whole():
-    """So every sidecar is told to cancel, whichever list the caller stopped at."""
-    closed = []
-    running = in_turn([_counting(name, 9, closed) for name in "ab"])
-    assert [next(running), next(running), next(running)] == ["a0", "b0", "a1"]
+def test_what_is_left_is_stopped_with_the_iterator():
+    """So every sidecar is told to cancel; silence gives None, which lets the caller look for a signal."""
+    ended = []
+    running = Calls([_until_stopped(ended), _until_stopped(ended)]).values()
+    assert [next(running), next(running), next(running)] == ["begun", "begun", None]
     running.close()
-    assert closed == ["a", "b"]
+    assert len(ended) == 2
 
 
-def test_an_error_of_one_ends_the_others():
-    def failing():
-        yield "c0"
-        raise ZeroDivisionError
-
-    closed = []
-    running = in_turn([_counting("a", 9, closed), failing()])
+def test_an_error_of_one_stops_the_others():
+    ended = []
     with pytest.raises(ZeroDivisionError):
-        list(running)
-    assert closed == ["a"]
-
-
-def test_results_come_in_the_order_of_the_calls():
-    """Not in that of their ends, which is c, b, a."""
-    calls = [_counting(name, count, [], result=count) for name, count in (("a", 3), ("b", 2), ("c", 1))]
-    assert gathered(calls) == [3, 2, 1]
+        Calls([_until_stopped(ended), lambda calls: 1 / 0]).results()
+    assert ended == [True]

@@ -191,7 +191,7 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     """Past the client's own checks: the sidecar drops what it had queued, and goes on."""
     asked = prompts(4, engine.config)
     before = sample(engine, asked, SAMPLED, seed=1, step=1)
-    sidecar = engine._replicas[0].supervisor.sidecar
+    sidecar = engine.replicas[0].supervisor.sidecar
     bad = {"prompt_ids": np.ones(TOTAL + 9, np.int32), "prompt_lengths": np.array([4, TOTAL + 5], np.int32)}
     sampling = {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}
     header = {"sampling": sampling, "sleep_level": 0}

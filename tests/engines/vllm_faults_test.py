@@ -43,7 +43,7 @@ def engine(start):
 
 
 def _supervisor(engine):
-    return engine._replicas[0].supervisor
+    return engine.replicas[0].supervisor
 
 
 def _same(first, second):
@@ -68,13 +68,13 @@ def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, wh
     before, first = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
     if fault == signal.SIGSTOP:
         # One that says nothing for so long is replaced, a stopped one or one that other load holds up.
-        stream = Sidecar.stream
+        stream = Sidecar.request
 
         def impatient(self, op, *arguments, **options):
             return stream(self, op, *arguments, **options | ({} if op == "start" else {"timeout_s": 5.0}))
 
-        monkeypatch.setattr(Sidecar, "stream", impatient)
-        monkeypatch.setattr(_supervisor(engine), "_max_restarts", 100)
+        monkeypatch.setattr(Sidecar, "request", impatient)
+        monkeypatch.setattr(_supervisor(engine), "max_restarts", 100)
 
     def fail(complete):
         """At each list that is pulled, with the first sidecar in the middle of the call."""
@@ -113,7 +113,7 @@ def test_weights_that_arrive_changed_are_not_used(start):
     """One byte altered in shared memory behind the trainer's back: every sidecar is refused, then the run ends."""
     config = small_model()
     engine = start(config, script=FAULTY, probe=False, **_fault("none"))
-    bridge = engine._weights.bridge
+    bridge = engine.weights.bridge
     publish = bridge.publish
 
     def tampering(params, segment, version):
@@ -122,14 +122,14 @@ def test_weights_that_arrive_changed_are_not_used(start):
         return sums
 
     bridge.publish = tampering
-    limit, _supervisor(engine)._max_restarts = _supervisor(engine)._max_restarts, 0
+    limit, _supervisor(engine).max_restarts = _supervisor(engine).max_restarts, 0
     try:
         with pytest.raises(
             EngineError, match=r"failed 1 times in a row, at last: weights of version 9: .* arrived changed"
         ):
             engine.push_weights(random_params(config, 9), 9)
     finally:
-        bridge.publish, _supervisor(engine)._max_restarts = publish, limit
+        bridge.publish, _supervisor(engine).max_restarts = publish, limit
     engine.push_weights(random_params(config, 7), 7)
     assert sample(engine, prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
     engine.close()
@@ -138,14 +138,14 @@ def test_weights_that_arrive_changed_are_not_used(start):
 def test_an_engine_with_another_policy_is_found_out(engine):
     """The probe: the trainer's log-probs are those of other weights than the engine has."""
     config = engine.config
-    probe, other = engine._weights.probe, random_params(config, 1)
-    limit, _supervisor(engine)._max_restarts = _supervisor(engine)._max_restarts, 0
-    engine._weights.probe = lambda params, ids: probe(other, ids)
+    probe, other = engine.weights.probe, random_params(config, 1)
+    limit, _supervisor(engine).max_restarts = _supervisor(engine).max_restarts, 0
+    engine.weights.probe = lambda params, ids: probe(other, ids)
     try:
         with pytest.raises(EngineError, match=r"nats from the trainer's on average, allowed are 1 "):
             engine.push_weights(random_params(config, 7), 7)
     finally:
-        engine._weights.probe, _supervisor(engine)._max_restarts = probe, limit
+        engine.weights.probe, _supervisor(engine).max_restarts = probe, limit
     assert engine.push_weights(random_params(config, 7), 7)["mismatch/probe"] < 0.1
 
 

@@ -35,8 +35,8 @@ def test_two_replicas_are_one_engine_to_rounding(two, monkeypatch):
     """Same tokens in float32, log-probs and scores to rounding, for a number of prompts that two does not divide."""
     for count in (1, 7):
         asked, found = prompts(count, two.config), []
-        for replicas in (two._replicas, two._replicas[:1]):
-            monkeypatch.setattr(two, "_replicas", replicas)
+        for replicas in (two.replicas, two.replicas[:1]):
+            monkeypatch.setattr(two, "replicas", replicas)
             rollout = sample(two, asked, SAMPLED, seed=3, step=4)
             scored = two.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
             monkeypatch.undo()
@@ -58,7 +58,7 @@ def test_each_replica_takes_the_weights_from_one_copy(two):
     assert 0 < probe < 1e-3
     health = [
         replica.supervisor.sidecar.request("health", answer="healthy").header["policy_version"]
-        for replica in two._replicas
+        for replica in two.replicas
     ]
     assert health == [8, 8]
     two.push_weights(random_params(two.config, 7), 7)
@@ -97,6 +97,6 @@ def test_a_call_that_is_given_up_ends_in_both(two):
     groups = two.generate(asked, SAMPLED, seed=1, step=1)
     next(groups)
     groups.close()
-    for replica in two._replicas:
+    for replica in two.replicas:
         assert replica.supervisor.sidecar.request("health", answer="healthy").header["running"] == 0
     _same(before, sample(two, asked, SAMPLED, seed=1, step=1))

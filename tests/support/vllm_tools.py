@@ -68,7 +68,7 @@ def trainer_probe(config: ModelConfig) -> Probe:
 
 def pid_of(engine: VllmEngine, replica: int = 0) -> int | None:
     """The process of a replica's sidecar; None while it is restarted."""
-    sidecar = engine._replicas[replica].supervisor.sidecar
+    sidecar = engine.replicas[replica].supervisor.sidecar
     return None if sidecar is None else sidecar.pid
 
 

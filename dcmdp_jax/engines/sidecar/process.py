@@ -14,7 +14,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ _LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
 _END_S = 5.0
 _CANCEL_S = 30.0
-# The longest that one sidecar is waited for before others get their turn.
-_TURN_MS = 20
-_Header, _Arrays = Mapping[str, Any] | None, Mapping[str, np.ndarray] | None
+# One thread that lives as long as the trainer: a sidecar asks the kernel to be killed with the thread that started it.
+_STARTER = ThreadPoolExecutor(1, "sidecar-starter")
+# So long a request is waited for before the next look whether the caller has given it up.
+_POLL_MS = 50
 
 
 class SidecarBroken(RuntimeError):
@@ -68,12 +70,12 @@ class Launch:
     stall_timeout_s: float
 
 
-class Sidecar:
-    """A running sidecar. Any failure ends it. For one thread.
+class Stopped(Exception):  # noqa: N818 - nothing is wrong
+    """The caller gave the request up."""
 
-    Where it has to be waited for, its methods are generators that yield None now and then, so that several sidecars
-    can start, load and sample at the same time (`supervisor.in_turn`).
-    """
+
+class Sidecar:
+    """A running sidecar. Any failure ends it. Its calls block; one thread at a time."""
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
         """Start the process. `wait_until_ready` comes next."""
@@ -95,7 +97,8 @@ class Sidecar:
             "segment_bytes": segment_bytes,
         }
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = _STARTER.submit(
+                subprocess.Popen,
                 [launch.python, str(launch.script), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -105,15 +108,13 @@ class Sidecar:
                 pass_fds=inherited,
                 # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
                 start_new_session=True,
-            )
+            ).result()
         self._connection = wire.Connection(ours)
-        # Identifies the request whose answer is not here yet; None when the sidecar waits for one.
-        self._in_flight: object | None = None
         self._ready = False
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
         self._log.start()
 
-    def wait_until_ready(self) -> Generator[None, None, None]:
+    def wait_until_ready(self, stopped: threading.Event) -> None:
         """Build the engine. Whatever interrupts this ends the process: nobody else knows of it yet.
 
         Raises:
@@ -122,7 +123,7 @@ class Sidecar:
         """
         limit = self._launch.start_timeout_s
         try:
-            ready = yield from self.ask("start", self._engine, answer="ready", timeout_s=limit)
+            ready = self.request("start", self._engine, answer="ready", timeout_s=limit, stopped=stopped)
         except BaseException:
             self.kill()
             raise
@@ -136,74 +137,57 @@ class Sidecar:
         return self._process.pid
 
     def request(
-        self, op: str, header: _Header = None, arrays: _Arrays = None, *, answer: str, timeout_s: float | None = None
+        self,
+        op: str,
+        header: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        answer: str,
+        timeout_s: float | None = None,
+        stopped: threading.Event | None = None,
+        on_progress: Callable[[wire.Message], None] = lambda message: None,
     ) -> wire.Message:
         """Ask, and wait for the answer.
 
-        Raises:
-            ValueError, SidecarBroken: as `stream`.
-        """
-        *_, last = self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s)
-        return last
-
-    def ask(
-        self, op: str, header: _Header = None, arrays: _Arrays = None, *, answer: str, timeout_s: float | None = None
-    ) -> Generator[None, None, wire.Message]:
-        """Ask; yield None until the answer is there and return it: `request` where others have their turn meanwhile.
-
-        Raises:
-            ValueError, SidecarBroken: as `stream`.
-        """
-        for message in self.stream(op, header, arrays, answer=answer, timeout_s=timeout_s):
-            last = message
-            yield None
-        return last
-
-    def stream(
-        self, op: str, header: _Header = None, arrays: _Arrays = None, *, answer: str, timeout_s: float | None = None
-    ) -> Iterator[wire.Message | None]:
-        """Ask, and yield each sign of progress, then the answer; None once it is asked, and while nothing comes.
-
-        The time limit holds between two messages. Closed before the answer is there, it cancels the request, and so
-        does the next request. A sidecar that does not cancel in time is killed.
+        Args:
+            op, header, arrays: the request.
+            answer: the operation of the answer.
+            timeout_s: limit between two messages; None: the launch's `stall_timeout_s`.
+            stopped: once set, the request is cancelled; a sidecar that does not cancel in time is killed.
+            on_progress: called with each sign of progress.
 
         Raises:
             ValueError: if the sidecar refuses the request; it is unharmed.
             SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
+            Stopped: if `stopped` was set.
         """
         limit = timeout_s or self._launch.stall_timeout_s
-        self._cancel()
-        self._in_flight = mine = object()
         try:
             self._connection.send(op, header, arrays, timeout_s=limit)
-            message, heard = None, time.monotonic()
-            while message is None or message.header["op"] == "progress":
-                yield message
-                if self._in_flight is not mine:
-                    raise EngineError(f"{op}: ended by a later request to the sidecar")
-                message = None
+            heard = time.monotonic()
+            while True:
+                if stopped is not None and stopped.is_set():
+                    self._cancel()
+                    raise Stopped
                 if self._has_sent():
                     message, heard = self._connection.receive(timeout_s=limit), time.monotonic()
+                    if message.header["op"] != "progress":
+                        return self._checked(message, op, answer)
+                    on_progress(message)
                 elif time.monotonic() - heard > limit:
                     raise TimeoutError(f"waiting for a frame: nothing for {limit:g} s")
-        except GeneratorExit:
-            if self._in_flight is mine:
-                self._cancel()
-            raise
         except (wire.WireError, TimeoutError) as error:
             broken = self._broken(f"{op}: {error}")
             if op == "start":
                 last = self._lines[-1] if self._lines else "nothing"
                 broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
             raise broken from error
-        self._in_flight = None
-        yield self._checked(message, op, answer)
 
     def _has_sent(self) -> bool:
         """Whether there is something to receive, the end of the connection included; waits a moment for it."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        return bool(poll.poll(_TURN_MS))
+        return bool(poll.poll(_POLL_MS))
 
     def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
         """The answer, if it is the one that was asked for."""
@@ -223,10 +207,7 @@ class Sidecar:
         return message
 
     def _cancel(self) -> None:
-        """End the request in flight, if there is one; its answer is dropped."""
-        if self._in_flight is None:
-            return
-        self._in_flight = None
+        """End the request in flight; its answer is dropped."""
         if not self._ready:
             self.kill()  # an engine that is being built reads nothing
             return
@@ -262,7 +243,6 @@ class Sidecar:
 
     def kill(self) -> None:
         """Kill the process and what it started, and remove its temporary files. Safe to call twice."""
-        self._in_flight = None
         self._connection.close()
         self._process.kill()
         self._process.wait()

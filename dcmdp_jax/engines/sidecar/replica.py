@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.data.columns import COLUMNS, Shape
+from dcmdp_jax.data.episode import OpenGroups, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.manifest import differing
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
-from dcmdp_jax.engines.sidecar.replies import checked_completions, split_columns
-from dcmdp_jax.engines.sidecar.supervisor import Supervisor
+from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.vllm_common import request_seeds
 
@@ -20,7 +23,7 @@ _DISCARDS = 2
 
 
 class Replica:
-    """Calls are generators, for `supervisor.in_turn`: replicas work at the same time.
+    """Its calls block, each in a thread of `supervisor.Calls`: replicas work at the same time.
 
     A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of shared memory, and
     is asked again; log-probs that are not finite are asked for once more of a new one before they are believed.
@@ -48,21 +51,22 @@ class Replica:
         self._weights, self._probe_tolerance, self._sleep_level = weights, probe_tolerance, sleep_level
         self._routed_experts = routed_experts
 
-    def load(self, publication: Publication) -> Generator[None, None, float | None]:
+    def load(self, calls: Calls, publication: Publication) -> float | None:
         """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
 
         Raises:
             EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
         """
-        return self.supervisor.run(lambda sidecar: self._loaded(sidecar, publication))
+        return self.supervisor.run(calls, lambda sidecar: self._load(sidecar, calls, publication))
 
-    def _loaded(self, sidecar: Sidecar, publication: Publication) -> Generator[None, None, float | None]:
+    def _load(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float | None:
         version, manifest = publication.policy_version, self._weights.bridge.manifest
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
-        header, arrays = yield from sidecar.ask(
-            "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed"
-        )
+        header, arrays = sidecar.request(
+            "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed",
+            stopped=calls.stopped,
+        )  # fmt: skip
         checksums = arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
             raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")
@@ -73,15 +77,13 @@ class Replica:
                 )
         if header.get("policy_version") != version:
             raise SidecarBroken(f"weights of version {version}: the sidecar says {header.get('policy_version')}")
-        difference = None
-        if publication.probe is not None:
-            difference = yield from self._probed(sidecar, publication)
+        difference = None if publication.probe is None else self._probe(sidecar, calls, publication)
         sidecar.serial = publication.serial
         return difference
 
-    def _probed(self, sidecar: Sidecar, publication: Publication) -> Generator[None, None, float]:
+    def _probe(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float:
         rows = list(self._weights.probe_ids)
-        scored = yield from _scored(sidecar, rows, [1] * len(rows), temperature=1.0, sleep_level=0)
+        scored = _score(sidecar, calls, rows, [1] * len(rows), temperature=1.0, sleep_level=0)
         own = np.asarray(publication.probe)
         if not np.isfinite(own).all():
             raise EngineError(
@@ -97,10 +99,10 @@ class Replica:
             )
         return difference
 
-    def _ensure(self, sidecar: Sidecar, publication: Publication) -> Generator[None, None, None]:
+    def _ensure(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> None:
         """Load the published weights where they are not in use: a restarted sidecar has none."""
         if sidecar.serial != publication.serial:
-            yield from self._loaded(sidecar, publication)
+            self._load(sidecar, calls, publication)
 
     def _fell_asleep(self, sidecar: Sidecar) -> None:
         if self._sleep_level == _DISCARDS:
@@ -115,11 +117,11 @@ class Replica:
         seed: int,
         step: int,
         first_prompt: int = 0,
-    ) -> Generator[list[Episode] | None, None, None]:
-        """Sample `group_size` completions for each prompt; yield the groups that are complete, or None.
+    ) -> Callable[[Calls], None]:
+        """A call that samples `group_size` completions for each prompt; it puts the groups that are complete.
 
         Log-probs depend on batch composition by rounding, so a sidecar that breaks on the way samples all of these
-        prompts again, which gives the same bits; what was yielded is not yielded again.
+        prompts again, which gives the same bits; what was put is not put again.
 
         Args:
             publication: weights to sample with.
@@ -156,14 +158,12 @@ class Replica:
         trust = _Trust()
         delivered: set[int] = set()
 
-        def sampled(sidecar: Sidecar) -> Generator[list[Episode] | None, None, None]:
-            yield from self._ensure(sidecar, publication)
+        def sample(calls: Calls, sidecar: Sidecar) -> None:
+            self._ensure(sidecar, calls, publication)
             rows: set[int] = set()
             waiting = OpenGroups(group_size)
-            for message in sidecar.stream("generate", header, arrays, answer="generated"):
-                if message is None:
-                    yield None
-                    continue
+
+            def take(message: wire.Message) -> None:
                 completions = checked_completions(message.arrays, count, sampling, self._weights.config.vocab_size)
                 if message.header.get("policy_version") != version:
                     raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
@@ -193,16 +193,25 @@ class Replica:
                 )
                 fresh = [episode for episode in episodes if episode.group not in delivered]
                 delivered.update(episode.group for episode in fresh)
-                yield fresh
+                calls.put(fresh)
+
+            given = {"answer": "generated", "stopped": calls.stopped, "on_progress": take}
+            take(sidecar.request("generate", header, arrays, **given))
             if len(rows) < count:
                 raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
             self._fell_asleep(sidecar)
 
-        return self.supervisor.run(sampled)
+        return lambda calls: self.supervisor.run(calls, functools.partial(sample, calls))
 
     def score(
-        self, publication: Publication, rows: Sequence[np.ndarray], starts: Sequence[int], *, temperature: float
-    ) -> Generator[None, None, list[np.ndarray]]:
+        self,
+        calls: Calls,
+        publication: Publication,
+        rows: Sequence[np.ndarray],
+        starts: Sequence[int],
+        *,
+        temperature: float,
+    ) -> list[np.ndarray]:
         """Return the engine's own log-probs of rows, float32 nats: of their tokens from `starts` on.
 
         Raises:
@@ -210,26 +219,32 @@ class Replica:
         """
         trust = _Trust()
 
-        def scored(sidecar: Sidecar) -> Generator[None, None, list[np.ndarray]]:
-            yield from self._ensure(sidecar, publication)
-            values = yield from _scored(sidecar, rows, starts, temperature=temperature, sleep_level=self._sleep_level)
+        def score(sidecar: Sidecar) -> list[np.ndarray]:
+            self._ensure(sidecar, calls, publication)
+            values = _score(sidecar, calls, rows, starts, temperature=temperature, sleep_level=self._sleep_level)
             trust.check(values)
             self._fell_asleep(sidecar)
             return values
 
-        return self.supervisor.run(scored)
+        return self.supervisor.run(calls, score)
 
 
-def _scored(
-    sidecar: Sidecar, rows: Sequence[np.ndarray], starts: Sequence[int], *, temperature: float, sleep_level: int
-) -> Generator[None, None, list[np.ndarray]]:
+def _score(
+    sidecar: Sidecar,
+    calls: Calls,
+    rows: Sequence[np.ndarray],
+    starts: Sequence[int],
+    *,
+    temperature: float,
+    sleep_level: int,
+) -> list[np.ndarray]:
     arrays = {
         "row_ids": np.concatenate(rows).astype(np.int32),
         "row_lengths": np.array([row.size for row in rows], np.int32),
         "starts": np.array(starts, np.int32),
     }
     header = {"temperature": temperature, "sleep_level": sleep_level}
-    reply = yield from sidecar.ask("score", header, arrays, answer="scored")
+    reply = sidecar.request("score", header, arrays, answer="scored", stopped=calls.stopped)
     logprobs = reply.arrays.get("logprobs", np.empty(0))
     lengths = arrays["row_lengths"] - arrays["starts"]
     if logprobs.shape != (lengths.sum(),):
@@ -252,3 +267,89 @@ class _Trust:
         if not self._doubted and not all(np.isfinite(array).all() for array in values):
             self._doubted = True
             raise SidecarBroken("log-probs that are not finite")
+
+
+class SampledRow(NamedTuple):
+    """A completion that has ended.
+
+    Attributes:
+        row: `prompt * group_size + member`.
+        token_ids: [T] int32.
+        logprobs: [T] float32 nats.
+        finish_reason: "stop" or "length".
+    """
+
+    row: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+
+
+def split_columns(
+    arrays: Mapping[str, np.ndarray], prompts: Sequence[int], completions: Sequence[int], expected: Mapping[str, Shape]
+) -> list[dict[str, np.ndarray]]:
+    """The columns of `data.columns.COLUMNS` that a frame has beside tokens and log-probs, for each completion.
+
+    A column that given tokens have comes for a prompt's tokens and the completion's own but the last, which is not
+    read; another for the completion's tokens. Completions follow each other on the first axis.
+
+    Args:
+        arrays: of the frame.
+        prompts, completions: tokens of each completion's prompt, and its own.
+        expected: shape of an entry of the columns that must be there. Others may be.
+
+    Raises:
+        SidecarBroken: if a column is not there, or of another shape. `validation` looks at the values.
+    """
+    found: list[dict[str, np.ndarray]] = [{} for _ in completions]
+    for name, column in COLUMNS.items():
+        if name not in arrays and name not in expected:
+            continue
+        counts = np.array(completions, np.int64)
+        counts = counts + np.array(prompts, np.int64) - 1 if column.of_given else counts
+        values = arrays.get(name, np.empty(0))
+        shape = (int(counts.sum()), *expected.get(name, values.shape[1:]))
+        if values.shape != shape:
+            label = name.replace("_", " ")
+            raise SidecarBroken(f"generate: {label} of shape {values.shape}, expected {shape}")
+        for columns, part in zip(found, np.split(values, np.cumsum(counts)[:-1]), strict=True):
+            columns[name] = part
+    return found
+
+
+def checked_completions(
+    arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
+) -> list[SampledRow]:
+    """The completions of one frame, after everything about them that can be known was checked; none without arrays.
+
+    Raises:
+        SidecarBroken: saying what can't be right.
+    """
+    if not arrays:
+        return []
+    try:
+        rows, tokens, logprobs, lengths, stopped = (
+            arrays[name] for name in ("rows", "token_ids", "logprobs", "lengths", "stopped")
+        )
+    except KeyError as error:
+        raise SidecarBroken(f"generate: no {error} in the answer") from None
+    if not rows.shape == lengths.shape == stopped.shape == (rows.size,) or not rows.size:
+        raise SidecarBroken(f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} rows")
+    if rows.min() < 0 or rows.max() >= count or np.unique(rows).size < rows.size:
+        raise SidecarBroken(f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {count} requests")
+    if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
+        raise SidecarBroken(
+            f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
+            f"{sampling.max_completion_tokens}"
+        )
+    if not tokens.shape == logprobs.shape == (lengths.sum(),):
+        raise SidecarBroken(f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise SidecarBroken(f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer")
+    ends = np.cumsum(lengths)
+    last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
+    if not np.array_equal(last_is_stop, stopped.astype(bool)):
+        raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
+    reasons = ["stop" if end else "length" for end in stopped]
+    cut = np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
+    return [SampledRow(*parts) for parts in zip(rows.tolist(), *cut, reasons, strict=True)]

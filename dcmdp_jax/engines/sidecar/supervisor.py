@@ -1,68 +1,133 @@
-"""Sidecars that are restarted when they break, and several of them at work at the same time."""
+"""Sidecars that are restarted when they break, and calls of several of them at the same time, a thread each."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeVar
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
+from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken, Stopped
 
 logger = logging.getLogger(__name__)
 
-T, Y = TypeVar("T"), TypeVar("Y")
+T = TypeVar("T")
 
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
-_TURN_S = 0.02
+# The caller can look for a signal that often.
+_PAUSE_S = 0.5
+
+
+class Calls:
+    """Blocking calls that run at the same time, a thread each.
+
+    Attributes:
+        stopped: set when the caller gives the calls up; whatever blocks in them looks at it.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[Calls], Any]]) -> None:
+        """Store the calls; `values` or `results` starts them. Each is given this object."""
+        self.stopped = threading.Event()
+        self._results: dict[int, Any] = {}
+        self._arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=numbered, name="sidecar-call", daemon=True)
+            for numbered in enumerate(calls)
+        ]
+
+    def put(self, value: object) -> None:
+        """Hand a value of a call to the caller."""
+        self._arrived.put(("value", value))
+
+    def _run(self, number: int, call: Callable[[Calls], Any]) -> None:
+        try:
+            self._results[number] = call(self)
+            self._arrived.put(("end", None))
+        except BaseException as error:
+            self._arrived.put(("error", error))
+
+    def values(self) -> Iterator[Any]:
+        """Yield what the calls `put`, as it comes, and None where nothing came for half a second.
+
+        The first error ends all calls and is raised. So does closing the iterator.
+        """
+        try:
+            for thread in self._threads:
+                thread.start()
+            left = len(self._threads)
+            while left:
+                try:
+                    kind, value = self._arrived.get(timeout=_PAUSE_S)
+                except queue.Empty:
+                    yield None
+                    continue
+                if kind == "error":
+                    raise EngineError("ended by a later request to the sidecar") if type(value) is Stopped else value
+                if kind == "end":
+                    left -= 1
+                else:
+                    yield value
+        finally:
+            self.stop()
+
+    def results(self) -> list[Any]:
+        """Wait for all calls; what they return, in their order."""
+        for _ in self.values():
+            pass
+        return [self._results[number] for number in range(len(self._threads))]
+
+    def stop(self) -> None:
+        """End the calls and wait for their ends. Safe to call twice."""
+        self.stopped.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
 
 
 class Supervisor:
-    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread."""
+    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread at a time.
+
+    Attributes:
+        sidecar: the one that works; None before it is ready, and while a new one is started.
+        max_restarts: restarts in a row without success, after which the run ends.
+    """
 
     def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
-        """Store the arguments; `started` comes next.
+        """Store the arguments; `start` comes next.
 
         Args:
-            name: of its engine, in errors and logs.
+            name: name of its engine, in errors and logs.
             start: starts a sidecar's process.
-            max_restarts: restarts in a row without success, after which the run ends.
+            max_restarts: see the class.
         """
-        self._name, self._start = name, start
-        self._max_restarts = max_restarts
+        self._name, self._start, self.max_restarts = name, start, max_restarts
         self.sidecar: Sidecar | None = None
-        """The one that works; None before it is ready, and while a new one is started."""
 
-    def started(self) -> Generator[None, None, None]:
+    def start(self, calls: Calls) -> None:
         """Start the first sidecar.
 
         Raises:
             EngineError: if it does not start, with the reason.
         """
         try:
-            yield from self._ready()
+            self._become_ready(calls)
         except SidecarBroken as error:
             raise EngineError(f"the {self._name} sidecar does not start: {error}") from error
 
-    def _ready(self) -> Generator[None, None, None]:
+    def _become_ready(self, calls: Calls) -> None:
         sidecar = self._start()
-        yield from sidecar.wait_until_ready()
+        sidecar.wait_until_ready(calls.stopped)
         self.sidecar = sidecar
 
-    def _restarted(self) -> Generator[None, None, None]:
-        try:
-            yield from self._ready()
-        except EngineError as error:
-            # An engine that once stood and is refused now lacks memory or a device: that may pass.
-            raise SidecarBroken(str(error)) from error
-
-    def run(self, call: Callable[[Sidecar], Generator[Y, None, T]]) -> Generator[Y | None, None, T]:
-        """Yield what `call` yields on a sidecar that works, None while one is restarted; return what it returns.
+    def run(self, calls: Calls, call: Callable[[Sidecar], T]) -> T:
+        """Return what `call` returns on a sidecar that works.
 
         Args:
+            calls: stop the wait for a restart.
             call: everything that must be asked of one sidecar. Made again, whole, for the next one if it breaks on the
-                way; it must not repeat what it yielded.
+                way; it must not repeat what it `put`.
 
         Raises:
             EngineError: after `max_restarts` restarts in a row without success, with the reason and the end of the log.
@@ -71,66 +136,35 @@ class Supervisor:
         while True:
             try:
                 if self.sidecar is None:
-                    yield from self._restarted()
-                return (yield from call(self.sidecar))
+                    try:
+                        self._become_ready(calls)
+                    except EngineError as error:
+                        # An engine that once stood and is refused now lacks memory or a device: that may pass.
+                        raise SidecarBroken(str(error)) from error
+                return call(self.sidecar)
             except SidecarBroken as error:
                 failures += 1
-                yield from self._recovered(error, failures)
+                self._recover(error, failures, calls)
 
-    def _recovered(self, error: SidecarBroken, failures: int) -> Generator[None, None, None]:
+    def _recover(self, error: SidecarBroken, failures: int, calls: Calls) -> None:
         """Clear away what is broken and wait a moment, or give up."""
         lines = ""
         if self.sidecar is not None:
             self.sidecar.kill()
             lines = self.sidecar.last_lines()
             self.sidecar = None
-        if failures > self._max_restarts:
+        if failures > self.max_restarts:
             raise EngineError(
                 f"the {self._name} sidecar failed {failures} times in a row, at last: {error}"
                 + (f"; the end of its log:\n{lines}" if lines else "")
             ) from error
         pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
         logger.warning("%s sidecar: %s; restart %d in %.1f s", self._name, error, failures, pause)
-        until = time.monotonic() + pause
-        while time.monotonic() < until:
-            time.sleep(_TURN_S)
-            yield None
+        if calls.stopped.wait(pause):
+            raise Stopped
 
     def close(self) -> None:
         """Stop the sidecar. Safe to call twice."""
         if self.sidecar is not None:
             self.sidecar.close()
             self.sidecar = None
-
-
-def in_turn(streams: Sequence[Iterator[Y]]) -> Iterator[Y]:
-    """Advance all streams, one after the other, until each has ended; closed, or after an error, close those left.
-
-    Each is asked before the first answer is waited for, and none waits long (`Sidecar.stream`), so that all sidecars
-    work at the same time, and one that is restarted holds up no other.
-    """
-    left = list(streams)
-    try:
-        while left:
-            for stream in tuple(left):
-                try:
-                    value = next(stream)
-                except StopIteration:
-                    left.remove(stream)
-                else:
-                    yield value
-    finally:
-        for stream in left:
-            stream.close()
-
-
-def gathered(calls: Sequence[Generator[object, None, T]]) -> list[T]:
-    """Run calls to their ends `in_turn`; what each returns."""
-    results: dict[int, T] = {}
-
-    def kept(index: int, call: Generator[object, None, T]) -> Iterator[None]:
-        results[index] = yield from call
-
-    for _ in in_turn([kept(index, call) for index, call in enumerate(calls)]):
-        pass
-    return [results[index] for index in range(len(calls))]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
-from dcmdp_jax.engines.sidecar.supervisor import Supervisor, gathered, in_turn
+from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import ENGINE, devices, launch
@@ -25,8 +26,6 @@ from dcmdp_jax.types import Params
 logger = logging.getLogger(__name__)
 
 SCRIPT = Path(__file__).with_name("sidecar.py")
-# The caller can look for a signal that often.
-_PAUSE_S = 0.5
 
 
 class VllmEngine:
@@ -69,14 +68,15 @@ class VllmEngine:
             arguments, directory=arguments.directory.resolve(),
             settings=(settings := dataclasses.replace(settings, replicas=len(devices_of_each))),
         )  # fmt: skip
-        self._weights = SharedWeights(
+        self.weights = SharedWeights(
             self.config, compute_dtype=arguments.compute_dtype, int8=arguments.precision == "int8",
             probe=arguments.probe and arguments.probe(), max_total_tokens=self.max_total_tokens,
         )  # fmt: skip
-        self._replicas: list[Replica] = []
+        self.replicas: list[Replica] = []
+        self._calls = Calls([])
         try:
             launch.write_model_config(arguments)
-            engine = launch.engine_arguments(arguments, available=self._weights.left_bytes)
+            engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
             several = settings.replicas > 1
             for number, names in enumerate(devices_of_each):
                 one = Launch(
@@ -91,26 +91,32 @@ class VllmEngine:
                     stall_timeout_s=settings.stall_timeout_s,
                 )
                 one.directory.mkdir(exist_ok=True)
-                self._replicas.append(
+                self.replicas.append(
                     Replica(
-                        self._supervisor(one, settings.max_restarts), self._weights,
+                        self._supervisor(one, settings.max_restarts), self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments), sleep_level=settings.sleep,
                         routed_experts=arguments.routed_experts,
                     )
                 )  # fmt: skip
-            gathered([replica.supervisor.started() for replica in self._replicas])
+            self._begin([replica.supervisor.start for replica in self.replicas]).results()
         except BaseException:
             self.close()
             raise
 
     def _supervisor(self, how_to_start: Launch, max_restarts: int) -> Supervisor:
-        weights = self._weights
+        weights = self.weights
         listed = [list(tensor) for tensor in weights.bridge.manifest]
         return Supervisor(
             how_to_start.name,
             lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes),
             max_restarts=max_restarts,
         )
+
+    def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
+        """New calls of the replicas; those that were left open end."""
+        self._calls.stop()
+        self._calls = Calls(calls)
+        return self._calls
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Publish the parameters and have each replica load them; return when they are proven to be in use.
@@ -126,8 +132,9 @@ class VllmEngine:
             ValueError: for parameters that are not those of the model.
             EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
         """
-        publication = self._weights.publish(params, policy_version)
-        differences = gathered([replica.load(publication) for replica in self._replicas])
+        publication = self.weights.publish(params, policy_version)
+        loads = [functools.partial(replica.load, publication=publication) for replica in self.replicas]
+        differences = self._begin(loads).results()
         return {} if publication.probe is None else {"mismatch/probe": max(differences)}
 
     def generate(
@@ -158,7 +165,7 @@ class VllmEngine:
                 begun then.
             EngineError: if no weights were published, or a sidecar fails again and again.
         """
-        publication = self._weights.published
+        publication = self.weights.published
         if publication is None:
             raise EngineError("no weights: push_weights must come before generate")
         ENGINE.check_temperature(sampling.temperature)
@@ -166,16 +173,25 @@ class VllmEngine:
             prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
             reserve=sampling.max_completion_tokens,
         )  # fmt: skip
-        dealt = [range(first, len(prompts), len(self._replicas)) for first in range(len(self._replicas))]
+        dealt = [range(first, len(prompts), len(self.replicas)) for first in range(len(self.replicas))]
         parts = [
             replica.sample(
                 publication, {group: prompts[group] for group in groups}, sampling, seed=seed, step=step,
                 first_prompt=first_prompt,
             )
-            for replica, groups in zip(self._replicas, dealt, strict=True)
+            for replica, groups in zip(self.replicas, dealt, strict=True)
             if groups
         ]  # fmt: skip
-        return _with_pauses(in_turn(parts))
+
+        def groups() -> Iterator[list[Episode]]:
+            calls = self._begin(parts)
+            with contextlib.closing(calls.values()) as values:
+                for complete in values:
+                    yield complete or []
+                    if calls.stopped.is_set():
+                        raise EngineError("generate: ended by a later request to the sidecar")
+
+        return groups()
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -195,7 +211,7 @@ class VllmEngine:
         Raises:
             ValueError, EngineError: as `LocalEngine.score`.
         """
-        publication = self._weights.published
+        publication = self.weights.published
         if publication is None:
             raise EngineError("no weights: push_weights must come before score")
         if not temperature >= 0:
@@ -204,13 +220,15 @@ class VllmEngine:
             prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
         )
         starts = [prompt.size for prompt in prompts]
-        count = len(self._replicas)
-        dealt = gathered(
-            [
-                replica.score(publication, rows[first::count], starts[first::count], temperature=temperature or 1.0)
-                for first, replica in enumerate(self._replicas[: len(rows)])
-            ]
-        )
+        count = len(self.replicas)
+        scores = [
+            functools.partial(
+                replica.score, publication=publication, rows=rows[first::count], starts=starts[first::count],
+                temperature=temperature or 1.0,
+            )
+            for first, replica in enumerate(self.replicas[: len(rows)])
+        ]  # fmt: skip
+        dealt = self._begin(scores).results()
         results = [dealt[row % count][row // count] for row in range(len(rows))]
         check_finite(results)
         return results
@@ -220,16 +238,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop the sidecars and free the shared memory. Safe to call twice."""
-        for replica in self._replicas:
+        self._calls.stop()
+        for replica in self.replicas:
             replica.supervisor.close()
-        self._weights.close()
-
-
-def _with_pauses(parts: Iterator[list[Episode] | None]) -> Iterator[list[Episode]]:
-    """The lists, and an empty one where none came for half a second."""
-    last = time.monotonic()
-    with contextlib.closing(parts):
-        for complete in parts:
-            if complete is not None or time.monotonic() - last > _PAUSE_S:
-                yield complete or []
-                last = time.monotonic()
+        self.weights.close()
