@@ -102,11 +102,12 @@ def _forced_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _one_batch_after_another(schedule: _Schedule) -> _Schedule:
-    def sample(
-        self: Scheduler, prompts: list[np.ndarray], members: list[int], group: int, bucket: int
-    ) -> Iterator[None]:
-        for start in range(0, len(members), TAIL_ROWS // group):
-            yield from schedule(self, prompts, members[start : start + TAIL_ROWS // group], group, bucket)
+    def sample(self: Scheduler) -> Iterator[None]:
+        members = list(self._members)
+        for start in range(0, len(members), TAIL_ROWS // GROUP):
+            self._members.clear()
+            self._members.extend(members[start : start + TAIL_ROWS // GROUP])
+            yield from schedule(self)
 
     return sample
 

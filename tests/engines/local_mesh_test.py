@@ -18,10 +18,10 @@ from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local import weights as weights_module
-from dcmdp_jax.engines.local.decode import RowState, decode
+from dcmdp_jax.engines.local.decode import Draw, Limits, RowState, decode
 from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.score import score
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
@@ -238,11 +238,12 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
     cache = tuple(
         tuple(jax.ShapeDtypeStruct((2, 4, *size), "float32") for size in ((8, 32), (32, 8))) for _ in range(2)
     )
-    scalars = [np.int32(0), np.int32(8), np.int32(0), np.float32(1), np.float32(1), np.zeros(1, np.int32)]
+    limits = Limits(np.int32(0), np.int32(8), np.int32(0))
+    draw = Draw(np.float32(1), np.float32(1), np.zeros(1, np.int32))
     # A length that no other test has: traced programs are cached by their arguments.
     program = Program(DENSE, "float32", "float32", engine_mesh(None))
     options = {"program": program, "prompt_slots": 16 + keeps_quantized, "prefix_slots": 18, "mode": "sample"}
-    traced = decode.trace(shapes, cache, rows, *scalars, **options)
+    traced = decode.trace(shapes, cache, rows, limits, draw, **options)
     before = [False] * 9
     assert list(_conversions(traced.jaxpr.jaxpr)) == ([True] * 9 if keeps_quantized else before)
     assert str(traced.jaxpr).count("optimization_barrier") == 1 + (3 if keeps_quantized else 0)

@@ -9,7 +9,7 @@ from jax._src import compiler
 
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local import schedule
-from dcmdp_jax.engines.local.prepare import Preparation
+from dcmdp_jax.engines.local.programs import Preparation
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
@@ -81,7 +81,7 @@ def test_memory_of_caches_goes_back_to_the_system_only_where_no_run_keeps_it(
     returned: list[int] = []
 
     class Moving(schedule.Scheduler):
-        def sample(self, *_: object) -> None:
+        def sample(self) -> None:
             self._trimmed(())
             raise RuntimeError("enough")
 

@@ -75,10 +75,10 @@ def calls(monkeypatch) -> dict[str, list]:
     seen = {"decode": [], "insert": []}
     originals = decode.decode, schedule.insert
 
-    def decoded(weights, cache, rows, clock, *args, **kwargs):
+    def decoded(weights, cache, rows, limits, *args, **kwargs):
         size = cache[0][1].shape[0], cache[0][1].shape[2]
-        seen["decode"].append((*size, int(clock), kwargs["prefix_slots"]))
-        return originals[0](weights, cache, rows, clock, *args, **kwargs)
+        seen["decode"].append((*size, int(limits.clock), kwargs["prefix_slots"]))
+        return originals[0](weights, cache, rows, limits, *args, **kwargs)
 
     def inserted(cache, source, *args, **kwargs):
         seen["insert"].append((cache[0][1].shape[2], source[0][1].shape[2]))

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.cache import Cache, load, slots_of, store
-from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late, weight_specs
+from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
+from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
 from dcmdp_jax.engines.local.sampler import token_words
-from dcmdp_jax.engines.local.vocabulary import embed, sample_tokens
-from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.decoder import block_of, final_norm
 from dcmdp_jax.models.layers import rotary_tables
-from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.models.products import in_compute_dtype
@@ -44,45 +42,6 @@ class RowState(NamedTuple):
     done: jax.Array
 
 
-def forward_rows(
-    weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """Run the device's padded rows [R, L] without a cache.
-
-    Returns:
-        Hidden states [R, L, D], each layer's stored keys and values, and the tokens' experts, see `_routed`.
-    """
-    config, dtype = program.part, jnp.dtype(program.compute_dtype)
-    length = tokens.shape[1]
-    kernel = choose_kernel("auto", dtype, program.platform, length)
-    segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
-    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
-    rotary = jax.lax.optimization_barrier(rotary_tables(config, jnp.arange(length)[None]))
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
-        read = (load(x, dtype) for x in stored)
-        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True, ops=program.ops), stored
-
-    x = embed(weights, tokens, program).astype(dtype)
-    stored, reports = [], []
-    for layer in weights["layers"]:
-        layer, x = convert_late(layer, x, program)
-        x, kept, aux = block_of(layer, config)(
-            x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
-        )
-        stored.append(kept)
-        reports.append(aux)
-    return final_norm(weights, config, x), stored, _routed(reports, program)
-
-
-def _routed(reports: list[Aux], program: Program) -> jax.Array | None:
-    """[R, L, layers, k] int16, the experts of each token as the layers report them; None unless the program asks."""
-    if not program.routed_experts:
-        return None
-    return jnp.stack([aux["routed_experts"].astype(jnp.int16) for aux in reports], axis=2)
-
-
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
 @in_compute_dtype
 def prefill(
@@ -102,10 +61,7 @@ def prefill(
         asks for them the experts of each token, [P, prompt_slots, layers, k] int16, else None.
     """
     local = functools.partial(_prefill_local, program=program, groups=groups)
-    specs = weight_specs(weights, program.config, program.mesh)
-    return jax.shard_map(
-        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS), out_specs=(CACHE, ROWS, ROWS), check_vma=False
-    )(weights, prompts, lengths)
+    return on_devices(program, local, (ROWS, ROWS), (CACHE, ROWS, ROWS))(weights, prompts, lengths)
 
 
 def _prefill_local(
@@ -158,11 +114,10 @@ def first_tokens(
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
         return sample_tokens(program.own_weights(weights), rows, words, *draw, mode, program)
 
-    specs = weight_specs(weights, program.config, program.mesh)
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    return jax.shard_map(
-        local, mesh=program.mesh, in_specs=(specs, ROWS, ROWS, P(), P()), out_specs=(ROWS, ROWS), check_vma=False
-    )(weights, rows, keys, inverse_temperature, top_p)
+    return on_devices(program, local, (ROWS, ROWS, P(), P()), (ROWS, ROWS))(
+        weights, rows, keys, inverse_temperature, top_p
+    )
 
 
 class Decoded(NamedTuple):
@@ -190,26 +145,41 @@ _State = tuple[Cache, jax.Array, Decoded]
 """State between two steps: the cache, the last sampled tokens, and the result so far."""
 
 
+class Limits(NamedTuple):
+    """When a call of `decode` ends.
+
+    Attributes:
+        clock: [] int32, steps that earlier calls took in this window.
+        steps: [] int32, at most W.
+        live_floor: [] int32, unfinished rows.
+    """
+
+    clock: jax.Array
+    steps: jax.Array
+    live_floor: jax.Array
+
+
+class Draw(NamedTuple):
+    """The sampling distribution, see `sampler.choose_tokens`.
+
+    Attributes:
+        inverse_temperature, top_p: [] float32.
+        stop_ids: [E] int32.
+    """
+
+    inverse_temperature: jax.Array
+    top_p: jax.Array
+    stop_ids: jax.Array
+
+
 @functools.partial(
     jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
 )
 @in_compute_dtype
 def decode(
-    weights: Params,
-    cache: Cache,
-    rows: RowState,
-    clock: jax.Array,
-    steps: jax.Array,
-    live_floor: jax.Array,
-    inverse_temperature: jax.Array,
-    top_p: jax.Array,
-    stop_ids: jax.Array,
-    *,
-    program: Program,
-    prompt_slots: int,
-    prefix_slots: int,
-    mode: str,
-) -> tuple[Cache, Decoded]:
+    weights: Params, cache: Cache, rows: RowState, limits: Limits, draw: Draw, *, program: Program, prompt_slots: int,
+    prefix_slots: int, mode: str,
+) -> tuple[Cache, Decoded]:  # fmt: skip
     """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are unfinished.
 
     Devices with rows of their own synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may
@@ -225,49 +195,28 @@ def decode(
         weights: the engine's tree.
         cache: of the rows, `prefix_slots + W` slots; donated.
         rows: their state.
-        clock: [] int32, steps that earlier calls took in this window.
-        steps: [] int32, at most W.
-        live_floor: [] int32.
-        inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
-        stop_ids: [E] int32.
+        limits: when to stop.
+        draw: the distribution.
         program: static arguments.
         prompt_slots: cache slots of the prompt.
         prefix_slots: cache slots of the prompt and of the tokens that every row sampled before it entered the window.
+        mode: see `sampler.choose_tokens`.
     """
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
-    local = functools.partial(
-        _decode_local, program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode
-    )
+    options = {"program": program, "prompt_slots": prompt_slots, "prefix_slots": prefix_slots, "mode": mode}
     sampled, whole = P(None, ROW_AXES), P()
     decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled)
-    specs = weight_specs(weights, program.config, program.mesh)
-    # Each device computes its own rows: the compiler partitions no product and no sum.
-    return jax.shard_map(
-        local,
-        mesh=program.mesh,
-        in_specs=(specs, CACHE, ROWS, *6 * (whole,)),
-        out_specs=(CACHE, decoded),
-        check_vma=False,
-    )(weights, cache, rows, clock, steps, live_floor, inverse_temperature, top_p, stop_ids)
+    local = functools.partial(_decode_local, **options)
+    return on_devices(program, local, (CACHE, ROWS, whole, whole), (CACHE, decoded))(weights, cache, rows, limits, draw)
 
 
 def _decode_local(
-    weights: Params,
-    cache: Cache,
-    rows: RowState,
-    clock: jax.Array,
-    steps: jax.Array,
-    live_floor: jax.Array,
-    inverse_temperature: jax.Array,
-    top_p: jax.Array,
-    stop_ids: jax.Array,
-    *,
-    program: Program,
-    prompt_slots: int,
-    prefix_slots: int,
-    mode: str,
-) -> tuple[Cache, Decoded]:
+    weights: Params, cache: Cache, rows: RowState, limits: Limits, draw: Draw, *, program: Program, prompt_slots: int,
+    prefix_slots: int, mode: str,
+) -> tuple[Cache, Decoded]:  # fmt: skip
     """Run `decode` on one device, with its share of the rows."""
+    clock, steps, live_floor = limits
+    inverse_temperature, top_p, stop_ids = draw
     config = program.part
     weights = program.own_weights(weights)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
@@ -296,7 +245,7 @@ def _decode_local(
             )
             kept.append(held)
             reports.append(aux)
-        return tuple(kept), final_norm(weights, config, x)[:, 0], _routed(reports, program)
+        return tuple(kept), final_norm(weights, config, x)[:, 0], routed_experts(reports, program)
 
     def live(state: _State) -> jax.Array:
         return jnp.sum(~state[2].done, dtype=jnp.int32)

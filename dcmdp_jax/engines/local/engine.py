@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.local.decode import Draw
+from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.prepare import Preparation, decoding_program
-from dcmdp_jax.engines.local.schedule import Completions, Draw, Scheduler, Sizes
-from dcmdp_jax.engines.local.score import score as score_program
+from dcmdp_jax.engines.local.programs import Preparation, decoding_program
+from dcmdp_jax.engines.local.schedule import Completions, Scheduler, Sizes
 from dcmdp_jax.engines.local.sizes import (
     batch_rows,
     default_cache_block,
@@ -152,15 +154,14 @@ class LocalEngine:
         group, limit = sampling.group_size, sampling.max_completion_tokens
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
-        draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32), mode)
+        draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32))
         routed = self.config.routing[:2] if self._program.routed_experts else None
         first_row = first_prompt * group
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
         size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
         weights = self._weights
-        trims = self._preparation is None
-        scheduler = Scheduler(weights, sampled, draw, sizes, program=self._program, trims=trims)
+        options = {"program": self._program, "trims": self._preparation is None}
         version, stops = self._policy_version, set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
@@ -179,21 +180,22 @@ class LocalEngine:
         def groups() -> Iterator[list[Episode]]:
             waiting = OpenGroups(group)
             for bucket, members in _by_bucket(prompts, -(-size // group)):
-                for _ in scheduler.sample(prompts, members, group, bucket):
+                scheduler = Scheduler(weights, sampled, draw, mode, sizes, members, bucket, **options)
+                for _ in scheduler.sample():
                     yield waiting.add(map(episode, sampled.take_finished()))
-                self._prepare(scheduler, weights, draw, bucket)
+                self._prepare(scheduler.shapes(), weights, draw.stop_ids.size, prompt_slots=bucket, mode=mode)
             yield waiting.add(map(episode, sampled.take_finished()))
 
         return groups()
 
-    def _prepare(self, scheduler: Scheduler, weights: Params, draw: Draw, bucket: int) -> None:
+    def _prepare(self, shapes: list[tuple[int, int, int]], weights: Params, stops: int, **options: Any) -> None:
         """Compile the programs that later calls like this one can need, unless they are already."""
-        shapes = tuple(scheduler.shapes(bucket))
-        options = {"program": self._program, "prompt_slots": bucket, "mode": draw.mode}
-        if self._preparation is None or (key := (shapes, bucket, draw.stop_ids.size, draw.mode)) in self._prepared:
-            return
-        self._prepared.add(key)
-        self._preparation.add(decoding_program(weights, shape, draw.stop_ids.size, **options) for shape in shapes)
+        key = (tuple(shapes), stops, *options.values())
+        if self._preparation is not None and key not in self._prepared:
+            self._prepared.add(key)
+            self._preparation.add(
+                decoding_program(weights, shape, stops, program=self._program, **options) for shape in shapes
+            )
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float

@@ -1,9 +1,13 @@
-"""The embedded engine's programs, with abstract arguments, ready to be compiled for any mesh."""
+"""The embedded engine's programs with abstract arguments: for any mesh, and compiled ahead of the calls."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,12 +16,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.kind import EngineArguments, EnginePlan, Workload
-from dcmdp_jax.engines.local import decode, score, sizes
+from dcmdp_jax.engines.local import decode, sizes
 from dcmdp_jax.engines.local.cache import abstract
+from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
+from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.types import Params
+
+logger = logging.getLogger(__name__)
 
 
 def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
@@ -37,19 +46,12 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
-    cache = abstract(model, rows, slots, dtype=program.cache_dtype, sharding=program.cache)
+    cache, *decoded = _decode_arguments(program, rows, slots, 1, sharded=True)
     cache_bytes = bytes_per_device(cache)
 
     def by_row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=program.rows)
 
-    def scalar(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(engine, P()))
-
-    state = decode.RowState(
-        keys=by_row(jnp.uint32, rows, 2), prompt_lengths=by_row(jnp.int32, rows), last=by_row(jnp.int32, rows),
-        sampled=by_row(jnp.int32, rows), done=by_row(jnp.bool_, rows),
-    )  # fmt: skip
     prompts, groups = sizes.prefill_shape(model.num_heads, max(1, rows // group), bucket, engine.size)
     length = sizes.length_bucket(arguments.max_total_tokens)
     scored = sizes.score_rows(model.num_heads, length, arguments.max_rows, program.row_shards)
@@ -68,8 +70,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         Lowerable(
             "decode",
             functools.partial(
-                decode.decode.trace, weights, cache, state, *(scalar(jnp.int32) for _ in range(3)),
-                scalar(jnp.float32), scalar(jnp.float32), scalar(jnp.int32, 1), program=program, prompt_slots=bucket,
+                decode.decode.trace, weights, cache, *decoded, program=program, prompt_slots=bucket,
                 prefix_slots=bucket, mode="sample",
             ),
             held | {"engine's cache": cache_bytes},
@@ -80,8 +81,8 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         Lowerable(
             "score",
             functools.partial(
-                score.score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
-                scalar(jnp.float32), program=program,
+                score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
+                jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(engine, P())), program=program,
             ),
             held,
             (length,),
@@ -91,9 +92,97 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions)
 
 
+def _decode_arguments(program: Program, rows: int, slots: int, stops: int, *, sharded: bool) -> tuple[Any, ...]:
+    """Shapes of the arguments of `decode` after the weights: cache, rows, limits, draw.
+
+    Args:
+        program: static arguments.
+        rows, slots, stops: rows, cache slots of each, stop tokens.
+        sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the cache.
+    """
+    of_rows, whole = (program.rows, NamedSharding(program.mesh, P())) if sharded else (None, None)
+
+    def given(kind: str, *dims: int, sharding: NamedSharding | None = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, kind, sharding=sharding)
+
+    by_row = functools.partial(given, sharding=of_rows)
+    number, real, integers = given("int32"), given("float32"), by_row("int32", rows)
+    return (
+        abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
+        decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows)),
+        decode.Limits(number, number, number),
+        decode.Draw(real, real, given("int32", stops)),
+    )
+
+
 def _weights(model: ModelConfig, precision: str, param_dtype: str, mesh: Mesh) -> Any:
     """The engine's tree with shardings; its layers are alike."""
     shapes = engine_shapes(model, precision, param_dtype)
     specs = weight_specs(shapes, model, mesh)
     tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     return {**tree, "layers": [tree["layers"]] * model.num_layers}
+
+
+class Preparation:
+    """Programs to compile, one after another. JAX keeps them, so that a call which needs one finds it.
+
+    Nothing is executed and no array is made. The thread ends when all are done, at `stop`, and with the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def add(self, programs: Iterable[Callable[[], object]]) -> None:
+        """Compile these too."""
+        self._waiting.extend(programs)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="compile decoding programs")
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all are compiled."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Drop what is not begun."""
+        self._waiting.clear()
+        self.wait()
+
+    def _run(self) -> None:
+        while threading.main_thread().is_alive():
+            try:
+                self._waiting.popleft()()
+            except IndexError:
+                # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
+                release_freed_memory()
+                return
+            except Exception:  # the call that needs this program says what is wrong with it
+                logger.debug("a program was not compiled ahead", exc_info=True)
+
+
+def decoding_program(
+    weights: Params,
+    shape: tuple[int, int, int],
+    stops: int,
+    *,
+    program: Program,
+    prompt_slots: int,
+    mode: str,
+) -> Callable[[], object]:
+    """A call that compiles `decode`.
+
+    Args:
+        weights: the engine's tree; only its shapes are kept.
+        shape: rows, cache slots, slots of the prefix, of `Scheduler.shapes`.
+        stops: number of stop tokens.
+        program, prompt_slots, mode: see `decode`.
+    """
+    rows, slots, prefix_slots = shape
+    tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
+    lower = functools.partial(
+        decode.decode.lower, tree, *_decode_arguments(program, rows, slots, stops, sharded=False),
+        program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode,
+    )  # fmt: skip
+    return lambda: lower().compile()

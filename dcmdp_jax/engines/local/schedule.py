@@ -44,26 +44,11 @@ class Sizes:
     limit: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """The sampling distribution, see `sampler.choose_tokens`.
-
-    Attributes:
-        inverse_temperature, top_p: [] float32.
-        stop_ids: [E] int32.
-        mode: "sample", "nucleus" or "greedy".
-    """
-
-    inverse_temperature: np.float32
-    top_p: np.float32
-    stop_ids: np.ndarray
-    mode: str
-
-
 class Completions:
     """The completions of one call of `generate`, indexed by row of the whole call.
 
     Attributes:
+        prompts, group: prompts of the call, and rows of each.
         tokens, logprobs: [N, limit] int32 and float32; undefined from `sampled` on.
         sampled: [N] int32.
         keys: [N, 2] uint32, see `sampler.row_keys`; those of the rows from `first_row` on.
@@ -94,7 +79,7 @@ class Completions:
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
         self.routed_experts = None if routed_shape is None else np.empty((count, limit, *routed_shape), np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}
-        self._group = group
+        self.prompts, self.group = prompts, group
 
     def add(
         self,
@@ -120,7 +105,7 @@ class Completions:
         if self.routed_experts is None:
             return None
         own = self.routed_experts[row, : self.sampled[row] - 1]
-        return np.concatenate([self.prompt_routed_experts[row // self._group], own])
+        return np.concatenate([self.prompt_routed_experts[row // self.group], own])
 
     def finish(self, rows: np.ndarray) -> None:
         """Note that rows are finished."""
@@ -159,40 +144,41 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        weights: Params,
-        completions: Completions,
-        draw: Draw,
-        sizes: Sizes,
-        *,
-        program: Program,
-        trims: bool = False,
-    ) -> None:
-        """`trims`: memory of a cache that is done with returns to the system, so that the heap of another device's
-        thread can have it."""
-        self._weights, self._completions, self._draw = weights, completions, draw
+        self, weights: Params, completions: Completions, draw: programs.Draw, mode: str, sizes: Sizes,
+        members: Sequence[int], bucket: int, *, program: Program, trims: bool = False,
+    ) -> None:  # fmt: skip
+        """Store the arguments.
+
+        Args:
+            weights: the engine's tree.
+            completions: of the call; those of `members` are filled.
+            draw, mode: the distribution.
+            sizes: batch shapes.
+            members: prompts of the call, none longer than `bucket`.
+            bucket: cache slots of a prompt.
+            program: static arguments of the programs.
+            trims: memory of a cache that is done with returns to the system, so that the heap of another device's
+                thread can have it.
+        """
+        self._weights, self._completions, self._draw, self._mode = weights, completions, draw, mode
         self._sizes, self._program, self._devices, self._trims = sizes, program, program.mesh.size, trims
         self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
         self._capacities = cache_capacities(sizes.cache_block, sizes.limit)
-
-    def sample(self, prompts: Sequence[np.ndarray], members: Sequence[int], group: int, bucket: int) -> Iterator[None]:
-        """Sample `group` rows for each of the prompts `members`, none longer than `bucket`.
-
-        Pauses whenever rows may have finished.
-        """
-        self._prompts, self._group, self._bucket = prompts, group, bucket
-        self._members = deque(members)
+        self._members, self._bucket = deque(members), bucket
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
+
+    def sample(self) -> Iterator[None]:
+        """Sample all rows of the prompts. Pauses whenever rows may have finished."""
         while any(self._has(level) for level in range(len(self._queues))):
             levels = [level for level in range(len(self._queues)) if self._has(level)]
             yield from self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
 
-    def shapes(self, bucket: int) -> list[tuple[int, int, int]]:
-        """Rows, cache slots and prefix slots of all batches that prompts of a bucket can come to."""
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Rows, cache slots and prefix slots of all batches that prompts of the bucket can come to."""
         sizes = [self._sizes.rows]
         while (half := self._shrunk(sizes[-1], -(-sizes[-1] // 2))) < sizes[-1]:
             sizes.append(half)
-        slots = [bucket, *(bucket + capacity for capacity in self._capacities)]
+        slots = [self._bucket, *(self._bucket + capacity for capacity in self._capacities)]
         return [(rows, *pair[::-1]) for pair in itertools.pairwise(slots) for rows in sizes]
 
     def _has(self, level: int) -> bool:
@@ -258,7 +244,7 @@ class Scheduler:
         self, cache: Cache, places: np.ndarray, live: np.ndarray, level: int, clock: int, prefix: int, more: bool
     ) -> tuple[Cache, int]:
         """Decode until rows should leave the batch; finished rows are removed from `places`."""
-        completions, draw = self._completions, self._draw
+        completions = self._completions
         sampled = completions.sampled[places]
         rows = programs.RowState(
             keys=completions.keys[places],
@@ -272,9 +258,8 @@ class Scheduler:
         floor = places.size - self._unit if more else half if shrinkable else 0
         steps = np.int32(self._steps_left(level, places[live]))
         cache, decoded = programs.decode(
-            self._weights, cache, rows, np.int32(clock), steps, np.int32(floor),
-            draw.inverse_temperature, draw.top_p, draw.stop_ids,
-            program=self._program, prompt_slots=self._bucket, prefix_slots=prefix, mode=draw.mode,
+            self._weights, cache, rows, programs.Limits(np.int32(clock), steps, np.int32(floor)), self._draw,
+            program=self._program, prompt_slots=self._bucket, prefix_slots=prefix, mode=self._mode,
         )  # fmt: skip
         decoded = jax.device_get(decoded)
         steps, of = int(decoded.steps), places[live]
@@ -305,15 +290,16 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Run the next prompts and sample the first token of each of their rows."""
-        program, group, completions, draw = self._program, self._group, self._completions, self._draw
+        program, completions, draw = self._program, self._completions, self._draw
+        group = completions.group
         count = max(1, self._sizes.rows // group)
         members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
         prompts, groups = prefill_shape(program.config.num_heads, count, self._bucket, self._devices)
         padded = np.zeros((prompts, self._bucket), np.int32)
         lengths = np.ones(padded.shape[0], np.int32)
         for place, index in enumerate(members):
-            padded[place, : self._prompts[index].size] = self._prompts[index]
-            lengths[place] = self._prompts[index].size
+            padded[place, : completions.prompts[index].size] = completions.prompts[index]
+            lengths[place] = completions.prompts[index].size
         cache, hidden, routed = programs.prefill(self._weights, padded, lengths, program=program, groups=groups)
         if routed is not None:
             routed = np.asarray(routed)
@@ -333,7 +319,7 @@ class Scheduler:
                     draw.inverse_temperature,
                     draw.top_p,
                     program=program,
-                    mode=draw.mode,
+                    mode=self._mode,
                 )  # fmt: skip
             )
             tokens, logprobs = tokens[: part.size], logprobs[: part.size]
