@@ -10,6 +10,22 @@ class UserError(ValueError):
     """
 
 
+class ArgumentError(UserError):
+    """A wrong argument of library code. `config.arguments` says it as one of a setting or a flag.
+
+    Args:
+        argument: the argument's name, which may be followed by what it holds: "mesh (data=2)", "engine_args.size".
+        said: what is wrong and what to do.
+    """
+
+    def __init__(self, argument: str, said: str) -> None:
+        super().__init__(argument, said)
+        self.argument, self.said = argument, said
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {self.said}"
+
+
 class EngineError(RuntimeError):
     """The engine gave something that must not be trained on, or broke."""
 

@@ -199,18 +199,6 @@ def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
     return tuple(element(word) for word in words)
 
 
-def check_setting(one: Declared, value: Any, name: str) -> None:
-    """Refuse a value that is none of the choices of its setting, or outside its bounds.
-
-    Args:
-        one: the declaration.
-        value: of its type.
-        name: dotted, for messages.
-    """
-    check_choice(name, value, one.about.choices, one.about.why)
-    check_range(one, value, name)
-
-
 def check_range(one: Declared, value: Any, name: str) -> None:
     """Refuse a number, or one of a tuple's, outside the bounds of its setting."""
     low, high, limit = one.about.minimum, one.about.maximum, one.limit()

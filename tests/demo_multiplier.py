@@ -24,9 +24,10 @@ def broken_rule(series, config):
     multiplier, delta, c = (
         series[f"{name}"][1].astype(np.float32) for name in ("dual/multiplier", "discrepancy/mean", "dual/tolerance")
     )
-    eta, low, high, factor, quantile = (
+    low = np.float32(0)
+    eta, high, factor, quantile = (
         np.float32(config[f"algorithm.{name}"])
-        for name in ("dual_learning_rate", "multiplier_min", "multiplier_max", "tolerance_factor", "tolerance_quantile")
+        for name in ("dual_learning_rate", "multiplier_max", "tolerance_factor", "tolerance_quantile")
     )
     measured = config["algorithm.tolerance_steps"]
     if measured:

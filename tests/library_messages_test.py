@@ -9,7 +9,7 @@ import pytest
 from dcmdp_jax.config import arguments
 from dcmdp_jax.config.settings import setting_names
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 
 _ROOT = Path(__file__).resolve().parents[1] / "dcmdp_jax"
 _FILES = [
@@ -61,7 +61,7 @@ def test_library_code_names_no_setting():
 )  # fmt: skip
 def test_arguments_become_settings_in_one_place(engine, message, said):
     with pytest.raises(UserError) as raised, arguments.as_settings(arguments.of_engine(ENGINES[engine])):
-        raise UserError(message)
+        raise ArgumentError(*message.split(": ", 1))
     assert str(raised.value) == said
 
 

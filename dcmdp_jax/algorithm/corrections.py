@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -160,28 +159,26 @@ def _divergence(tokens: Tokens, *, high: float, estimator: str, level: str) -> C
     return _kept(tokens, values, ~(jnp.abs(values) > high))
 
 
-TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = MappingProxyType({"tis": tis, "sequence_tis": sequence_tis})
+TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = {"tis": tis, "sequence_tis": sequence_tis}
 """Name -> correction that weighs by p / q within bounds and keeps every token."""
 
-MASKS: Mapping[str, Callable[..., Corrected]] = MappingProxyType({"icepop": icepop, "sequence_mis": sequence_mis})
+MASKS: Mapping[str, Callable[..., Corrected]] = {"icepop": icepop, "sequence_mis": sequence_mis}
 """Name -> correction that weighs by p / q and drops what is out of bounds."""
 
-FILTERS: Mapping[str, Callable[..., Corrected]] = MappingProxyType(
-    {
-        "sequence_rejection": sequence_rejection,
-        "geometric_rejection": geometric_rejection,
-        "veto": veto,
-        "off_policy_mask": off_policy_mask,
-        **{
-            f"{level}_{estimator}": functools.partial(_divergence, estimator=estimator, level=level)
-            for level in ("token", "mean", "sum", "max")
-            for estimator in ("k1", "k2", "k3")
-        },
-    }
-)
+FILTERS: Mapping[str, Callable[..., Corrected]] = {
+    "sequence_rejection": sequence_rejection,
+    "geometric_rejection": geometric_rejection,
+    "veto": veto,
+    "off_policy_mask": off_policy_mask,
+    **{
+        f"{level}_{estimator}": functools.partial(_divergence, estimator=estimator, level=level)
+        for level in ("token", "mean", "sum", "max")
+        for estimator in ("k1", "k2", "k3")
+    },
+}
 """Name -> correction that keeps or drops."""
 
-CORRECTIONS: Mapping[str, Callable[..., Corrected]] = MappingProxyType({**TRUNCATIONS, **MASKS, **FILTERS})
+CORRECTIONS: Mapping[str, Callable[..., Corrected]] = {**TRUNCATIONS, **MASKS, **FILTERS}
 """Name -> correction."""
 
 

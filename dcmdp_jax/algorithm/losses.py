@@ -6,8 +6,7 @@ the inference engine's. Engine mismatch is `discrepancy.py`, its corrections are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -172,9 +171,7 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic)
 
 
-TRUST_REGIONS: Mapping[str, Callable[..., Region]] = MappingProxyType(
-    {"clip": clip, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "drpo": drpo}
-)
+TRUST_REGIONS: Mapping[str, Function] = {"clip": clip, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "drpo": drpo}
 """Name -> trust region, a remedy (`remedies`): from the tokens to `Region`."""
 
 
@@ -356,11 +353,7 @@ def aggregation_weights(
 
 
 def reference_kl(
-    train_logprobs: Array,
-    ref_logprobs: Array,
-    *,
-    estimator: KlEstimator,
-    completion_mask: Array | None = None,
+    train_logprobs: Array, ref_logprobs: Array, *, estimator: KlEstimator, completion_mask: Array | None = None
 ) -> jax.Array:
     """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a coefficient.
 

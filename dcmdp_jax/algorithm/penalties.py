@@ -7,14 +7,13 @@ it in a file of yours, or here and name it in `PENALTIES`; its multiplier then m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.numerics import as_float
-from dcmdp_jax.algorithm.remedies import Tokens, require_tokens
+from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
 from dcmdp_jax.types import Array
 
@@ -71,15 +70,9 @@ def dc_grpo(tokens: Tokens) -> jax.Array:
     return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)
 
 
-PENALTIES: Mapping[str, Callable[[Tokens], jax.Array]] = MappingProxyType(
-    {
-        "grpo": grpo,
-        "dual_grpo": dual_grpo,
-        "threshold_grpo": threshold_grpo,
-        "dc_grpo": dc_grpo,
-    }
-)
+_OURS = grpo, dual_grpo, threshold_grpo, dc_grpo
+PENALTIES: Mapping[str, Function] = {penalty.__name__: penalty for penalty in _OURS}
 """Method name -> penalty."""
 
-FIXED_MULTIPLIERS: Mapping[str, float] = MappingProxyType({"grpo": 0.0, "dual_grpo": 1.0, "threshold_grpo": 1.0})
+FIXED_MULTIPLIERS: Mapping[str, float] = {"grpo": 0.0, "dual_grpo": 1.0, "threshold_grpo": 1.0}
 """The constant factor of the discrepancy in methods without dual ascent."""

@@ -64,8 +64,7 @@ class AlgorithmSettings:
         tolerance_factor: Times that quantile. Below 1: less than the policy began with. Source: ours: the rule of
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
-        multiplier_min: Lower end of lambda. Source: ours: not stated in the paper.
-        multiplier_max: Upper end of lambda. Source: ours: not stated in the paper.
+        multiplier_max: Upper end of lambda; the lower one is 0. Source: ours: not stated in the paper.
         ratio_level: Importance ratio of each token, or one of each completion, the geometric mean of its tokens'
             (GSPO). Source: paper: token.
         ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout: the inference
@@ -89,8 +88,6 @@ class AlgorithmSettings:
             place of the groups that drop_equal_groups leaves out. 0: none. Source: paper: off.
         aggregation: How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO. Source: paper:
             seq_mean_token_mean.
-        std_ddof: Degrees of freedom taken from a group's standard deviation. Source: ours: as in the framework the
-            paper trained with.
         std_epsilon: Added to a group's standard deviation. Source: ours: as in the framework the paper trained
             with.
         normalize_std: Divide advantages by their group's standard deviation.
@@ -115,7 +112,6 @@ class AlgorithmSettings:
     tolerance_quantile: float = setting(0.5, minimum=0, maximum=1)
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
-    multiplier_min: float = setting(0.0, minimum=0)
     multiplier_max: float = setting(1.0)
     trust_region: str = setting(
         "clip", f"What bounds an update: {', '.join(TRUST_REGIONS)}, with parameters low and high, {_OWN}. clip bounds "
@@ -136,7 +132,6 @@ class AlgorithmSettings:
     drop_equal_groups: bool = setting(False)
     refill_rounds: int = setting(0, unit="calls", minimum=0)
     aggregation: str = setting("seq_mean_token_mean", choices=get_args(Aggregation))
-    std_ddof: int = setting(1, minimum=0, maximum=1)
     std_epsilon: float = setting(1e-6, minimum=0)
     normalize_std: bool = setting(True)
     mask_truncated: bool = setting(False)

@@ -1,6 +1,6 @@
 """Arguments of library code -> the settings that they come from: the one place that translates its messages.
 
-Library code names its own arguments: a message begins with one ("replicas: got 3, ...") or has it in back quotes. A
+Library code names its own arguments: an `ArgumentError` has one as an attribute, and a message others in back quotes. A
 user knows settings.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.errors import EngineError, UserError
+from dcmdp_jax.errors import ArgumentError, EngineError, UserError
 
 HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
 MESH = {
@@ -29,7 +29,7 @@ PACKING = {
 EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
 REWARDS = {"memory_gib": "rewards.memory_limit"}
-_FIRST = re.compile(r"^(\w+)(?=[.:=]| \()")
+_WORD = re.compile(r"\w*")
 _QUOTED = re.compile(r"`(\w+)`")
 
 
@@ -46,25 +46,27 @@ def of_engine(kind: EngineKind) -> dict[str, str]:
 
 
 def in_settings(message: str, names: Mapping[str, str]) -> str:
-    """A message about arguments as one about settings. Flags (`--precision`) stay as they are, settings get `config.`.
+    """A message whose arguments in back quotes are said as settings.
 
     Args:
         message: of library code.
         names: argument -> dotted name of the setting, or flag.
     """
-
-    def first(found: re.Match[str]) -> str:
-        name = names.get(found[1])
-        return found[1] if name is None else name if name.startswith("-") else f"config.{name}"
-
-    return _QUOTED.sub(lambda found: names.get(found[1], found[0]), _FIRST.sub(first, message))
+    return _QUOTED.sub(lambda found: names.get(found[1], found[0]), message)
 
 
 @contextlib.contextmanager
 def as_settings(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about arguments that are raised inside leave as errors about settings, see `in_settings`."""
+    """Errors about arguments leave the block as errors about settings; flags (`--precision`) stay flags."""
     try:
         yield
+    except ArgumentError as error:
+        argument = _WORD.match(error.argument)[0]
+        if argument not in names:
+            raise
+        setting = names[argument] if names[argument].startswith("-") else f"config.{names[argument]}"
+        given = error.argument.removeprefix(argument)
+        raise UserError(f"{setting}{given}: {in_settings(error.said, names)}") from error
     except (UserError, EngineError, MemoryError) as error:
         if (said := in_settings(str(error), names)) == str(error):
             raise

@@ -73,10 +73,10 @@ def _check_between(config: Any) -> None:
             f"config.training.prompts_per_mini_batch: got {training.prompts_per_mini_batch}, must divide "
             f"training.prompts_per_step={training.prompts_per_step}"
         )
-    if not algorithm.multiplier_min <= algorithm.multiplier <= algorithm.multiplier_max:
+    if not 0 <= algorithm.multiplier <= algorithm.multiplier_max:
         raise UserError(
-            f"config.algorithm.multiplier: got {algorithm.multiplier}, must lie in [multiplier_min, multiplier_max] = "
-            f"[{algorithm.multiplier_min}, {algorithm.multiplier_max}]"
+            f"config.algorithm.multiplier: got {algorithm.multiplier}, must lie in [0, multiplier_max] = "
+            f"[0, {algorithm.multiplier_max}]"
         )
     if training.row_lengths:
         if list(training.row_lengths) != sorted(set(training.row_lengths)) or training.row_lengths[0] < 1:

@@ -10,8 +10,8 @@ from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import build, check_setting, declared, get_value, nearest_name
+from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.fields import build, check_choice, check_range, declared, get_value, nearest_name
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.user_code import is_place
@@ -73,7 +73,7 @@ def settings_beside_a_run(rollout: RolloutSettings, kind: EngineKind, engine_arg
     if kind not in TRAINABLE.values():
         return parse_settings(kind, engine_args)
     if engine_args:
-        raise UserError(f"engine_args: goes with an engine by path, and this one is {kind.name}")
+        raise ArgumentError("engine_args", f"goes with an engine by path, and this one is {kind.name}")
     return get_value(rollout, kind.name) if kind.own_process else kind.settings()
 
 
@@ -87,9 +87,10 @@ def parse_settings(kind: EngineKind, engine_args: str) -> Any:
     try:
         values = json.loads(engine_args or "{}")
     except ValueError as error:
-        raise UserError(f"engine_args: got {shorten(engine_args)}, must be a JSON object ({error})") from None
+        said = f"got {shorten(engine_args)}, must be a JSON object ({error})"
+        raise ArgumentError("engine_args", said) from None
     if not isinstance(values, dict):
-        raise UserError(f"engine_args: got {shorten(engine_args)}, must be a JSON object")
+        raise ArgumentError("engine_args", f"got {shorten(engine_args)}, must be a JSON object")
     known = declared(kind.settings)
 
     def unknown(dotted: str) -> UserError:
@@ -99,9 +100,11 @@ def parse_settings(kind: EngineKind, engine_args: str) -> Any:
     try:
         made = build(kind.settings, values, unknown, "engine_args.")
         for one in known.values():
-            check_setting(one, get_value(made, one.name), f"engine_args.{one.name}")
+            name, value = f"engine_args.{one.name}", get_value(made, one.name)
+            check_choice(name, value, one.about.choices, one.about.why)
+            check_range(one, value, name)
     except UserError as error:
-        raise UserError(str(error).removeprefix("config.")) from error
+        raise ArgumentError(*str(error).removeprefix("config.").split(": ", 1)) from error
     return made
 
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import flatten, replace_value
 from dcmdp_jax.inputs import shorten
 
-VERSION = 4
+VERSION = 5
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
@@ -58,6 +59,11 @@ REMOVED = {
         4, ("none",), "corrections leave the divergence from the initial policy as it is, as in verl and TRL"
     ),
     "training.max_skipped_share": Removed(4, (0.2,), "a run ends when a fifth of the updates of 20 steps were skipped"),
+    "algorithm.multiplier_min": Removed(5, (0.0,), "lambda falls to 0: no run set another lower end"),
+    "algorithm.std_ddof": Removed(5, (1,), "a group's standard deviation has n - 1, as in TRL and verl"),
+    "model.architecture.rope_theta": Removed(5, (10000.0,), "fresh models have 10000; others their config.json"),
+    "model.architecture.tie_word_embeddings": Removed(5, (True,), "fresh models have one matrix for both ends"),
+    "model.architecture.norm_topk_prob": Removed(5, (True,), "fresh models normalize the experts' probabilities"),
     **{
         f"algorithm.{name}": Removed(4, (), "write trust_region=clip(low=0.2,high=0.24,dual=0) with the numbers")
         for name in ("clip_low", "clip_high", "dual_clip")
@@ -79,10 +85,18 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}")
     if version < 4 and isinstance(values.get("algorithm"), Mapping):
         values["algorithm"] = _with_sizes(values["algorithm"])
+    flat, kept = flatten(values), {}
     for name, removed in REMOVED.items():
-        if version < removed.version:
-            values = _drop(values, name, removed)
-    return values
+        if version >= removed.version or name not in flat:
+            continue
+        said = f"config.{name}: got {shorten(flat[name])}"
+        if flat[name] in removed.values:
+            raise UserError(f"{said}, which is gone; {removed.why}")
+        if not removed.values and flat.pop(name) not in removed.meaningless:
+            raise UserError(f"{said}, no setting any more; {removed.why}")
+    for name, value in flat.items():
+        replace_value(kept, name, value)
+    return kept
 
 
 def _with_sizes(algorithm: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,19 +111,3 @@ def _with_sizes(algorithm: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.algorithm.dual_clip: got {shorten(dual)}, which goes with trust_region=clip alone")
         values["trust_region"] = values["trust_region"].removesuffix(")") + f",dual={dual})"
     return values
-
-
-def _drop(values: Mapping[str, Any], name: str, removed: Removed, prefix: str = "") -> dict[str, Any]:
-    """The values without a removed setting."""
-    first, dot, rest = name.partition(".")
-    if first not in values or (dot and not isinstance(values[first], Mapping)):
-        return dict(values)
-    if dot:
-        return {**values, first: _drop(values[first], rest, removed, f"{prefix}{first}.")}
-    if removed.values:
-        if values[first] in removed.values:
-            raise UserError(f"config.{prefix}{first}: got {shorten(values[first])}, which is gone; {removed.why}")
-        return dict(values)
-    if values[first] not in removed.meaningless:
-        raise UserError(f"config.{prefix}{first}: got {shorten(values[first])}, no setting any more; {removed.why}")
-    return {other: value for other, value in values.items() if other != first}

@@ -37,12 +37,9 @@ class Architecture:
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Width of a head.
-        rope_theta: Base of the rotary embedding.
-        tie_word_embeddings: Use the embedding as output layer.
         num_experts: Experts of each layer of a qwen3_moe.
         num_experts_per_tok: Experts that compute each token.
         moe_intermediate_size: Width of an expert.
-        norm_topk_prob: Divide the probabilities of a token's experts by their sum.
     """
 
     model_type: str = setting("qwen3", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
@@ -52,12 +49,9 @@ class Architecture:
     num_heads: int = setting(4, minimum=1)
     num_kv_heads: int = setting(2, minimum=1)
     head_dim: int = setting(32, minimum=2)
-    rope_theta: float = setting(10000.0, minimum=1)
-    tie_word_embeddings: bool = setting(True)
     num_experts: int = setting(0, minimum=0)
     num_experts_per_tok: int = setting(0, minimum=0)
     moe_intermediate_size: int = setting(0, minimum=0)
-    norm_topk_prob: bool = setting(True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.models.scheme import Scheme, weights_alone
 
@@ -221,7 +221,9 @@ class EngineKind:
         engine = self.build(arguments)
         wanted = ("push_weights", "generate", "release_weights", "close", *("score",) * self.scores)
         if missing := [name for name in wanted if not callable(getattr(engine, name, None))]:
-            raise UserError(f"engine: {self.name}: build returned {shorten(engine)}, which has no method {missing[0]}")
+            raise ArgumentError(
+                "engine", f"{self.name}: build returned {shorten(engine)}, which has no method {missing[0]}"
+            )
         return engine
 
     @property
@@ -240,4 +242,4 @@ class EngineKind:
         """
         low, high = self.temperatures
         if temperature and not low <= temperature <= high:
-            raise UserError(f"temperature: got {temperature}, {self.name} takes 0 (greedy) or {low} .. {high}")
+            raise ArgumentError("temperature", f"got {temperature}, {self.name} takes 0 (greedy) or {low} .. {high}")

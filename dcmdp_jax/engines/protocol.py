@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.errors import EngineError as EngineError
-from dcmdp_jax.errors import UserError
 from dcmdp_jax.types import Params
 
 
@@ -34,13 +34,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
-            raise UserError(f"group_size: got {self.group_size}, must be at least 1")
+            raise ArgumentError("group_size", f"got {self.group_size}, must be at least 1")
         if self.max_completion_tokens < 1:
-            raise UserError(f"max_completion_tokens: got {self.max_completion_tokens}, must be at least 1")
+            raise ArgumentError("max_completion_tokens", f"got {self.max_completion_tokens}, must be at least 1")
         if not self.temperature >= 0:
-            raise UserError(f"temperature: got {self.temperature}, must be 0 (greedy) or above")
+            raise ArgumentError("temperature", f"got {self.temperature}, must be 0 (greedy) or above")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p: got {self.top_p}, must be in (0, 1]")
+            raise ArgumentError("top_p", f"got {self.top_p}, must be in (0, 1]")
 
 
 class Engine(Protocol):

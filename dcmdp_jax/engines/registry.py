@@ -8,7 +8,7 @@ import inspect
 
 from dcmdp_jax.engines import http, local, vllm
 from dcmdp_jax.engines.kind import EngineKind
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.fields import declared
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.user_code import is_place, load_object
@@ -33,23 +33,24 @@ def find_engine(name: str) -> EngineKind:
     try:
         found = load_object(name)
     except UserError as error:
-        raise UserError(f"engine: {error}") from error
+        raise ArgumentError("engine", f"{error}") from error
     kind = found() if inspect.isclass(found) and issubclass(found, EngineKind) else found
     if not isinstance(kind, EngineKind):
-        raise UserError(f"engine: {name} is {shorten(found)}, must be a dcmdp_jax.engines.kind.EngineKind")
+        raise ArgumentError("engine", f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.kind.EngineKind")
     for attribute, default in vars(EngineKind).items():
         value = getattr(kind, attribute)
         if inspect.isfunction(default) and not callable(value):
-            raise UserError(f"engine: {name}: {attribute}={shorten(value)}, must be a method")
+            raise ArgumentError("engine", f"{name}: {attribute}={shorten(value)}, must be a method")
         if isinstance(default, tuple | bool) and type(value) is not type(default):
             said = "a tuple" if isinstance(default, tuple) else "True or False"
-            raise UserError(f"engine: {name}: {attribute}={shorten(value)}, must be {said}")
+            raise ArgumentError("engine", f"{name}: {attribute}={shorten(value)}, must be {said}")
     try:
         declared(kind.settings)
     except (TypeError, KeyError, NameError) as error:
-        raise UserError(
-            f"engine: {name}: settings={shorten(kind.settings)}, must be a dataclass whose fields are declared with "
-            "dcmdp_jax.fields.setting"
+        raise ArgumentError(
+            "engine",
+            f"{name}: settings={shorten(kind.settings)}, must be a dataclass whose fields are declared with "
+            "dcmdp_jax.fields.setting",
         ) from error
     return kind
 
@@ -58,6 +59,6 @@ def unknown_engine(name: str, allowed: tuple[str, ...]) -> UserError:
     """The error for a name that is no engine."""
     near = [one for one in allowed if name and one.startswith(name)] or difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UserError(
-        f"engine: got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME{hint}"
+    return ArgumentError(
+        "engine", f"got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME{hint}"
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from dcmdp_jax.data.mixtures import is_weighted, location_names, split_locations
 from dcmdp_jax.data.prompts import EncodedPrompts
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.table import paper_samples
 from dcmdp_jax.inputs import shorten
@@ -47,16 +47,18 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
     """
     locations = split_locations(task)
     if not all(locations):
-        raise UserError(f"task: got {shorten(task)}, an empty name is no task")
+        raise ArgumentError("task", f"got {shorten(task)}, an empty name is no task")
     if weighted := [location for location in locations if is_weighted(location)]:
-        raise UserError(f"task: got {shorten(weighted[0])}; weights are for training, K of each task is in `samples`")
+        raise ArgumentError(
+            "task", f"got {shorten(weighted[0])}; weights are for training, K of each task is in `samples`"
+        )
     if len(samples) not in (0, 1, len(locations)):
-        raise UserError(
-            f"samples: got {len(samples)} numbers for {len(locations)} tasks; give one for all, one for each, or none"
+        raise ArgumentError(
+            "samples", f"got {len(samples)} numbers for {len(locations)} tasks; give one for all, one for each, or none"
         )
     names = location_names(locations)
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"task: two tasks are called {shorten(repeated[0])}; rename one")
+        raise ArgumentError("task", f"two tasks are called {shorten(repeated[0])}; rename one")
     each = samples if len(samples) == len(locations) else samples * len(locations)
     each = each or tuple(paper_samples(name) for name in names)
     return [HeldOutTask(*one) for one in zip(names, locations, each, strict=True)]

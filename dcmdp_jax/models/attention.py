@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models.ops import Ops, blockwise
 from dcmdp_jax.models.ops.gpu import packed_attention
 from dcmdp_jax.models.ops.tpu import splash_attention
@@ -47,7 +47,7 @@ def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _
     if setting in KERNELS:
         return setting
     if setting != "auto":
-        raise UserError(f"attention: got {setting!r}, allowed are auto, {', '.join(KERNELS)}")
+        raise ArgumentError("attention", f"got {setting!r}, allowed are auto, {', '.join(KERNELS)}")
     if platform == "tpu" and length % _SPLASH_BLOCK == 0:
         return "splash"
     if platform in ("gpu", "cuda") and dtype in (jnp.bfloat16, jnp.float16):

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.errors import ArgumentError, one_line
 from dcmdp_jax.parallel.host_monitor import FAILED, STOPPING, HostMonitor
 from dcmdp_jax.parallel.meeting import meet
 
@@ -149,9 +149,10 @@ class SeveralHosts(Hosts):
             other = json.loads(self._get(topic, index))
             for name in sorted(first.keys() | other.keys()):
                 if first.get(name) != other.get(name):
-                    raise UserError(
-                        f"{name}: process {index} on {self.names[index]} has {other.get(name)}, process 0 on "
-                        f"{self.names[0]} has {first.get(name)}; {remedy}"
+                    raise ArgumentError(
+                        name,
+                        f"process {index} on {self.names[index]} has {other.get(name)}, process 0 on "
+                        f"{self.names[0]} has {first.get(name)}; {remedy}",
                     )
 
     def leave(self, error: BaseException | None) -> None:
@@ -211,9 +212,10 @@ def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
     given = (None, None, None, _slurm_devices(os.environ), None, timeout_s)
     found = ClusterEnv.auto_detect_unset_distributed_params(*given)
     if None in found[:3]:
-        raise UserError(
-            "coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open MPI here; give host:port of "
-            "process 0, `processes` and `process`"
+        raise ArgumentError(
+            "coordinator",
+            "got 'auto', and JAX finds no SLURM, TPU pod or Open MPI here; give host:port of "
+            "process 0, `processes` and `process`",
         )
     return found
 
@@ -250,7 +252,7 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
             heartbeat_timeout_seconds=max(100, int(2 * timeout_s)),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"coordinator: got {coordinator!r}: {one_line(error)}") from error
+        raise ArgumentError("coordinator", f"got {coordinator!r}: {one_line(error)}") from error
     hosts = SeveralHosts(timeout_s)
     try:
         yield hosts

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 
 _SAY_EVERY_S = 10.0
 _RETRY_S = 0.25
@@ -79,11 +79,12 @@ class _Process0:
                 while len(self._here) < self._processes - 1:
                     now = time.monotonic()
                     if now - started > self._timeout_s:
-                        raise UserError(
-                            f"coordinator: {self._missing()} of {self._processes} did not come to "
+                        raise ArgumentError(
+                            "coordinator",
+                            f"{self._missing()} of {self._processes} did not come to "
                             f"{self._coordinator} in {self._timeout_s:g} s; start the same command there with its own "
                             "`process`, check that this address is reached from there, or raise "
-                            "`timeout_s`"
+                            "`timeout_s`",
                         )
                     if now - last_said >= _SAY_EVERY_S:
                         last_said = now
@@ -108,9 +109,10 @@ class _Process0:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise UserError(
-                f"coordinator: got {self._listen_at!r}, whose name is not known on process 0's host "
-                f"({error.strerror or error}); give host:port of process 0"
+            raise ArgumentError(
+                "coordinator",
+                f"got {self._listen_at!r}, whose name is not known on process 0's host "
+                f"({error.strerror or error}); give host:port of process 0",
             ) from error
         if host != "localhost" and all(_is_loopback(place[0]) for *_, place in found) and not _is_number(host):
             # /etc/hosts of Debian gives a machine's own name an address that no other machine reaches.
@@ -133,10 +135,11 @@ class _Process0:
                 listener.close()
             else:
                 return listener, address
-        raise UserError(
-            f"coordinator: got {self._listen_at!r}, where process 0 can not listen ({problem.strerror}); "
+        raise ArgumentError(
+            "coordinator",
+            f"got {self._listen_at!r}, where process 0 can not listen ({problem.strerror}); "
             "give an address of the host that runs process 0 with a port that is free there; where the others reach it "
-            "by an address that it does not have itself, JAX_COORDINATOR_BIND_ADDRESS is where it listens"
+            "by an address that it does not have itself, JAX_COORDINATOR_BIND_ADDRESS is where it listens",
         ) from problem
 
     def _hear(self, caller: _Caller, ready: selectors.BaseSelector) -> None:
@@ -208,9 +211,10 @@ class _OtherProcess:
                 reason = error.strerror or str(error)
             self._remind(reason)
             time.sleep(_RETRY_S)
-        raise UserError(
-            f"coordinator: process {self._process} did not find process 0 at {self._coordinator} in "
-            f"{self._timeout_s:g} s ({reason}); give host:port of process 0, start it, or raise `timeout_s`"
+        raise ArgumentError(
+            "coordinator",
+            f"process {self._process} did not find process 0 at {self._coordinator} in "
+            f"{self._timeout_s:g} s ({reason}); give host:port of process 0, start it, or raise `timeout_s`",
         )
 
     def _talk(self, host: _Caller) -> bool:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.parallel import backend
 
 AXES = ("data", "fsdp", "tensor", "expert")
@@ -43,18 +43,18 @@ def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> 
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
-        raise UserError(f"{bad[0]}: got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over")
+        raise ArgumentError(bad[0], f"got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise UserError(f"mesh ({given}): only one axis may be -1")
+        raise ArgumentError(f"mesh ({given})", "only one axis may be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if devices % fixed:
             allowed = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise UserError(f"mesh ({given}): {fixed} does not divide the {devices} devices; that do {allowed}")
+            raise ArgumentError(f"mesh ({given})", f"{fixed} does not divide the {devices} devices; that do {allowed}")
         sizes[open_axes[0]] = devices // fixed
     elif fixed != devices:
-        raise UserError(f"mesh ({given}): needs {fixed} devices, there are {devices}; set one axis to -1 to fit")
+        raise ArgumentError(f"mesh ({given})", f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit")
     return sizes
 
 
@@ -107,9 +107,8 @@ def sampling_mesh(training: Mesh, *, tensor: int = 1, expert: int = 1) -> Mesh:
         own = [device for device in devices if device.process_index == jax.process_index()]
         devices = np.asarray(own)
     if devices.size % (tensor * expert):
-        raise UserError(
-            f"mesh (tensor={tensor}, expert={expert}): {tensor * expert} does not divide the {devices.size} devices"
-        )
+        given = f"mesh (tensor={tensor}, expert={expert})"
+        raise ArgumentError(given, f"{tensor * expert} does not divide the {devices.size} devices")
     return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
 
 
@@ -129,14 +128,15 @@ def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, complet
         ways = mesh.shape[axis]
         if count and count % ways:
             allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise UserError(f"{axis}: got {ways}, must divide the model's {count} {what}; that do {allowed}")
+            raise ArgumentError(axis, f"got {ways}, must divide the model's {count} {what}; that do {allowed}")
     if not num_experts and mesh.shape["expert"] > 1:
-        raise UserError(f"expert: got {mesh.shape['expert']}, the model has no experts; must be 1")
+        raise ArgumentError("expert", f"got {mesh.shape['expert']}, the model has no experts; must be 1")
     if row_shards(mesh) > completions:
-        raise UserError(
-            f"mesh: data x fsdp x expert = {row_shards(mesh)} devices split the rows of a mini-batch, which has "
+        raise ArgumentError(
+            "mesh",
+            f"data x fsdp x expert = {row_shards(mesh)} devices split the rows of a mini-batch, which has "
             f"{completions} completions; use at most that many and `tensor` for the rest, or raise "
-            "`completions`"
+            "`completions`",
         )
 
 

@@ -135,11 +135,7 @@ def punished_rewards(settings: AlgorithmSettings, batch: Batch, max_completion_t
 
 
 def charged_rewards(
-    settings: AlgorithmSettings,
-    remedies: Remedies,
-    dual: DualState,
-    rewards: Array,
-    rows: tuple[Rows, ...],
+    settings: AlgorithmSettings, remedies: Remedies, dual: DualState, rewards: Array, rows: tuple[Rows, ...]
 ) -> Array | None:
     """Rewards with the charge inside, before their group's mean and deviation are taken (`level="reward"`).
 
@@ -165,11 +161,7 @@ def charged_rewards(
 
 
 def _charged(
-    settings: AlgorithmSettings,
-    penalty: Function,
-    dual: DualState,
-    rewards: Array,
-    rows: tuple[Rows, ...],
+    settings: AlgorithmSettings, penalty: Function, dual: DualState, rewards: Array, rows: tuple[Rows, ...]
 ) -> Array:
     """`charged_rewards` of a mini-batch."""
 

@@ -126,6 +126,8 @@ def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConf
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
             **dataclasses.asdict(config.model.architecture),
+            rope_theta=10000.0,
+            tie_word_embeddings=True,
         )
     except UserError as error:
         raise UserError(f"config.model.architecture.{error}") from None

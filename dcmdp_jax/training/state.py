@@ -30,8 +30,7 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
     """lambda_0 and c; for methods without a moving multiplier the constant they use, for the record."""
     if (fixed := settings.fixed_multiplier) is not None:
         return dual_init(fixed, minimum=fixed, maximum=fixed, tolerance=settings.tolerance)
-    bounds = {"minimum": settings.multiplier_min, "maximum": settings.multiplier_max}
-    return dual_init(settings.multiplier, tolerance=settings.tolerance, **bounds)
+    return dual_init(settings.multiplier, minimum=0.0, maximum=settings.multiplier_max, tolerance=settings.tolerance)
 
 
 def update_dual(
@@ -51,7 +50,7 @@ def update_dual(
         return dual
     moved = dual_update(
         dual.multiplier, mean_discrepancy, tolerance=dual.tolerance, learning_rate=settings.dual_learning_rate,
-        minimum=settings.multiplier_min, maximum=settings.multiplier_max,
+        minimum=0.0, maximum=settings.multiplier_max,
     )  # fmt: skip
     if settings.measured_steps:
         moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
@@ -201,7 +200,7 @@ def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
         state: optax.OptState,
         params: Params | None = None,
         *,
-        grad_norm: jax.Array | None = None,
+        grad_norm: Array | None = None,
         **_: Any,
     ) -> tuple[Params, optax.OptState]:
         del params

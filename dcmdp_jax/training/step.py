@@ -233,7 +233,7 @@ def _update(
     settings, batch = parts.settings, mini.batch
     relative = functools.partial(
         group_advantages, group_ids=batch.group_ids, valid=batch.valid,
-        ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
+        epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
     )  # fmt: skip
     normalize = functools.partial(
         losses.aggregation_weights, batch.completion_lengths, loss_terms.loss_mask(settings, batch),

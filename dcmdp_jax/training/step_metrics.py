@@ -82,10 +82,7 @@ def recorded_tokens(updates: Updates) -> dict[str, tuple[jax.Array, ...] | jax.A
 
 
 def batch_metrics(
-    batch: Batch,
-    rows: tuple[TokenValues, ...],
-    settings: AlgorithmSettings,
-    tolerance: float | jax.Array,
+    batch: Batch, rows: tuple[TokenValues, ...], settings: AlgorithmSettings, tolerance: float | jax.Array
 ) -> Metrics:
     """Rewards, discrepancy and mismatch of a batch.
 
@@ -116,7 +113,7 @@ def batch_metrics(
 
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
     group_ids = (batch.group_ids + offsets).reshape(-1)
-    groups = masked.group_statistics(rewards, group_ids, valid, ddof=settings.std_ddof)
+    groups = masked.group_statistics(rewards, group_ids, valid, ddof=1)
     mean_reward = masked.masked_mean(rewards, valid)
     return {
         "reward/mean": mean_reward,

@@ -8,7 +8,7 @@ import numpy as np
 
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.kind import EngineKind
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 from dcmdp_jax.machine import exact
 
@@ -52,7 +52,7 @@ class StubKind(EngineKind):
 
     def check(self, arguments):
         if not (server := arguments.settings.server).startswith("http://"):
-            raise UserError(f"server: got {server!r}, must be http://HOST:PORT")
+            raise ArgumentError("server", f"got {server!r}, must be http://HOST:PORT")
 
     def memory(self, arguments, load, machine, rows):
         return [exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")]

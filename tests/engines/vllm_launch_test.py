@@ -87,7 +87,8 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
     with pytest.raises(ValueError) as raised:
         launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
     names = arguments.of_engine(ENGINES["vllm"])
-    assert arguments.in_settings(_line(raised), names) == f"config.rollout.vllm.engine_args: {name} is set by {place}"
+    assert raised.value.argument == "engine_args"
+    assert arguments.in_settings(_line(raised), names) == f"engine_args: {name} is set by {place}"
 
 
 @pytest.mark.parametrize(

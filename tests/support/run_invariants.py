@@ -197,7 +197,7 @@ def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[st
         yield from _differing("dual/violation", steps, violation, discrepancy - tolerance)
         return
     yield from _differing("dual/violation", steps, violation, discrepancy - tolerance, scale=tolerance[0])
-    low, high = config["algorithm.multiplier_min"], config["algorithm.multiplier_max"]
+    low, high = 0.0, config["algorithm.multiplier_max"]
     for step in steps[(multiplier < np.float32(low)) | (multiplier > np.float32(high))]:
         yield f"dual/multiplier: outside {low} .. {high} at step {step}"
     rate = config["algorithm.dual_learning_rate"]

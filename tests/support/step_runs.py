@@ -206,7 +206,7 @@ def algorithm_one(
     advantages = []
     for i in range(n):
         r = shaped[rollout.group_ids == rollout.group_ids[i]]
-        std = r.std(ddof=settings.std_ddof)
+        std = r.std(ddof=1)
         base = 0.0 if std == 0 else (shaped[i] - r.mean()) / (std + settings.std_epsilon)
         penalty = {
             "grpo": 0.0 * used[i],
@@ -284,7 +284,7 @@ def algorithm_one(
             rate = OPTIMIZER.learning_rate * (1 - m / UPDATES)
             leaves[k] = jnp.asarray(leaves[k] - rate * direction, jnp.float32)
     raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
-    bounded = np.clip(raised, settings.multiplier_min, settings.multiplier_max)
+    bounded = np.clip(raised, 0, settings.multiplier_max)
     terms = Terms(*np.mean(losses, axis=0), settings.kl_coefficient, settings.router_aux_loss)
     return jax.tree.unflatten(tree, leaves), terms, np.mean(norms), mean_delta, bounded
 

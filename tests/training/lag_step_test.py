@@ -198,7 +198,7 @@ def test_the_decoupled_objective_weighs_by_what_the_policy_moved() -> None:
     rewards, lengths = sampled[1].astype(np.float64), [len(ids) for ids in rollout.completion_ids]
     groups = [rewards[rollout.group_ids == g] for g in rollout.group_ids]
     advantages = [
-        0.0 if np.ptp(group) == 0 else (r - group.mean()) / (group.std(ddof=settings.std_ddof) + settings.std_epsilon)
+        0.0 if np.ptp(group) == 0 else (r - group.mean()) / (group.std(ddof=1) + settings.std_epsilon)
         for r, group in zip(rewards, groups, strict=True)
     ]
     moved = np.split(np.exp(now - then), np.cumsum(lengths)[:-1])

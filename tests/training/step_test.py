@@ -58,7 +58,7 @@ CORRECTIONS = f"tis(high=2),token_k1(high={MAX_APART})"
         (1, {"method": "grpo"}),
         (2, {"method": "dual_grpo", "level": "sequence"}),
         (1, {"method": "threshold_grpo", "aggregation": "token_mean", "measure": "log"}),
-        (2, {"measure": "ratio", "sided": "one", "aggregation": "fixed_length", "std_ddof": 0}),
+        (2, {"measure": "ratio", "sided": "one", "aggregation": "fixed_length"}),
         (1, {"mask_truncated": True, "kl_coefficient": 0.5, "level": "sequence"}),
         # With groups dropped the first mini-batch has nothing in the loss.
         (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class HttpKind(EngineKind):
 
     def check(self, arguments: EngineArguments) -> None:
         if not arguments.settings.server:
-            raise UserError("server: empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
+            raise ArgumentError("server", "empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
 
     def build(self, arguments: EngineArguments) -> Engine:
         from dcmdp_jax.engines.http.engine import RemoteEngine

@@ -19,7 +19,7 @@ import httpx
 
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.vllm_common import unsupported_version
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 
 T = TypeVar("T")
 
@@ -166,9 +166,10 @@ class VllmHttpClient:
             models = _json(await self._request(client, "models", "/v1/models", None, limit), "models")
         version = str(said.get("version", "")) if isinstance(said, dict) else ""
         if known := unsupported_version(version):
-            raise UserError(
-                f"server: {self.address} runs vLLM {_one_line(version) or 'of no version'}; its answers are known for "
-                f"{known}: start one of those"
+            raise ArgumentError(
+                "server",
+                f"{self.address} runs vLLM {_one_line(version) or 'of no version'}; its answers are known for "
+                f"{known}: start one of those",
             )
         try:
             # Adapters are listed too; their parent is the model.
@@ -216,17 +217,19 @@ def _parsed_address(address: str) -> tuple[str, str | None]:
         try:
             url = httpx.URL(address)
         except httpx.InvalidURL as error:
-            raise UserError(f"server: got {address!r}, not a URL: {error}") from None
+            raise ArgumentError("server", f"got {address!r}, not a URL: {error}") from None
         if url.userinfo:
-            raise UserError(f"server: the URL must not hold a user or a password; set {_KEY_VARIABLE} instead")
+            raise ArgumentError("server", f"the URL must not hold a user or a password; set {_KEY_VARIABLE} instead")
         if not url.host or url.query or url.fragment:
-            raise UserError(f"server: got {address!r}, must be http://host:port or https://host")
+            raise ArgumentError("server", f"got {address!r}, must be http://host:port or https://host")
         return address.rstrip("/").removesuffix("/v1"), None
     path = address.removeprefix("unix:")
     if not path.startswith("/"):
-        raise UserError(f"server: got {address!r}, must be http://host:port, https://host or unix:/path/of/socket")
+        raise ArgumentError(
+            "server", f"got {address!r}, must be http://host:port, https://host or unix:/path/of/socket"
+        )
     if not (os.path.exists(path) and stat.S_ISSOCK(Path(path).stat().st_mode)):
-        raise UserError(f"server: {path} is no Unix socket; start vLLM with --uds {path}, or name the right one")
+        raise ArgumentError("server", f"{path} is no Unix socket; start vLLM with --uds {path}, or name the right one")
     return "http://vllm", path
 
 

@@ -17,7 +17,7 @@ from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm_common import request_seeds
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,10 @@ class RemoteEngine:
             server, timeout_s=arguments.settings.timeout_s, max_concurrent=arguments.max_rows, retries=retries
         )
         if (context := self._server.max_model_len) < self.max_total_tokens:
-            raise UserError(
-                f"max_total_tokens: got {self.max_total_tokens}, the server at {server} has max_model_len={context}; "
-                f"start it with --max-model-len {self.max_total_tokens} or more, or allow shorter completions"
+            raise ArgumentError(
+                "max_total_tokens",
+                f"got {self.max_total_tokens}, the server at {server} has max_model_len={context}; "
+                f"start it with --max-model-len {self.max_total_tokens} or more, or allow shorter completions",
             )
         self._processed: bool | None = None
         self._warned = False
@@ -173,7 +174,9 @@ class RemoteEngine:
             EngineError: if the server fails, or a log-prob is not finite.
         """
         if temperature not in (0, 1):
-            raise UserError(f"temperature: got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone")
+            raise ArgumentError(
+                "temperature", f"got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone"
+            )
         prompts, rows = scored_rows(
             prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
         )

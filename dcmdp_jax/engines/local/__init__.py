@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, EnginePlan, Workload
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 
 if TYPE_CHECKING:
@@ -42,18 +42,20 @@ class LocalKind(EngineKind):
 
     def check(self, arguments: EngineArguments) -> None:
         if arguments.compute_dtype == "float16" and arguments.precision in _QUANTIZED:
-            raise UserError(
-                f"compute_dtype: got 'float16' with `precision`={arguments.precision!r}, whose products before scaling "
-                "leave float16's range; choose bfloat16 or float32"
+            raise ArgumentError(
+                "compute_dtype",
+                f"got 'float16' with `precision`={arguments.precision!r}, whose products before scaling "
+                "leave float16's range; choose bfloat16 or float32",
             )
         if arguments.model is not None:
             from dcmdp_jax.engines.local.layout import check_mesh
 
             check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
             if not 2 <= arguments.max_total_tokens <= (most := arguments.model.max_position_embeddings):
-                raise UserError(
-                    f"max_total_tokens: got {arguments.max_total_tokens}, must be between 2 and the model's "
-                    f"max_position_embeddings={most}"
+                raise ArgumentError(
+                    "max_total_tokens",
+                    f"got {arguments.max_total_tokens}, must be between 2 and the model's "
+                    f"max_position_embeddings={most}",
                 )
 
     def build(self, arguments: EngineArguments) -> Engine:

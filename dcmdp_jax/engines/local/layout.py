@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.cache import FLOAT8
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import declarations
 from dcmdp_jax.models.decoder import Block, Reduce
@@ -168,9 +168,11 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
     sizes = {"num_kv_heads": config.num_kv_heads} | (width or {"intermediate_size": config.intermediate_size})
     for name, size in sizes.items():
         if size % tensor:
-            raise UserError(f"tensor: got {tensor}, must divide the model's {name}={size}")
+            raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
-        raise UserError(f"expert: got {expert}, must divide the model's num_experts={config.num_experts}, or be 1")
+        raise ArgumentError(
+            "expert", f"got {expert}, must divide the model's num_experts={config.num_experts}, or be 1"
+        )
 
 
 @functools.lru_cache(maxsize=32)

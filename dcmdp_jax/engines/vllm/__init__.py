@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 from dcmdp_jax.models.scheme import Scheme
 
@@ -79,19 +79,21 @@ class VllmKind(EngineKind):
     def check(self, arguments: EngineArguments) -> None:
         precision, dtype, settings = arguments.precision, arguments.compute_dtype, arguments.settings
         if precision in _DTYPES and precision != dtype:
-            raise UserError(
-                f"compute_dtype: got {dtype!r} with `precision`={precision!r}; vLLM has one dtype for weights and "
-                "activations, set both alike"
+            raise ArgumentError(
+                "compute_dtype",
+                f"got {dtype!r} with `precision`={precision!r}; vLLM has one dtype for weights and "
+                "activations, set both alike",
             )
         if precision in _QUANTIZED and dtype != "bfloat16":
-            raise UserError(
-                f"compute_dtype: got {dtype!r} with `precision`={precision!r}; vLLM computes quantized layers in "
-                "bfloat16, set that"
+            raise ArgumentError(
+                "compute_dtype",
+                f"got {dtype!r} with `precision`={precision!r}; vLLM computes quantized layers in bfloat16, set that",
             )
         if arguments.lag and settings.sleep:
-            raise UserError(
-                f"sleep: got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains can't sample "
-                "then, set `sleep`=0 or `lag`=0"
+            raise ArgumentError(
+                "sleep",
+                f"got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains can't sample "
+                "then, set `sleep`=0 or `lag`=0",
             )
         if arguments.model is not None and arguments.platform:
             from dcmdp_jax.engines.vllm.launch import check_planned
@@ -117,14 +119,16 @@ class VllmKind(EngineKind):
         products = "" if precision == "full" else precision
         model, parts = arguments.model, arguments.settings.tensor_parallel_size
         if products and model is not None and model.num_experts:
-            raise UserError(
-                f"forward_precision: got {precision!r} with {model.num_experts} experts; the trainer repeats the "
-                "roundings of dense layers alone, set 'full'"
+            raise ArgumentError(
+                "forward_precision",
+                f"got {precision!r} with {model.num_experts} experts; the trainer repeats the "
+                "roundings of dense layers alone, set 'full'",
             )
         if products and parts > 1:
-            raise UserError(
-                f"forward_precision: got {precision!r} with `tensor_parallel_size`={parts}; each device of vLLM rounds "
-                "its part of a token by a scale of its own, set 'full' or `tensor_parallel_size`=1"
+            raise ArgumentError(
+                "forward_precision",
+                f"got {precision!r} with `tensor_parallel_size`={parts}; each device of vLLM rounds "
+                "its part of a token by a scale of its own, set 'full' or `tensor_parallel_size`=1",
             )
         cpu = platform == "cpu"
         # Of fused q, k and v with biases: see `launch.engine_arguments`.

@@ -6,7 +6,7 @@ import os
 
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments
 from dcmdp_jax.engines.vllm import VllmSettings
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.machine import Machine, Part, exact
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
@@ -40,12 +40,13 @@ def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -
     if platform == "cpu" or (count == 1 and not visible):
         return [""] * count
     if not visible:
-        raise UserError(f"replicas: got {count}, and no GPU is seen here; name theirs in `visible_devices`")
+        raise ArgumentError("replicas", f"got {count}, and no GPU is seen here; name theirs in `visible_devices`")
     if count * each > len(visible):
-        raise UserError(
-            f"replicas: got {count} of `tensor_parallel_size`={each} devices each, and "
+        raise ArgumentError(
+            "replicas",
+            f"got {count} of `tensor_parallel_size`={each} devices each, and "
             f"there are {len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or name more "
-            "in `visible_devices`"
+            "in `visible_devices`",
         )
     if count == 1:
         return [settings.visible_devices]
@@ -86,7 +87,7 @@ def share_devices(settings: VllmSettings) -> None:
     try:
         fraction = float(said) if said else trainer_share(settings)
     except ValueError:
-        raise UserError(f"{name}: got {said!r}, must be a number") from None
+        raise ArgumentError(name, f"got {said!r}, must be a number") from None
     check_shares(settings, fraction)
     os.environ[name] = f"{fraction:g}"
 
@@ -122,10 +123,11 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
         UserError: naming both.
     """
     if not _LEAST_TRAINER_SHARE <= fraction <= 1 - _MARGIN / 2 - settings.memory_share:
-        raise UserError(
-            f"memory_share: got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
+        raise ArgumentError(
+            "memory_share",
+            f"got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
             f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
-            "`visible_devices` and the trainer others with CUDA_VISIBLE_DEVICES"
+            "`visible_devices` and the trainer others with CUDA_VISIBLE_DEVICES",
         )
 
 

