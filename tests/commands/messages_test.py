@@ -1,4 +1,4 @@
-"""What a mistake in the arguments of `dcmdp train` and `dcmdp plan` is told, against tests/recorded/messages.txt."""
+"""Messages of mistakes in arguments and in a config.json, against tests/recorded/messages.txt."""
 
 import re
 
@@ -26,10 +26,14 @@ def test_messages_are_those_recorded():
     check_each(recorded().items(), check)
 
 
-def test_a_message_begins_with_a_setting_or_an_argument():
+def test_a_message_begins_with_a_setting_an_argument_or_names_a_field():
     known = {"config", "--config", "--topology", *(f"config.{name}" for name in setting_names())}
 
     def check(command, message):
+        if command.startswith("config.json"):
+            fields = re.findall(r'"(\w+)"', command)
+            assert message.startswith("config.json: ") and any(field in message for field in fields), message
+            return
         name = re.match(r"(?:argument )?(--[\w-]+|config(?:\.\w+)*|\w+)", message)[1]
         # A section as a whole, or an argument that there is none of.
         assert name in known or name in command or any(one.startswith(f"{name}.") for one in known), message

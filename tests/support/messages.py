@@ -1,10 +1,12 @@
-"""The messages of tests/recorded/messages.txt: what `dcmdp train` and `dcmdp plan` say of a mistake in their arguments.
+"""The messages of tests/recorded/messages.txt: what is said of a mistake in the arguments of `dcmdp train` and `dcmdp
+plan`, and in a config.json, that of Qwen3-8B with fields changed.
 
 python -m tests.support.messages    # write today's messages for the commands that the file has
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -12,7 +14,30 @@ from pathlib import Path
 
 from dcmdp_jax.commands import plan
 from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.models.config import from_hf
 
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""The public config.json of Qwen3-8B."""
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "recorded" / "messages.txt"
 
@@ -29,9 +54,12 @@ def said(command: str) -> str:
     Raises:
         AssertionError: if it says nothing, or more than a line.
     """
-    name, *arguments = shlex.split(command)
+    name, *arguments = words = shlex.split(command)
     try:
-        (parse if name == "train" else plan.main)([name, *arguments])
+        if name == "config.json":
+            from_hf(QWEN3_8B | json.loads(arguments[0]))
+        else:
+            (parse if name == "train" else plan.main)(words)
     except ValueError as error:
         line = str(error)
         assert "\n" not in line and "Traceback" not in line, line
