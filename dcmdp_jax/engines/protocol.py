@@ -67,10 +67,7 @@ class Engine(Protocol):
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Sample `group_size` completions for each prompt of int32 token ids.
-
-        `first_prompt` is the number of the first prompt where these are a share of a larger batch. Episodes number
-        their groups from 0 in any case.
+        """Sample `group_size` completions for each prompt.
 
         Groups come as they finish, each complete and once, a restart of the engine included. The caller pulls: what it
         does with a group overlaps with sampling where the engine samples in another process, and an error of its own
@@ -82,16 +79,42 @@ class Engine(Protocol):
 
         Log-probs are returned as they are, NaN too: `validation.unusable_completions` decides what becomes of those.
 
+        Args:
+            prompts: int32 token ids, one array per prompt.
+            sampling: the distribution; `top_p` is ignored at temperature 0.
+            seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
+            first_prompt: number of the first prompt where these are a share of a larger batch. Episodes number their
+                groups from 0 in any case.
+
+        Returns:
+            The groups that are complete, maybe none, now and then.
+
         Raises:
-            ValueError: for an empty prompt, an id outside the vocabulary, or a prompt too long for the engine; at once,
-                before the first group is asked for.
+            ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, a
+                seed, a step or a temperature out of range; at once, before the first group is asked for.
             EngineError: if no weights were pushed; later if the engine breaks for good.
         """
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """The engine's own log-probs, float32 nats, of given completions, one array per completion."""
+        """The engine's own log-probs of given completions, each row in one pass.
+
+        They differ from those reported while sampling by the rounding of differently shaped products alone: the
+        engine's noise floor.
+
+        Args:
+            prompts: int32 token ids, one array per completion.
+            completions: int32 token ids.
+            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
+
+        Returns:
+            [T] float32 nats for each completion, full support.
+
+        Raises:
+            ValueError: as `generate`, for lists of different lengths, or for a negative temperature.
+            EngineError: if a log-prob is not finite, no weights were pushed, or the engine breaks for good.
+        """
 
     def release_weights(self) -> None:
         """Free the weights until the next push if they are in the trainer's memory, which its step needs."""

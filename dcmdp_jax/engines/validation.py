@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -111,17 +112,34 @@ def checked_sequences(
     return checked
 
 
+class _Reader(Protocol):
+    """What of an engine says which token ids it reads."""
+
+    config: Any
+    max_total_tokens: int
+
+
+def checked_prompts(engine: _Reader, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> list[np.ndarray]:
+    """Inputs of `Engine.generate` as int32 vectors; refused as `checked_sequences` says."""
+    return checked_sequences(
+        prompts, "prompt", vocab_size=engine.config.vocab_size, limit=engine.max_total_tokens,
+        reserve=sampling.max_completion_tokens,
+    )  # fmt: skip
+
+
 def scored_rows(
-    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, vocab_size: int, limit: int
+    engine: _Reader, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], temperature: float
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
 
     Raises:
-        ValueError: as `checked_sequences`, or for lists of different lengths.
+        ValueError: as `checked_sequences`, or for lists of different lengths or a negative temperature.
     """
+    if not temperature >= 0:
+        raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
     if len(prompts) != len(completions):
         raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
-    limits = {"vocab_size": vocab_size, "limit": limit}
+    limits = {"vocab_size": engine.config.vocab_size, "limit": engine.max_total_tokens}
     prompts = checked_sequences(prompts, "prompt", **limits)
     completions = checked_sequences(completions, "completion", **limits)
     rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]

@@ -23,7 +23,7 @@ from dcmdp_jax.config.engine import find_trainable, forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.prompts import template_variables
 from dcmdp_jax.engines.protocol import Engine
-from dcmdp_jax.engines.sidecar.probe import Probe
+from dcmdp_jax.engines.sidecar.weights import Probe
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
 from dcmdp_jax.models import hf_weights

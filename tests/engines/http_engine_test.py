@@ -418,7 +418,7 @@ def test_bad_input_is_refused_before_anything_is_sent(remote, vllm):
             sample(engine, prompts, SAMPLING, seed=0, step=0)
         assert str(refused.value) == message
     for temperature in (0.001, 2.1):
-        with pytest.raises(ValueError, match=f"^temperature: got {temperature}, vLLM takes 0 .greedy. or 0.01 .. 2.0$"):
+        with pytest.raises(ValueError, match=f"^temperature: got {temperature}, http takes 0 .greedy. or 0.01 .. 2.0$"):
             sample(engine, [ids], SamplingParams(1, 4, temperature=temperature), seed=0, step=0)
     for numbers, name in (((-1, 0), "seed"), ((0, 2**32), "step")):
         with pytest.raises(ValueError, match=f"^{name}: got"):

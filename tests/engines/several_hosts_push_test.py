@@ -24,7 +24,7 @@ from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from tests.support.sampling import local_engine
-from dcmdp_jax.engines.sidecar.bridge import WeightBridge
+from dcmdp_jax.engines.sidecar.weights import WeightBridge
 from dcmdp_jax.engines.sidecar.shared_memory import Segment
 number, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_num_cpu_devices", 2)

@@ -15,11 +15,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.sidecar import bridge as bridge_module
 from dcmdp_jax.engines.sidecar import shared_memory
-from dcmdp_jax.engines.sidecar.bridge import WeightBridge
+from dcmdp_jax.engines.sidecar import weights as bridge_module
 from dcmdp_jax.engines.sidecar.manifest import Tensor, checksum, differing, parse
 from dcmdp_jax.engines.sidecar.shared_memory import Segment, attach, available_bytes
+from dcmdp_jax.engines.sidecar.weights import WeightBridge
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes

@@ -16,7 +16,7 @@ import numpy as np
 
 from configs.base import get_config
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.sidecar.probe import Probe
+from dcmdp_jax.engines.sidecar.weights import Probe
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.engines.vllm_common import request_seeds

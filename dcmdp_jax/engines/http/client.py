@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import re
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 
 from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.sidecar.supervisor import Calls
 from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _INSPECTION_S = 30.0
-_PROGRESS_S = 0.5
+_POLL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 # All that shapes the distribution is said: what is left out comes from the model's generation_config.json.
 _PLAIN: dict[str, Any] = {
@@ -86,37 +85,10 @@ class VllmHttpClient:
         Raises:
             EngineError: in one line that names the request.
         """
-        arrived: queue.SimpleQueue[tuple[int, T] | BaseException | None] = queue.SimpleQueue()
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(self._complete(what, payloads, read, arrived.put))
-
-        def work() -> None:
-            try:
-                loop.run_until_complete(task)
-                arrived.put(None)
-            except BaseException as error:
-                arrived.put(error)
-            finally:
-                loop.close()
-
-        thread = threading.Thread(target=work, name="vllm-http-client", daemon=True)
-        thread.start()
-        try:
-            while True:
-                try:
-                    answer = arrived.get(timeout=_PROGRESS_S)
-                except queue.Empty:
-                    yield []
-                    continue
-                if answer is None:
-                    return
-                if isinstance(answer, BaseException):
-                    raise answer
-                yield [answer]
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(task.cancel)
-            thread.join()
+        calls = Calls([lambda calls: asyncio.run(self._complete(what, payloads, read, calls))])
+        with contextlib.closing(calls.values()) as values:
+            for answer in values:
+                yield [] if answer is None else [answer]
 
     def complete_all(
         self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
@@ -130,7 +102,7 @@ class VllmHttpClient:
         what: str,
         payloads: Sequence[dict[str, Any]],
         read: Callable[[int, dict[str, Any]], T],
-        on_read: Callable[[tuple[int, T]], None],
+        calls: Calls,
     ) -> None:
         waiting = iter(range(len(payloads)))
 
@@ -146,12 +118,16 @@ class VllmHttpClient:
                 except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
                     found = f"no {error} in it" if isinstance(error, KeyError) else _one_line(error)
                     raise EngineError(f"{name}: the answer of {self.address} can't be used: {found}") from None
-                on_read((index, result))
+                calls.put((index, result))
 
         async with self._client() as client:
             workers = [asyncio.create_task(work(client)) for _ in range(min(self._max_concurrent, len(payloads)))]
+            left = set(workers)
             try:
-                await asyncio.gather(*workers)
+                while left and not calls.stopped.is_set():
+                    done, left = await asyncio.wait(left, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+                    for worker in done:
+                        worker.result()
             finally:
                 for worker in workers:
                     worker.cancel()

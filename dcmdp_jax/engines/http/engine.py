@@ -15,7 +15,7 @@ from dcmdp_jax.engines.http import ENGINE
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import checked_sequences, scored_rows
+from dcmdp_jax.engines.validation import checked_prompts, scored_rows
 from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
@@ -92,29 +92,15 @@ class RemoteEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Sample `group_size` completions for each prompt.
-
-        Args:
-            prompts: int32 token ids, one array per prompt.
-            sampling: the distribution; at temperature 0 `top_p` has no meaning.
-            seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            first_prompt: number of the first prompt, see `Engine.generate`.
-
-        Returns:
-            The groups that are complete, maybe none, twice a second or more often. The log-probs are NaN where the
-            server's belong to another distribution (see the class).
+        """As `Engine.generate`; log-probs are NaN where the server's belong to another distribution (see the class).
 
         Raises:
-            ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. Nothing was
-                sent then.
+            ValueError: also for a temperature that vLLM does not take as it is. Nothing was sent then.
             EngineError: if the server fails, or gives an answer that can't be right.
         """
         temperature, group = sampling.temperature, sampling.group_size
         ENGINE.check_temperature(temperature)
-        prompts = checked_sequences(
-            prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
-            reserve=sampling.max_completion_tokens,
-        )  # fmt: skip
+        prompts = checked_prompts(self, prompts, sampling)
         seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
         known = temperature == 0 or (temperature == 1 and sampling.top_p == 1) or self._reports_processed(prompts[0])
         drawn = {
@@ -158,28 +144,17 @@ class RemoteEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """The server's own log-probs of given completions, each row in one pass as a prompt.
-
-        Args:
-            prompts: int32 token ids, one array per completion.
-            completions: int32 token ids.
-            temperature: 1, or 0, which means the log-probs at temperature 1. A server scores at no other.
-
-        Returns:
-            Per completion [T] float32 nats, full support.
+        """As `Engine.score`, each row in one pass as a prompt, at temperature 1 (or 0) alone.
 
         Raises:
-            ValueError: as `LocalEngine.score`; for another temperature; or for a row that fills the server's context,
-                which has to hold one token more. Nothing was sent then.
-            EngineError: if the server fails, or a log-prob is not finite.
+            ValueError: also for another temperature, or a row that fills the server's context, which has to hold one
+                token more. Nothing was sent then.
         """
         if temperature not in (0, 1):
             raise ArgumentError(
                 "temperature", f"got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone"
             )
-        prompts, rows = scored_rows(
-            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
-        )
+        prompts, rows = scored_rows(self, prompts, completions, temperature)
         for index, row in enumerate(rows):
             if row.size >= (context := self._server.max_model_len):
                 raise UserError(

@@ -35,7 +35,7 @@ from dcmdp_jax.engines.local.weights import (
     source_fingerprint,
 )
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
@@ -125,32 +125,16 @@ class LocalEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Sample `group_size` completions for each prompt.
+        """As `Engine.generate`: samples while the caller waits for the next list, whenever a program returns.
 
-        Sampling runs while the caller waits for the next list. A push of other weights in between changes nothing of
-        this call.
-
-        Args:
-            prompts: int32 token ids, one array per prompt.
-            sampling: the distribution; `top_p` is ignored at temperature 0.
-            seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            first_prompt: number of the first prompt, see `Engine.generate`.
-
-        Returns:
-            The groups that are complete, maybe none, whenever a program that samples returns.
-
-        Raises:
-            ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, or
-                a seed or step out of range.
-            EngineError: if no weights were pushed.
+        A push of other weights in between changes nothing of this call.
         """
         if self._weights is None:
             raise EngineError("no weights: push_weights must come before generate")
         for name, value in (("seed", seed), ("step", step)):
             if not 0 <= value < 2**32:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
-        limits = {"vocab_size": self.config.vocab_size, "limit": self.max_total_tokens}
-        prompts = checked_sequences(prompts, "prompt", **limits, reserve=sampling.max_completion_tokens)
+        prompts = checked_prompts(self, prompts, sampling)
         group, limit = sampling.group_size, sampling.max_completion_tokens
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
@@ -200,31 +184,10 @@ class LocalEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """Compute the engine's log-probs of given completions, all tokens of a row in one pass.
-
-        They differ from those reported while sampling only by the rounding of differently shaped products: the engine's
-        noise floor.
-
-        Args:
-            prompts: int32 token ids, one array per completion.
-            completions: int32 token ids.
-            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
-
-        Returns:
-            [T] float32 nats for each completion, full support.
-
-        Raises:
-            ValueError: for an empty prompt or completion, an id outside the vocabulary, a row over
-                `max_total_tokens`, lists of different lengths, or a negative temperature.
-            EngineError: if a log-prob is not finite, or no weights were pushed.
-        """
+        """As `Engine.score`, all tokens of a row in one pass."""
         if self._weights is None:
             raise EngineError("no weights: push_weights must come before score")
-        if not temperature >= 0:
-            raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
-        prompts, rows = scored_rows(
-            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
-        )
+        prompts, rows = scored_rows(self, prompts, completions, temperature)
         inverse = np.float32(1 / temperature if temperature else 1)
         buckets = [length_bucket(row.size) for row in rows]
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)

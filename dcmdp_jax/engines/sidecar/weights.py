@@ -1,17 +1,42 @@
-"""The trainer's weights in shared memory: one copy for all replicas of an engine, and one that is being written."""
+"""The trainer's weights in shared memory, under Hugging Face's names and in the engine's dtypes; the probe of a push.
+
+One copy serves all replicas of an engine; a second one is being written.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.sidecar.bridge import WeightBridge
-from dcmdp_jax.engines.sidecar.probe import Probe, probe_ids
+from dcmdp_jax.engines.sidecar.manifest import ALIGNMENT, Tensor, checksum
 from dcmdp_jax.engines.sidecar.shared_memory import Segment, available_bytes
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import check_params
+from dcmdp_jax.models.params import HFTensor, check_params, hf_tensors
+from dcmdp_jax.models.quantize import QuantizedKernel, quantize_kernel
 from dcmdp_jax.types import Array, Params
+
+Probe = Callable[[Params, np.ndarray], Array]
+"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1.
+
+A jax array that is still being computed will do: it is waited for when the engine has loaded the weights."""
+
+# Fixed sequences on which the engine's log-probs are compared with the trainer's own after each push.
+_PROBE_ROWS, _PROBE_TOKENS = 2, 32
+_THREADS = min(4, os.cpu_count() or 1)
+# A converted block; larger ones are mapped again each time, and clearing their pages takes longer than writing them.
+_BLOCK_BYTES = 1 << 24
+# Rows transposed together: read in full, written as runs of that many items. One row at a time is six times slower.
+_TRANSPOSED_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,3 +115,162 @@ class SharedWeights:
         self.published = None
         for segment in self.segments:
             segment.close()
+
+
+def probe_ids(vocab_size: int, max_total_tokens: int) -> np.ndarray:
+    """[rows, tokens] int32 random tokens, the same for the same vocabulary."""
+    shape = (_PROBE_ROWS, min(_PROBE_TOKENS, max_total_tokens))
+    return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
+
+
+class WeightBridge:
+    """Knows where each tensor goes and writes them there, several at a time.
+
+    Nothing but the blocks that are being written exists a second time. A parameter in host memory that has the engine's
+    dtype already is written from where it lies.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: str, int8: bool = False) -> None:
+        """Lay out the segment; nothing is allocated.
+
+        Args:
+            config: the model.
+            dtype: "float32", "bfloat16" or "float16" of the tensors.
+            int8: linear layers as int8 with one float32 scale per output channel (`name` and `name`_scale), as
+                compressed-tensors stores W8A8; embedding, norms and biases stay in `dtype`.
+        """
+        self._dtype = dtype
+        self._jobs: list[tuple[HFTensor, list[Tensor]]] = []
+        end = 0
+        for name, place in hf_tensors(config).items():
+            quantized = int8 and place.quantized
+            parts = [(name, "int8" if quantized else dtype, place.shape)]
+            if quantized:
+                parts.append((f"{name}_scale", "float32", (place.shape[0], 1)))
+            tensors = []
+            for part in parts:
+                tensors.append(Tensor(*part, -(-end // ALIGNMENT) * ALIGNMENT))
+                end = tensors[-1].offset + tensors[-1].num_bytes
+            self._jobs.append((place, tensors))
+        self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
+        """In the order of `hf_tensors`: layer by layer, which is how engines like to load."""
+        self.num_bytes: int = end
+        """Size of a segment."""
+
+    def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
+        """Write the tensors.
+
+        Args:
+            params: of the model (see `params.check_params`); any sharding; over several processes, all publish alike.
+            segment: of at least `num_bytes`.
+            policy_version: of the checksums.
+
+        Returns:
+            [tensors] uint64 checksums of what was written, in the manifest's order.
+        """
+
+        def job(place: HFTensor, tensors: list[Tensor]) -> list[int]:
+            leaf: Any = params
+            for key in place.path:
+                leaf = leaf[key]
+            if len(tensors) == 2:
+                kernel = _quantized(leaf, place.index)
+                whole = (slice(None), slice(None))
+                _store(segment, tensors[0], [(whole, np.asarray(kernel.values))], transposed=place.transposed)
+                _store(segment, tensors[1], [(whole, np.asarray(kernel.scale)[:, None])], transposed=False)
+            else:
+                _store(segment, tensors[0], _blocks(leaf, place.index, self._dtype), transposed=place.transposed)
+            return [
+                checksum(segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes], policy_version)
+                for tensor in tensors
+            ]
+
+        # Parts on other processes' devices are fetched by all processes in one order.
+        alone = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+        with ThreadPoolExecutor(_THREADS if alone else 1) as pool:
+            sums = list(pool.map(job, *zip(*self._jobs, strict=True)))
+        return np.array([value for part in sums for value in part], np.uint64)
+
+
+_Place = tuple[slice, ...]
+"""Where a part lies in an array, with the first index and the one after the last on each axis."""
+
+
+def _store(segment: Segment, tensor: Tensor, blocks: Iterable[tuple[_Place, np.ndarray]], *, transposed: bool) -> None:
+    """Write parts of the parameter that is `tensor` or its transpose."""
+    for place, block in blocks:
+        words = block.view(f"u{block.dtype.itemsize}")
+        target = segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(words.dtype).reshape(tensor.shape)
+        if not transposed:
+            target[place] = words
+            continue
+        target = target.T[place]
+        for start in range(0, len(words), _TRANSPOSED_ROWS):
+            target[start : start + _TRANSPOSED_ROWS] = words[start : start + _TRANSPOSED_ROWS]
+
+
+def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str) -> Iterator[tuple[_Place, np.ndarray]]:
+    """Parts of a leaf at `index` of its stacked axes, in the engine's dtype, on the host."""
+    for place, part, own in _parts(leaf, index):
+        if part.dtype == jnp.dtype(dtype) and next(iter(part.devices())).platform == "cpu":
+            # No copy: a view of XLA's own buffer.
+            yield place, np.asarray(part)[own]
+            continue
+        rows, *rest = part.shape[len(own) :]
+        height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
+        for first in range(0, rows, height):
+            count = min(height, rows - first)
+            here = slice(place[0].start + first, place[0].start + first + count)
+            yield (here, *place[1:]), np.asarray(_cast(part, own, first, rows=count, dtype=dtype))
+
+
+def _parts(leaf: jax.Array, index: tuple[int, ...]) -> Iterator[tuple[_Place, jax.Array, tuple[int, ...]]]:
+    """The array at `index` of a leaf's stacked axes, as what single devices have of it.
+
+    A program over all devices would be given the rows of a block by a gather of all layers' rows: the compiler takes
+    the slice of rows before that of the layer. Programs of one device gather nothing, and threads may start them in any
+    order.
+
+    Yields:
+        The place of a part in the array, an array on one device, and the index of the part in that array.
+    """
+    stacked = len(index)
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        # Other processes have the rest: each is given all of this array, and nothing of the others in the stack.
+        leaf, index, stacked = jax.device_put(_at(leaf, index), NamedSharding(leaf.sharding.mesh, P())), (), 0
+    seen = set()
+    for shard in leaf.addressable_shards:
+        bounds = [span.indices(size)[:2] for span, size in zip(shard.index, leaf.shape, strict=True)]
+        held = all(first <= i < end for i, (first, end) in zip(index, bounds[:stacked], strict=True))
+        if held and tuple(bounds) not in seen:
+            seen.add(tuple(bounds))
+            own = tuple(i - first for i, (first, _) in zip(index, bounds[:stacked], strict=True))
+            yield tuple(slice(*span) for span in bounds[stacked:]), shard.data, own
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "dtype"))
+def _cast(leaf: jax.Array, index: tuple[jax.Array, ...], first: jax.Array, *, rows: int, dtype: str) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
+
+
+def _quantized(leaf: jax.Array, index: tuple[int, ...]) -> QuantizedKernel:
+    """The matrix at `index` of a leaf's stacked axes, in 8 bits. A scale is that of a whole column."""
+    parts = list(_parts(leaf, index))
+    if len(parts) == 1:
+        return _quantize_at(*parts[0][1:])
+    whole = np.empty(leaf.shape[len(index) :], leaf.dtype)
+    for place, part, own in parts:
+        whole[place] = np.asarray(_at(part, own))
+    return _quantize_at(whole, ())
+
+
+@jax.jit
+def _quantize_at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> QuantizedKernel:
+    return quantize_kernel(_at(leaf, index), "int8")
+
+
+@jax.jit
+def _at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+    for number in index:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    return leaf

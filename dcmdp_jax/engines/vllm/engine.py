@@ -19,7 +19,7 @@ from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import SharedWeights
-from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
 from dcmdp_jax.engines.vllm import ENGINE, devices, launch
 from dcmdp_jax.types import Params
 
@@ -146,33 +146,16 @@ class VllmEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """Sample `group_size` completions for each prompt; prompt `p` by replica `p` mod their number.
+        """As `Engine.generate`; prompt `p` is sampled by replica `p` mod their number.
 
         A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
-        what was yielded is not yielded again.
-
-        Args:
-            prompts: int32 token ids, one array per prompt.
-            sampling: the distribution.
-            seed, step: 0 .. 2^32 - 1; with the row they determine the request's seed.
-            first_prompt: number of the first prompt, see `Engine.generate`.
-
-        Returns:
-            The groups that are complete, maybe none, every half second.
-
-        Raises:
-            ValueError: as `LocalEngine.generate`, or for a temperature that vLLM does not take as it is. No request was
-                begun then.
-            EngineError: if no weights were published, or a sidecar fails again and again.
+        what was yielded is not yielded again. An empty list comes every half second.
         """
         publication = self.weights.published
         if publication is None:
             raise EngineError("no weights: push_weights must come before generate")
         ENGINE.check_temperature(sampling.temperature)
-        prompts = checked_sequences(
-            prompts, "prompt", vocab_size=self.config.vocab_size, limit=self.max_total_tokens,
-            reserve=sampling.max_completion_tokens,
-        )  # fmt: skip
+        prompts = checked_prompts(self, prompts, sampling)
         dealt = [range(first, len(prompts), len(self.replicas)) for first in range(len(self.replicas))]
         parts = [
             replica.sample(
@@ -196,29 +179,11 @@ class VllmEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """The engine's own log-probs of given completions, each row in one pass as a prompt.
-
-        They differ from those reported while sampling by rounding alone: the engine's noise floor.
-
-        Args:
-            prompts: int32 token ids, one array per completion.
-            completions: int32 token ids.
-            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
-
-        Returns:
-            Per completion [T] float32 nats, full support.
-
-        Raises:
-            ValueError, EngineError: as `LocalEngine.score`.
-        """
+        """As `Engine.score`, each row in one pass as a prompt."""
         publication = self.weights.published
         if publication is None:
             raise EngineError("no weights: push_weights must come before score")
-        if not temperature >= 0:
-            raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
-        prompts, rows = scored_rows(
-            prompts, completions, vocab_size=self.config.vocab_size, limit=self.max_total_tokens
-        )
+        prompts, rows = scored_rows(self, prompts, completions, temperature)
         starts = [prompt.size for prompt in prompts]
         count = len(self.replicas)
         scores = [

@@ -3,8 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; the requests are those of `engines/sidecar/__init__.py`. This file, start_checks.py, routing.py and
-worker.py alone import torch or vllm; they run under the sidecar's own interpreter.
+the engine; the requests are those of `engines/sidecar/__init__.py`. This file, start_checks.py and worker.py
+alone import torch or vllm; they run under the sidecar's own interpreter.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class EngineHost:
         check_torch_builds()
         import vllm
 
-        from dcmdp_jax.engines.vllm import worker  # noqa: F401 - AMX must be granted before the engine is built
-        from dcmdp_jax.engines.vllm.routing import Routing
+        # AMX must be granted before the engine is built: `worker` asks for it when it is imported.
+        from dcmdp_jax.engines.vllm.worker import Routing
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
