@@ -152,20 +152,16 @@ class _Process0:
                 # Whoever it is, it is no process of a run.
                 caller.gone = True
                 break
-            problem = ""
+            problem = None
             if processes != self._processes or not 0 < number < processes:
-                problem = (
-                    f"processes: process {number} on {name} has {processes}, process 0 has "
-                    f"{self._processes}; start all hosts alike"
-                )
+                said = f"process {number} on {name} has {processes}, process 0 has {self._processes}"
+                problem = ArgumentError("processes", f"{said}; start all hosts alike")
             elif number in self._here and self._here[number] is not caller:
-                problem = (
-                    f"process: {number} on both {self._here[number].name} and {name}; each process has a "
-                    "number of its own"
-                )
+                both = f"{self._here[number].name} and {name}"
+                problem = ArgumentError("process", f"{number} on both {both}; each process has a number of its own")
             if problem:
-                caller.send({"error": problem})
-                raise UserError(problem)
+                caller.send({"error": str(problem)})
+                raise problem
             self._here[number] = caller
             caller.send({"heard": True})
             caller.name = name
@@ -238,7 +234,7 @@ class _OtherProcess:
                     return False
                 answered = True
                 if "error" in told:
-                    raise UserError(str(told["error"]))
+                    raise ArgumentError(*str(told["error"]).partition(": ")[::2])
                 if told.get("go") is True:
                     return True
                 if "say" in told:

