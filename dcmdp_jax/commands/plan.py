@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument(
         "--search", action="store_true", help="compile the step for other meshes and micro-batches; list those that fit"
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--lengths", metavar="LENGTHS", default="",
         help="padding and operations at these lengths of completions too: lognormal(MEDIAN,CAP), or a run's directory",

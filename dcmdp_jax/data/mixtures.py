@@ -156,7 +156,7 @@ class PromptStream:
             before = int((mine < place).sum())
             own = prompt_order(
                 size, seed=seed, first=number * shares[task] + before, count=len(mine) - before, task=task
-            )  # fmt: skip
+            )
             found[mine[before:] - place] = starts[task] + own
         return found
 

@@ -320,7 +320,7 @@ class Scheduler:
                     draw.top_p,
                     program=program,
                     mode=self._mode,
-                )  # fmt: skip
+                )
             )
             tokens, logprobs = tokens[: part.size], logprobs[: part.size]
             completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32))

@@ -159,9 +159,9 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         ))]  # fmt: skip
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
         return [_agreeing(e)]
-    by_columns = () if few else (
-        lambda: _support(e), lambda: _breaks(e), lambda: _lag(e), lambda: _start(e), lambda: _power(e),
-    )  # fmt: skip
+    by_columns = (
+        () if few else (lambda: _support(e), lambda: _breaks(e), lambda: _lag(e), lambda: _start(e), lambda: _power(e))
+    )
     rules = (
         lambda: _explained(e, _EXPLAINED_ALONE, 2.0), *by_columns, lambda: _lifted(e),
         lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE),
@@ -430,9 +430,7 @@ def _settings(e: Evidence) -> Iterator[Finding]:
     for cause, setting in e.settings.items():
         if cause not in measured:
             scored = "is beyond rounding, no emulation reproduces it" if e.explanations else "was not scored again"
-            yield Finding(cause, (
-                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}.",
-            ))  # fmt: skip
+            yield Finding(cause, (f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}."))
         elif measured[cause].share > _LIFTED_AT_ALL:
             yield Finding(cause, (_without(e, measured[cause]),))
 

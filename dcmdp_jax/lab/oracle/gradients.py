@@ -63,9 +63,8 @@ def token_slopes(
         one_batch = jax.tree.map(lambda array: jnp.asarray(array)[None], known)
         rewards = charged_rewards(settings, remedies, dual, rewards[None], (one_batch,))[0]
     advantages = group_advantages(
-        rewards, sampled.group_ids, everyone,
-        epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
-    )  # fmt: skip
+        rewards, sampled.group_ids, everyone, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std
+    )
     normalize = functools.partial(
         aggregation_weights, lengths, everyone, mode=settings.aggregation, max_completion_tokens=limit
     )
