@@ -15,7 +15,7 @@ class ArgumentError(UserError):
 
     Args:
         argument: the argument's name, which may be followed by what it holds: "mesh (data=2)", "engine_args.size".
-        said: what is wrong and what to do.
+        said: the fault and the remedy.
     """
 
     def __init__(self, argument: str, said: str) -> None:

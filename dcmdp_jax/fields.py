@@ -29,8 +29,8 @@ class Setting:
     """All that is known of one setting, but for its name, type and default.
 
     Attributes:
-        doc: what it does, a sentence or two.
-        unit: of its value; empty for names and pure numbers.
+        doc: a sentence or two about its effect.
+        unit: unit of its value; empty for names and pure numbers.
         source: where the default comes from: the paper with its section, or this project.
         choices: allowed values; empty for any.
         engine_choices: allowed values with each `rollout.engine`; `choices` is their union.
@@ -136,7 +136,7 @@ def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: 
         kind: the dataclass.
         values: nested mappings, keys as the fields.
         unknown: makes the exception for a dotted name that is no setting.
-        prefix: of the dotted names, for messages.
+        prefix: begins the dotted names in messages.
 
     Raises:
         UserError: in one line, for a value of a wrong type.

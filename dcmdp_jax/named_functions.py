@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
     Attributes:
         function: a built-in name, `path.py:function` or `package.module:function`.
-        parameters: by name, numbers, true or false.
+        parameters: values by name: numbers, true or false.
     """
 
     function: str

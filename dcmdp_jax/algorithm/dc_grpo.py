@@ -26,7 +26,7 @@ _ROUNDING = 1e-3
 
 
 class DcGrpoAux(NamedTuple):
-    """What `dc_grpo_loss` computes beside the loss. No gradient flows through any of it.
+    """Values that `dc_grpo_loss` computes beside the loss. No gradient flows through any of it.
 
     Attributes:
         delta: [N, T] float >= 0, discrepancy of each token (Eq. 3); 0 outside the mask.
@@ -102,8 +102,8 @@ def dc_grpo_loss(
         aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (every token alike, DAPO) or "fixed_length"
             (sum over T_max, Dr. GRPO); see `dcmdp_jax.algorithm.losses.aggregation_weights`.
         max_completion_tokens: T_max, the sampling limit; needed by "fixed_length" alone.
-        measure, sided: of `token_discrepancy`: "diff", "ratio" or "log"; "two" or "one".
-        ddof, epsilon: of `group_advantages`: the unbiased deviation and 1e-6 by default.
+        measure, sided: options of `token_discrepancy`: "diff", "ratio" or "log"; "two" or "one".
+        ddof, epsilon: options of `group_advantages`: the unbiased deviation and 1e-6 by default.
 
     Returns:
         (loss, aux): a scalar to be minimized, and `DcGrpoAux`.
@@ -167,7 +167,7 @@ def _numbers(name: str, value: Array) -> Array:
 
 
 def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
-    """Raise for ranks, shapes and dtypes that do not fit: what is known under jit too."""
+    """Raise for ranks, shapes and dtypes that do not fit; these are known under jit too."""
     for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
         require_rank(name, array, 2)
     require_same_shape(**logprobs, completion_mask=completion_mask)

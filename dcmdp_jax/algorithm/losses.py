@@ -221,7 +221,8 @@ def policy_loss(
             is used once: the ratio is then 1 and only its gradient matters. At the level of the sequence all tokens of
             a completion must be in this call.
         token_weights: [R, L] float32 >= 0, from `aggregation_weights`, gathered to tokens; a constant.
-        loss: from these tokens, with `ratio`, the mask of those that take part, and 0 outside it, to losses [R, L].
+        loss: function from these tokens, with `ratio`, the mask of those that take part, and 0 outside it, to losses
+            [R, L].
         ratio_level: "token" or "sequence".
 
     Returns:
@@ -320,7 +321,7 @@ def aggregation_weights(
         mode: one of the three names.
         max_completion_tokens: T_max, the sampling limit; needed by `fixed_length`.
         dropped_tokens: [N] int, tokens of each completion that are left out of the loss; None: none.
-        dtype: of the results.
+        dtype: dtype of the results.
 
     Returns:
         ([N] weights, [] total). An empty completion has weight 0 and is not counted. When nothing

@@ -1,4 +1,4 @@
-"""The one convention of remedies: from one struct of token arrays to token terms and typed statistics.
+"""The one convention of remedies: a function of one struct of token arrays gives token terms and typed statistics.
 
 A remedy is a pure function
 
@@ -136,7 +136,7 @@ class OwnRemedy:
     """A user's remedy: a `Function` whose statistics are metrics `remedy/NAME/STATISTIC`.
 
     Attributes:
-        name: of the function.
+        name: the function's name.
         function: the remedy.
         parameters: its keyword arguments.
     """
@@ -168,7 +168,7 @@ def check_terms(kind: str, function: Function) -> None:
 
     Raises:
         ValueError: in one line, for terms or statistics of a wrong type, shape or dtype.
-        Exception: what the function raises.
+        Exception: any error of the function.
     """
     for tokens in (_probe(), _probe(rows=3, length=5)):
         shape, (arrays, count) = tokens.completion_mask.shape, _arrays(tokens)

@@ -75,7 +75,7 @@ def require_number(
     Of traced values only the shape is known here.
 
     Args:
-        name: of the argument, for the message.
+        name: the argument's name, for the message.
         value: the argument.
         minimum: smallest value allowed.
         maximum: largest value allowed.

@@ -30,7 +30,7 @@ class Signals(NamedTuple):
             denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
             value is dbar, what moves the multiplier (Eq. 11).
-        statistics: of the penalty and the corrections, by metric name.
+        statistics: those of the penalty and the corrections, by metric name.
     """
 
     tokens: Tokens
@@ -95,10 +95,10 @@ def row_signals(
             dual update) and tolerance.
         weights: [N] float32, from `losses.aggregation_weights`.
         measure: keyword arguments of `discrepancy.discrepancy`: measure, sided, ratio_limit.
-        level: what is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": nothing here,
-            the advantages hold it already. The mean discrepancy is that of tokens in any case.
-        penalty: how the discrepancy is charged, as in `penalties`.
-        corrections: as in `corrections`.
+        level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": no
+            charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
+        penalty: function of `penalties` that charges the discrepancy.
+        corrections: functions of `corrections`, in order.
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:

@@ -144,7 +144,7 @@ def across(tree: Any, axis_name: str | None) -> Any:
     All sums and means travel in one `psum`.
 
     Args:
-        tree: of statistics.
+        tree: a tree of statistics.
         axis_name: the mesh axis; None where there is none to merge over.
     """
     if axis_name is None:
@@ -156,10 +156,10 @@ def across(tree: Any, axis_name: str | None) -> Any:
 
 
 def empty(tree: Any) -> Any:
-    """The same statistics of nothing: what a loop starts from.
+    """Return the same statistics of nothing, from which a loop starts.
 
     Args:
-        tree: of statistics, whose arrays may be `jax.ShapeDtypeStruct`s.
+        tree: a tree of statistics, whose arrays may be `jax.ShapeDtypeStruct`s.
     """
     return jax.tree.map(lambda x: x.empty(), tree, is_leaf=_is_statistic)
 

@@ -49,7 +49,7 @@ def in_settings(message: str, names: Mapping[str, str]) -> str:
     """A message whose arguments in back quotes are said as settings.
 
     Args:
-        message: of library code.
+        message: text from library code.
         names: argument -> dotted name of the setting, or flag.
     """
     return _QUOTED.sub(lambda found: names.get(found[1], found[0]), message)

@@ -63,9 +63,9 @@ def settings_beside_a_run(rollout: RolloutSettings, kind: EngineKind, engine_arg
     Those of a run for a built-in engine in a process of its own; one in this process takes the devices as they are.
 
     Args:
-        rollout: of the run, or the defaults.
+        rollout: settings of the run, or the defaults.
         kind: the engine.
-        engine_args: of an engine without a section in a run, a JSON object; "" for the defaults.
+        engine_args: a JSON object for an engine without a section in a run; "" for the defaults.
 
     Raises:
         UserError: naming `engine_args`.
@@ -134,7 +134,7 @@ def engine_arguments(config: Any, **found: Any) -> tuple[EngineKind, EngineArgum
 
 
 def check_engine(config: Any) -> None:
-    """What the engine's record says about the settings alone.
+    """Check the settings alone by the engine's record.
 
     Raises:
         UserError: in one line, naming the setting.
@@ -156,8 +156,8 @@ def forward_scheme(config: Any, platform: str = "", **found: Any) -> Scheme:
 
     Args:
         config: a `Config`.
-        platform: of the trainer's devices; "" unknown, for the checks alone.
-        found: as of `engine_arguments`; with `model`, what it can't have is refused.
+        platform: platform of the trainer's devices; "" if it is unknown, for the checks alone.
+        found: see `engine_arguments`; with `model`, roundings that it can't have are refused.
 
     Raises:
         UserError: in one line, for another precision or cache than the engine's, or what the trainer can't repeat.

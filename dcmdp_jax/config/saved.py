@@ -25,7 +25,7 @@ class Removed:
     Attributes:
         version: the first without it.
         meaningless: the values that do what is done without the setting.
-        why: what to do, or why it went.
+        why: the reason, or the remedy.
         values: the values that went, of a setting that stays; empty: the setting itself went.
     """
 
@@ -100,7 +100,7 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_sizes(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """`trust_region` with the sizes that were settings of their own: of a built-in one without parentheses."""
+    """Add the sizes that were settings of their own to a built-in `trust_region` without parentheses."""
     sizes = {"clip_low": 0.2, "clip_high": 0.24, "dual_clip": 0.0}
     values = {"trust_region": "clip"} | {name: value for name, value in algorithm.items() if name not in sizes}
     low, high, dual = (algorithm.get(name, default) for name, default in sizes.items())

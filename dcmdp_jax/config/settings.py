@@ -430,7 +430,7 @@ def parse_value(name: str, text: str) -> Any:
 
     Args:
         name: dotted.
-        text: of the setting's type, such as `true`, `1e-6`, `(64,128)`; digits are 0-9.
+        text: a value of the setting's type, such as `true`, `1e-6`, `(64,128)`; digits are 0-9.
 
     Raises:
         UserError: in one line, if there is no such setting or the text is no value of its type.

@@ -189,7 +189,7 @@ class DcGrpo:
         multiplier: lambda of the next step, in advantage per discrepancy.
         learning_rate: eta.
         minimum, maximum: ends of lambda.
-        measure, sided: of `token_discrepancy`.
+        measure, sided: options of `token_discrepancy`.
         history: lambda after each update, so that a run can go back to an earlier checkpoint.
 
     Raises:
@@ -275,7 +275,7 @@ class DcGrpo:
         """Take `multiplier` and `history` from what `save` wrote; the settings stay those of this object.
 
         Args:
-            path: as in `save`.
+            path: see `save`.
             steps: go back to the state after this many updates, at least 1; None: the last.
 
         Raises:

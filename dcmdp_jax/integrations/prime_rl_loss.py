@@ -31,7 +31,7 @@ class DcGrpoLoss:
     Args:
         state_path: JSON file of lambda, read now if it is there and written by rank 0 after each step.
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the last one.
-        settings: of `DcGrpo`.
+        settings: keyword arguments of `DcGrpo`.
     """
 
     def __init__(

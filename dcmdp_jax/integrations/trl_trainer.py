@@ -29,7 +29,7 @@ class DcGrpoTrainer(GRPOTrainer):
     Args:
         dc_grpo: c, lambda and what moves it.
         on_batch: called with each training batch, for example to record it (`dcmdp_jax.record.record_trl`).
-        options: of `GRPOTrainer`.
+        options: keyword arguments of `GRPOTrainer`.
     """
 
     def __init__(self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any) -> None:

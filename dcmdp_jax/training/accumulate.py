@@ -46,7 +46,7 @@ def accumulate(
     batch, its own forward pass yields p^Train, and no pass before it is needed.
 
     Args:
-        function: of arguments alone: no array from around it.
+        function: a function of its arguments alone, without an array from around it.
         shared: tree, the same for all rows.
         rows: a tree for each bucket, leaves [A, R, ...].
         micro_batches: [buckets] int32, how many of the A micro-batches to run, counted from the first. One that is the

@@ -101,7 +101,7 @@ def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, route
 
     Args:
         settings: the coefficients.
-        terms: of the update.
+        terms: constants of the update.
         kl: [] float32, the micro-batch's part of K.
         router: `moe.router_sums` of the micro-batch.
     """
@@ -146,7 +146,7 @@ def charged_rewards(
 
     Args:
         settings: level, measure, sided, ratio_limit.
-        remedies: of them the penalty; it sees advantages, discrepancy, multiplier and tolerance alone.
+        remedies: the penalty is used; it sees advantages, discrepancy, multiplier and tolerance alone.
         dual: lambda_k and c.
         rewards: [M, N] float32.
         rows: the buckets, [M, A, R, L] each, with p^Train of the weights that sampled them.

@@ -45,14 +45,14 @@ RECOMPUTE = "old_logprobs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What a step is made of.
+    """The parts that a step is made of.
 
     Attributes:
-        row_logprobs: from `make_row_logprobs`, for this mesh.
+        row_logprobs: result of `make_row_logprobs` for this mesh.
         compute_dtype: the dtype that it computes in.
         settings: the method and its constants.
         max_completion_tokens: sampling limit, for the fixed-length normalizer.
-        optimizer, schedule: from `training/state.py`; the schedule only for the record.
+        optimizer, schedule: see `training/state.py`; the schedule is only for the record.
         mesh: the devices; None for one.
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for all others. A
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
@@ -137,12 +137,12 @@ class _Sums(NamedTuple):
 
 
 class _Merged(NamedTuple):
-    """What the micro-batches of an update add up to.
+    """Sums of the micro-batches of an update.
 
     Attributes:
         gradient, loss: unnormalized; divide by the total weight of the tokens in the loss, and by the loss scale.
-        sums: of `_Sums`.
-        statistics: by metric name.
+        sums: a `_Sums`.
+        statistics: values by metric name.
     """
 
     gradient: Sum

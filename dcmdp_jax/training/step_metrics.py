@@ -39,7 +39,7 @@ class TokenValues(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """What the metrics of a step are made from; [M, ...] of all updates."""
+    """Results of the updates, [M, ...], from which the metrics of a step are made."""
 
     statistics: dict[str, Statistic]
     router: Aux
@@ -57,9 +57,9 @@ def step_metrics(
         settings: the statistics of groups.
         schedule: learning rate by update.
         state: at the start of the step.
-        batch: what was trained on.
-        learner: after the updates.
-        updates: what they leave.
+        batch: the batch that was trained on.
+        learner: state after the updates.
+        updates: results of the updates.
     """
     metrics = batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), updates.router))
@@ -87,7 +87,7 @@ def batch_metrics(
     """Rewards, discrepancy and mismatch of a batch.
 
     Args:
-        batch: what was trained on.
+        batch: the batch that was trained on.
         rows: values of the tokens, [M, A, R, L] float32 for each bucket.
         settings: the statistics of groups.
         tolerance: c of this step.
@@ -141,7 +141,7 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
     sampled the token. lambda is moved by the mismatch alone.
 
     Args:
-        rows: of the batch, [M, A, R, L] for each bucket.
+        rows: the batch's, [M, A, R, L] for each bucket.
         logprobs: values of its tokens, like `rows`.
 
     Returns:
