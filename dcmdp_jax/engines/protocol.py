@@ -59,13 +59,7 @@ class Engine(Protocol):
         """
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        first_prompt: int = 0,
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
         """Sample `group_size` completions for each prompt.
 

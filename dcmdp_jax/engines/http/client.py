@@ -98,11 +98,7 @@ class VllmHttpClient:
         return [results[index] for index in range(len(payloads))]
 
     async def _complete(
-        self,
-        what: str,
-        payloads: Sequence[dict[str, Any]],
-        read: Callable[[int, dict[str, Any]], T],
-        calls: Calls,
+        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T], calls: Calls
     ) -> None:
         waiting = iter(range(len(payloads)))
 

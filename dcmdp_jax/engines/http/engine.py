@@ -84,13 +84,7 @@ class RemoteEngine:
         )
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        first_prompt: int = 0,
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
         """As `Engine.generate`; log-probs are NaN where the server's belong to another distribution (see the class).
 

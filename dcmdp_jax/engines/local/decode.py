@@ -298,9 +298,7 @@ def _decode_local(
         return state, end, everywhere(state)
 
     (cache, _, decoded), _, _ = jax.lax.while_loop(
-        lambda carry: (carry[1] < steps) & (carry[2] > live_floor),
-        alone,
-        (state, jnp.int32(0), everywhere(state)),
+        lambda carry: (carry[1] < steps) & (carry[2] > live_floor), alone, (state, jnp.int32(0), everywhere(state))
     )
     # A device whose rows are all done has taken fewer steps; its cache is no longer used.
     return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, ROW_AXES))

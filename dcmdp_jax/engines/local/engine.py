@@ -27,13 +27,7 @@ from dcmdp_jax.engines.local.sizes import (
     score_rows,
     smallest_batch,
 )
-from dcmdp_jax.engines.local.weights import (
-    conversion_mesh,
-    convert,
-    fingerprint,
-    share_copies,
-    source_fingerprint,
-)
+from dcmdp_jax.engines.local.weights import conversion_mesh, convert, fingerprint, share_copies, source_fingerprint
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
 from dcmdp_jax.models.params import check_params
@@ -117,13 +111,7 @@ class LocalEngine:
         return {}
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        first_prompt: int = 0,
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
         """As `Engine.generate`: samples while the caller waits for the next list, whenever a program returns.
 

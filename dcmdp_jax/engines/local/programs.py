@@ -163,13 +163,7 @@ class Preparation:
 
 
 def decoding_program(
-    weights: Params,
-    shape: tuple[int, int, int],
-    stops: int,
-    *,
-    program: Program,
-    prompt_slots: int,
-    mode: str,
+    weights: Params, shape: tuple[int, int, int], stops: int, *, program: Program, prompt_slots: int, mode: str
 ) -> Callable[[], object]:
     """A call that compiles `decode`.
 

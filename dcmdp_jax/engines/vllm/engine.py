@@ -138,13 +138,7 @@ class VllmEngine:
         return {} if publication.probe is None else {"mismatch/probe": max(differences)}
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        first_prompt: int = 0,
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
         """As `Engine.generate`; prompt `p` is sampled by replica `p` mod their number.
 
