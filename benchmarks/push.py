@@ -86,7 +86,7 @@ def measure(size: str, repeats: int) -> str:
         if version:
             times.append(time.perf_counter() - began)
             grown.append((_resident("VmHWM") - before) / _MIB)
-    leaves = jax.tree.leaves(engine._weights)
+    leaves = jax.tree.leaves(engine.weights)
     kept = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     return (
         f"| {size} | {num_params(config):,} | {devices} | {median_and_spread(times, '.2f')} | "

@@ -237,7 +237,7 @@ def test_a_server_error_is_tried_again(broken):
 def test_a_server_that_hangs_runs_into_the_time_limit(broken):
     engine = _engine(broken, retries=1)
     # Only now: on a busy machine the questions of its start may take longer.
-    engine._server._timeout_s = 0.3
+    engine.server.timeout_s = 0.3
     ended = threading.Event()
     broken.spoil = lambda answer: ended.wait(HANGS_S) and answer
     with pytest.raises(EngineError) as refused:

@@ -206,7 +206,7 @@ SAMPLING = SamplingParams(group_size=6, max_completion_tokens=12, stop_token_ids
 @needs_vllm
 def test_the_server_says_what_it_is(remote, vllm):
     engine = remote()
-    assert (engine._server.model, engine._server.max_model_len) == ("tiny", 64)
+    assert (engine.server.model, engine.server.max_model_len) == ("tiny", 64)
     remote(server=f"unix:{vllm.socket}")
     with pytest.raises(ValueError) as refused:
         remote(max_total_tokens=65)

@@ -273,7 +273,7 @@ def test_trainer_may_delete_its_buffers_after_a_push(precision):
     own = jax.tree.map(jnp.copy, params())
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(own)}
     made.push_weights(own, 1)
-    assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made._weights)}
+    assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made.weights)}
     # Donation writes other numbers into the buffers; then they are freed.
     jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree), donate_argnums=0)(own))
     assert_same_samples(expected, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
@@ -282,7 +282,7 @@ def test_trainer_may_delete_its_buffers_after_a_push(precision):
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 def test_quantized_weights_are_kept_in_a_byte_each(precision):
     made = engine(precision=precision)
-    kernels = [x for x in jax.tree.leaves(made._weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+    kernels = [x for x in jax.tree.leaves(made.weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
                if isinstance(x, QuantizedKernel)]  # fmt: skip
     assert len(kernels) == 2 * 4 + 1
     assert {kernel.values.dtype.itemsize for kernel in kernels} == {1}
@@ -374,7 +374,7 @@ def test_rows_over_several_devices_sample_the_same():
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "fp8"])
 def test_cpu_devices_share_the_weights(precision):
     made = engine(precision=precision, mesh=Mesh(np.asarray(jax.devices()[:2]), ("rows",)))
-    for leaf in jax.tree.leaves(made._weights):
+    for leaf in jax.tree.leaves(made.weights):
         shards = [shard.data for shard in leaf.addressable_shards]
         assert [shard.shape for shard in shards] == [leaf.shape] * 2
         assert len({shard.unsafe_buffer_pointer() for shard in shards}) == 1

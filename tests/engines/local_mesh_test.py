@@ -140,7 +140,7 @@ def test_scores_reshape_no_rows_of_odd_length() -> None:
     config, mesh = DENSE, _mesh(tensor=4)
     program = Program(config, "float32", "float32", engine_mesh(mesh))
     text = score.lower(
-        _engine(config, mesh)._weights, jnp.zeros((2, 64), jnp.int32), jnp.ones(2, jnp.int32), 1.0, program=program
+        _engine(config, mesh).weights, jnp.zeros((2, 64), jnp.int32), jnp.ones(2, jnp.int32), 1.0, program=program
     ).as_text()
     assert "tensor<2x64x32xf32>" in text and "tensor<128x32xf32>" in text
     assert "63x32xf32" not in text and "126x32xf32" not in text
@@ -148,14 +148,14 @@ def test_scores_reshape_no_rows_of_odd_length() -> None:
 
 def test_each_device_has_its_part_of_the_weights() -> None:
     made = _engine(EXPERTS, _mesh(data=2, tensor=2, expert=2))
-    layer = made._weights["layers"][1]
+    layer = made.weights["layers"][1]
     shares = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), layer)
     # Heads 4 + 2 * 2 of width 8, halved; 8 experts of width 24, halved both ways; norms and the router as they are.
     assert shares["attention"]["qkv"]["kernel"] == (32, 64 // 2) and shares["attention"]["o"]["kernel"] == (32 // 2, 32)
     assert shares["mlp"]["experts"]["gate_up"]["kernel"] == (4, 32, 48 // 2)
     assert shares["mlp"]["experts"]["down"]["kernel"] == (4, 24 // 2, 32)
     assert shares["mlp"]["router"]["kernel"] == (32, 8) and shares["mlp_norm"]["scale"] == (32,)
-    assert made._weights["output"].sharding.shard_shape((32, 48)) == (32, 24)
+    assert made.weights["output"].sharding.shard_shape((32, 48)) == (32, 24)
     # Devices of a CPU with the same part share one copy in memory: four parts of eight devices.
     shards = layer["mlp"]["experts"]["down"]["kernel"].addressable_shards
     assert len({shard.data.unsafe_buffer_pointer() for shard in shards}) == 4
@@ -180,8 +180,8 @@ def test_weights_are_the_same_bits_from_every_training_mesh(
     made = local_engine(DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor))
     made.push_weights(params, 3)
     assert made.weights_fingerprint == one.weights_fingerprint
-    whole = jax.tree.map(np.asarray, made._weights["layers"][1]["attention"]["o"])
-    jax.tree.map(np.testing.assert_array_equal, whole, jax.device_get(one._weights["layers"][1]["attention"]["o"]))
+    whole = jax.tree.map(np.asarray, made.weights["layers"][1]["attention"]["o"])
+    jax.tree.map(np.testing.assert_array_equal, whole, jax.device_get(one.weights["layers"][1]["attention"]["o"]))
 
 
 def test_a_trainer_on_other_devices_pushes_leaf_by_leaf() -> None:

@@ -91,7 +91,7 @@ def test_quantized_experts_have_scales_of_their_own(precision: str) -> None:
     coarse = jax.tree.map(lambda leaf, yes: rounded(leaf) if yes else leaf, params, chosen)
     coarse["output"] = rounded(params["output"])
     made, rollout = _rollout(precision)
-    kernels = jax.tree.leaves(made._weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    kernels = jax.tree.leaves(made.weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     # Fused q, k, v; o; fused gate and up; down; of two layers, and the output matrix.
     assert sum(isinstance(kernel, QuantizedKernel) for kernel in kernels) == 2 * 4 + 1
     assert {k.scale.shape for k in kernels if isinstance(k, QuantizedKernel)} == {(64,), (32,), (4, 48), (4, 32), (40,)}

@@ -47,7 +47,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled: list[str]) -> None:
 
     assert call(0, tuple(range(37))) == {1}
     assert "jit_decode" not in compiled
-    engine._preparation.wait()
+    engine.preparation.wait()
     assert compiled.count("jit_decode") == 3 * 3
     # As many stop tokens: their number is a shape.
     lengths = set()

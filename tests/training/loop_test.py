@@ -29,7 +29,7 @@ calls = []
 push, generate, begin = LocalEngine.push_weights, LocalEngine.generate, Grading.begin
 
 def noted_push(self, params, policy_version):
-    print("pushed", policy_version, "beside old weights" if self._weights else "", flush=True)
+    print("pushed", policy_version, "beside old weights" if self.weights else "", flush=True)
     return push(self, params, policy_version)
 
 def noted_generate(self, *arguments, seed, step, **options):

@@ -61,7 +61,7 @@ class VllmHttpClient:
         self.address = address
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
-        self._timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
+        self.timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
         # Reading the certificates takes 40 ms, which a new client would do for each call.
         self._tls = httpx.create_ssl_context()
         self.model, self.max_model_len = asyncio.run(self._inspect())
@@ -105,7 +105,7 @@ class VllmHttpClient:
         async def work(client: httpx.AsyncClient) -> None:
             for index in waiting:
                 name, body = f"{what} {index}", {"model": self.model, **_PLAIN, **payloads[index]}
-                answer = _json(await self._request(client, name, "/v1/completions", body, self._timeout_s), name)
+                answer = _json(await self._request(client, name, "/v1/completions", body, self.timeout_s), name)
                 try:
                     (choice,) = answer["choices"]
                     if choice["prompt_token_ids"] != body["prompt"]:
@@ -131,7 +131,7 @@ class VllmHttpClient:
 
     async def _inspect(self) -> tuple[str, int]:
         """The model's name and context length, of a healthy server of a version we know."""
-        limit = min(self._timeout_s, _INSPECTION_S)
+        limit = min(self.timeout_s, _INSPECTION_S)
         async with self._client() as client:
             await self._request(client, "health", "/health", None, limit)
             said = _json(await self._request(client, "version", "/version", None, limit), "version")
@@ -169,7 +169,7 @@ class VllmHttpClient:
                 async with asyncio.timeout(limit_s):
                     response = await client.request("GET" if body is None else "POST", path, json=body)
             except TimeoutError:
-                trouble = f"no answer within {limit_s:g} s (timeout_s={self._timeout_s:g})"
+                trouble = f"no answer within {limit_s:g} s (timeout_s={self.timeout_s:g})"
             except (httpx.RequestError, OSError) as error:
                 trouble = f"{type(error).__name__} {_one_line(error)}".strip()
             else:

@@ -60,10 +60,10 @@ class RemoteEngine:
         """
         self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
         server = arguments.settings.server
-        self._server = VllmHttpClient(
+        self.server = VllmHttpClient(
             server, timeout_s=arguments.settings.timeout_s, max_concurrent=arguments.max_rows, retries=retries
         )
-        if (context := self._server.max_model_len) < self.max_total_tokens:
+        if (context := self.server.max_model_len) < self.max_total_tokens:
             raise ArgumentError(
                 "max_total_tokens",
                 f"got {self.max_total_tokens}, the server at {server} has max_model_len={context}; "
@@ -79,7 +79,7 @@ class RemoteEngine:
             EngineError: the server holds its own weights.
         """
         raise EngineError(
-            f"push_weights: the vLLM server at {self._server.address} holds its own weights and takes no others; "
+            f"push_weights: the vLLM server at {self.server.address} holds its own weights and takes no others; "
             "training needs an engine that does, such as vllm or local"
         )
 
@@ -118,7 +118,7 @@ class RemoteEngine:
 
         def groups() -> Iterator[list[Episode]]:
             waiting = OpenGroups(group)
-            with contextlib.closing(self._server.complete("generate: completion", payloads, read)) as answers:
+            with contextlib.closing(self.server.complete("generate: completion", payloads, read)) as answers:
                 for arrived in answers:
                     yield waiting.add(
                         single_turn(
@@ -150,7 +150,7 @@ class RemoteEngine:
             )
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         for index, row in enumerate(rows):
-            if row.size >= (context := self._server.max_model_len):
+            if row.size >= (context := self.server.max_model_len):
                 raise UserError(
                     f"prompt and completion {index}: {row.size} tokens, to be scored they must leave one of the "
                     f"server's max_model_len={context} free; start it with --max-model-len {row.size + 1} or more"
@@ -164,7 +164,7 @@ class RemoteEngine:
             entries = zip(listed[prompts[index].size :], tokens, strict=True)
             return _logprobs([entry[str(token)]["logprob"] for entry, token in entries], len(tokens))
 
-        return self._server.complete_all("score: completion", payloads, read)
+        return self.server.complete_all("score: completion", payloads, read)
 
     def release_weights(self) -> None:
         """Do nothing: the server keeps its weights."""
@@ -190,7 +190,7 @@ class RemoteEngine:
                 return top
 
             payloads = [{**asked, "temperature": temperature} for temperature in (1.0, 2.0)]
-            cool, hot = self._server.complete_all("log-probs mode: measurement", payloads, read)
+            cool, hot = self.server.complete_all("log-probs mode: measurement", payloads, read)
             common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
             before, after = (np.asarray([top[token] - top[common[0]] for token in common]) for top in (cool, hot))
             # Half a nat and more between the tokens, so that the rounding of one batch and another can't decide.
@@ -203,7 +203,7 @@ class RemoteEngine:
                 "the vLLM server at %s was not seen to report log-probs of the distribution sampled from: the "
                 "rollout's are NaN. Evaluation does without; for others start it with --logprobs-mode "
                 "processed_logprobs",
-                self._server.address,
+                self.server.address,
             )
         return bool(self._processed)
 

@@ -73,9 +73,9 @@ class LocalEngine:
         self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
         self._program = Program.of(arguments, self._mesh)
-        self._preparation = Preparation() if arguments.prepare else None
+        self.preparation = Preparation() if arguments.prepare else None
         self._prepared: set[Hashable] = set()
-        self._weights: Params | None = None
+        self.weights: Params | None = None
         self._policy_version: int | None = None
         self.weights_fingerprint: int | None = None
         """CRC-32 of the checksums of the weights in use (`weights.fingerprint`); None without weights."""
@@ -105,7 +105,7 @@ class LocalEngine:
         if not np.array_equal(expected, consumed):
             wrong = np.flatnonzero(expected != consumed)
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
-        self._weights, self._policy_version = share_copies(weights, self._mesh), policy_version
+        self.weights, self._policy_version = share_copies(weights, self._mesh), policy_version
         self.weights_fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self.weights_fingerprint)
         return {}
@@ -117,7 +117,7 @@ class LocalEngine:
 
         A push of other weights in between changes nothing of this call.
         """
-        if self._weights is None:
+        if self.weights is None:
             raise EngineError("no weights: push_weights must come before generate")
         for name, value in (("seed", seed), ("step", step)):
             if not 0 <= value < 2**32:
@@ -132,8 +132,8 @@ class LocalEngine:
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
         size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
-        weights = self._weights
-        options = {"program": self._program, "trims": self._preparation is None}
+        weights = self.weights
+        options = {"program": self._program, "trims": self.preparation is None}
         version, stops = self._policy_version, set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
@@ -163,9 +163,9 @@ class LocalEngine:
     def _prepare(self, shapes: list[tuple[int, int, int]], weights: Params, stops: int, **options: Any) -> None:
         """Compile the programs that later calls like this one can need, unless they are already."""
         key = (tuple(shapes), stops, *options.values())
-        if self._preparation is not None and key not in self._prepared:
+        if self.preparation is not None and key not in self._prepared:
             self._prepared.add(key)
-            self._preparation.add(
+            self.preparation.add(
                 decoding_program(weights, shape, stops, program=self._program, **options) for shape in shapes
             )
 
@@ -173,7 +173,7 @@ class LocalEngine:
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
         """As `Engine.score`, all tokens of a row in one pass."""
-        if self._weights is None:
+        if self.weights is None:
             raise EngineError("no weights: push_weights must come before score")
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         inverse = np.float32(1 / temperature if temperature else 1)
@@ -190,7 +190,7 @@ class LocalEngine:
                     padded[place, : rows[index].size] = rows[index]
                     lengths[place] = rows[index].size
                 padded, lengths = jax.device_put((padded, lengths), self._program.rows)
-                logprobs = np.asarray(score_program(self._weights, padded, lengths, inverse, program=self._program))
+                logprobs = np.asarray(score_program(self.weights, padded, lengths, inverse, program=self._program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
         check_finite(results)
@@ -198,13 +198,13 @@ class LocalEngine:
 
     def release_weights(self) -> None:
         """Free the weights; keep compiled programs."""
-        self._weights = self._policy_version = self.weights_fingerprint = None
+        self.weights = self._policy_version = self.weights_fingerprint = None
 
     def close(self) -> None:
         """As `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
         self.release_weights()
-        if self._preparation:
-            self._preparation.stop()
+        if self.preparation:
+            self.preparation.stop()
 
 
 def _by_bucket(prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:

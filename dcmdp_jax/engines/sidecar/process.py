@@ -104,7 +104,7 @@ class Sidecar:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=launch.directory,
-                env=_environment(launch),
+                env=process_environment(launch),
                 pass_fds=inherited,
                 # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
                 start_new_session=True,
@@ -277,7 +277,7 @@ class Sidecar:
         self._process.stdout.close()
 
 
-def _environment(launch: Launch) -> dict[str, str]:
+def process_environment(launch: Launch) -> dict[str, str]:
     temporary = str(launch.directory.resolve() / _TEMPORARY)
     if len(temporary) > _LONGEST_TEMPORARY or set("#?%") & set(temporary):
         # Sockets need short names, and torch reads that of its rendezvous file as a URL. This one is that of the
