@@ -91,7 +91,7 @@ def row_attention(
             "splash": splash_attention,
         }[kernel]
         return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids)
-    visible = _causal(query.shape[1])
+    visible = jnp.tril(jnp.ones((query.shape[1], query.shape[1]), bool))[None]
     if not one_segment:
         visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return ops.attention(query, key, value, visible)
@@ -161,7 +161,3 @@ def _cudnn(
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
     )
-
-
-def _causal(length: int) -> jax.Array:
-    return jnp.tril(jnp.ones((length, length), bool))[None]

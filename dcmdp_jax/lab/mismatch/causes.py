@@ -430,7 +430,8 @@ def _settings(e: Evidence) -> Iterator[Finding]:
     for cause, setting in e.settings.items():
         if cause not in measured:
             scored = "is beyond rounding, no emulation reproduces it" if e.explanations else "was not scored again"
-            yield Finding(cause, (f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}."))
+            said = f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}."
+            yield Finding(cause, (said,))
         elif measured[cause].share > _LIFTED_AT_ALL:
             yield Finding(cause, (_without(e, measured[cause]),))
 
