@@ -29,7 +29,7 @@ class Recorder:
     Args:
         directory: made if absent; the same for all ranks.
         framework: "trl", "verl" or "skyrl", or a name of your own.
-        rank: of this process, from 0.
+        rank: rank of this process, from 0.
 
     Raises:
         ValueError: if `framework` is empty or `rank` is negative.

@@ -1,1 +1,1 @@
-"""What samples: the protocol, the embedded engine, vLLM as a sidecar, a server over HTTP."""
+"""Inference engines: the protocol, the embedded engine, vLLM as a sidecar, a server over HTTP."""

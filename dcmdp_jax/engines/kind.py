@@ -1,4 +1,4 @@
-"""What the program knows of an engine before there is one: `EngineKind`, from which each engine's folder derives.
+"""The base class of an engine's kind, and the records it is checked, measured and built with.
 
 Imports nothing heavy: the config asks the kinds. Their methods import what they need when they are called.
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Workload(NamedTuple):
-    """What an engine will be asked, for its memory and its programs.
+    """The calls that an engine's memory and programs are planned for.
 
     Attributes:
         completions: largest number sampled in one call.
         group_size: completions of a prompt.
         prompt_lengths: tokens of each prompt.
         max_completion_tokens: limit of each completion.
-        param_dtype: of the parameters that are pushed.
+        param_dtype: dtype of the pushed parameters.
         training: whether a trainer has the same devices and takes turns with the engine.
     """
 
@@ -94,7 +94,7 @@ class EnginePlan(NamedTuple):
     """An engine's programs at their largest shapes, for `dcmdp plan`.
 
     Attributes:
-        programs: to be compiled.
+        programs: programs to compile.
         weights_bytes, cache_bytes: on each device; the cache of a full batch of the longest rows.
         rows: completions decoded at a time.
         slots: cache slots of a row.

@@ -23,8 +23,8 @@ def check_engine(
     goes on after an iterator was closed, and scores of what it sampled.
 
     Args:
-        engine: to be checked.
-        params: to push.
+        engine: engine to check.
+        params: parameters that are pushed.
         prompts: int32 token ids, at least two.
         sampling: what to ask for; temperature above 0.
         vocab_size: ids of the model are below it.

@@ -113,7 +113,7 @@ def checked_sequences(
 
 
 class _Reader(Protocol):
-    """What of an engine says which token ids it reads."""
+    """Attributes of an engine that bound the token ids it reads."""
 
     config: Any
     max_total_tokens: int
@@ -170,8 +170,8 @@ def sample_alone(
     Args:
         engine: the engine that sampled, with the same weights.
         episodes: row, counted over the completions of the call that sampled them -> what it gave.
-        sampling: as it was asked, but for a limit of completion tokens that may be lower.
-        seed, step: as it was asked.
+        sampling: distribution of that call, but for a limit of completion tokens that may be lower.
+        seed, step: numbers of that call.
 
     Returns:
         Both [N] float32 nats; N is 0 if not one first token came again.

@@ -1,4 +1,4 @@
-"""What holds for vLLM in a sidecar and as a server: versions, temperatures, and one seed for each request."""
+"""Facts of vLLM, in a sidecar and as a server: versions, temperatures, and one seed for each request."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class VllmHttpClient:
     No connection is held between calls. Requests run in a thread of their own while the caller does something else.
 
     Attributes:
-        address: as given.
+        address: server address, as given.
         model: the name it serves the model under.
         max_model_len: tokens of a prompt with its completion.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dcmdp_jax.machine import Machine, Part
 
 _QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
-"""Those of `models.quantize`, which imports JAX."""
+"""Precisions of `models.quantize`, which imports JAX."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ def insert(cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, s
         source: the other cache.
         rows: [U] int32, rows of `source`.
         places: [U] int32, rows of `cache`; entries out of range are skipped.
-        sharding: of both caches.
+        sharding: sharding of both caches.
     """
     held = slots_of(source)
 

@@ -126,7 +126,7 @@ class Decoded(NamedTuple):
     Attributes:
         tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, with `sampled` from before the call.
             Entries after a row's stop token or the last step are undefined.
-        logprobs: as `tokens`, float32 nats.
+        logprobs: [W, R] float32 nats of `tokens`.
         steps: [] int32, steps taken.
         sampled, done: [R], see `RowState`.
         routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token before that of
@@ -193,7 +193,7 @@ def decode(
 
     Args:
         weights: the engine's tree.
-        cache: of the rows, `prefix_slots + W` slots; donated.
+        cache: cache of the rows, `prefix_slots + W` slots; donated.
         rows: their state.
         limits: when to stop.
         draw: the distribution.

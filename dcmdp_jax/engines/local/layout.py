@@ -48,7 +48,7 @@ class Program:
         config: the model.
         compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
         cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
-        mesh: from `engine_mesh`.
+        mesh: engine mesh, see `engine_mesh`.
         routed_experts: also return the experts that each token was sent to.
     """
 
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def splits_vocab(self) -> bool:
-        """Whether each device has its own part of the vocabulary; one of another size is replicated."""
+        """True if each device has its own part of the vocabulary; one of another size is replicated."""
         return self.tensor > 1 and self.config.vocab_size % self.tensor == 0
 
     @property
@@ -106,7 +106,7 @@ class Program:
 
     @property
     def keeps_quantized(self) -> bool:
-        """Whether matrices in 8 bits stay so inside the programs. XLA's CPU backend would convert them in memory at
+        """True if matrices in 8 bits stay so inside the programs. XLA's CPU backend would convert them in memory at
         each product."""
         return self.platform != "cpu"
 

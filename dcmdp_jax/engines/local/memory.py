@@ -26,7 +26,7 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     A CPU's devices share one copy of the weights.
 
     Args:
-        arguments: of the engine; its mesh is the one it will have.
+        arguments: engine arguments, with the mesh that it will have.
         load: what it is asked.
         machine: the memory available.
         rows: at most.

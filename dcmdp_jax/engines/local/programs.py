@@ -33,7 +33,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     """The programs that the embedded engine would run.
 
     Args:
-        arguments: of the engine; its mesh is the one it would have.
+        arguments: engine arguments, with the mesh that it would have.
         load: what it is asked.
 
     Raises:

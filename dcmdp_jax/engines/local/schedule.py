@@ -151,7 +151,7 @@ class Scheduler:
 
         Args:
             weights: the engine's tree.
-            completions: of the call; those of `members` are filled.
+            completions: completions of the call; those of `members` are filled.
             draw, mode: the distribution.
             sizes: batch shapes.
             members: prompts of the call, none longer than `bucket`.
@@ -185,7 +185,7 @@ class Scheduler:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
 
     def _blocked(self, level: int) -> bool:
-        """Whether the preempted rows use too much memory for new rows to enter this level."""
+        """Return whether the preempted rows use too much memory for new rows to enter this level."""
         if level == len(self._queues) - 1:
             return False
         aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
@@ -275,7 +275,7 @@ class Scheduler:
         return min(self._capacities[level] + 1, self._sizes.limit) - int(self._completions.sampled[rows].max())
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
-        """Whether a batch of full rows moves to the next level whole: none to wait for, or too many to copy twice."""
+        """Return whether a batch of full rows moves to the next level whole: none to wait for, or too many to copy twice."""
         return count >= 0.75 * self._sizes.rows or not (more or self._queues[level + 1])
 
     def _slots(self, level: int) -> int:

@@ -166,7 +166,7 @@ def convert(params: Params, config: ModelConfig, precision: str, mesh: Mesh) -> 
     Values are the same on every mesh.
 
     Args:
-        params: as returned by `params.init_params`, on any mesh.
+        params: parameters as of `params.init_params`, on any mesh.
         config: the model.
         precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", or of
             `quantize.PRECISIONS`.
@@ -243,7 +243,7 @@ def fingerprint(weights: Params, config: ModelConfig, precision: str, mesh: Mesh
     Fused matrices count as the parts that the trainer has. Each device reads its own part of the weights only.
 
     Args:
-        weights: from `convert`.
+        weights: engine tree, see `convert`.
         config, precision, mesh: its arguments.
     """
     programs = _converters(config, precision, mesh)

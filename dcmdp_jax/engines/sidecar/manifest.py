@@ -24,7 +24,7 @@ class Tensor(NamedTuple):
         name: "model.layers.0.self_attn.q_proj.weight".
         dtype: one of `ITEM_SIZES`.
         shape: Hugging Face's, [out, in] for a linear layer.
-        offset: of its first byte in the segment, a multiple of its item size.
+        offset: first byte in the segment, a multiple of its item size.
     """
 
     name: str

@@ -48,14 +48,14 @@ class Launch:
     """Arguments that start a sidecar.
 
     Attributes:
-        name: of the engine, in errors and logs.
+        name: engine name in errors and logs.
         python: interpreter that has the engine.
         script: the program it runs, which answers the requests listed in `engines/sidecar/__init__.py`.
         directory: its working directory: log, and temporary files while it runs. Exists.
         engine: arguments of the engine.
         environment: variables set for it besides the trainer's own.
         temporary_variables: variables set to its directory of temporary files, besides TMPDIR.
-        start_timeout_s: from the start of the process to an engine that is ready.
+        start_timeout_s: limit from the start of the process to an engine that is ready.
         stall_timeout_s: without any sign of life during a request.
     """
 
@@ -85,7 +85,7 @@ class Sidecar:
         self._temporary.mkdir(mode=0o700)
         self._lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
-        """Of the weights in use, as their sender counts them."""
+        """Serial number of the weights in use, as their sender counts them."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         self._began = time.monotonic()
@@ -184,7 +184,7 @@ class Sidecar:
             raise broken from error
 
     def _has_sent(self) -> bool:
-        """Whether there is something to receive, the end of the connection included; waits a moment for it."""
+        """Return whether there is something to receive, the end of the connection included; waits a moment for it."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(_POLL_MS))

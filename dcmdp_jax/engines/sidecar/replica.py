@@ -41,10 +41,10 @@ class Replica:
         """Store the arguments.
 
         Args:
-            supervisor: of the sidecar.
-            weights: to load from.
+            supervisor: keeps the sidecar running.
+            weights: shared memory to load from.
             probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
-            sleep_level: of vLLM's sleep mode, after each call; 0 leaves the engine awake.
+            sleep_level: level of vLLM's sleep mode after each call; 0 leaves the engine awake.
             routed_experts: the sidecar was asked for the experts of each token, so it must return them.
         """
         self.supervisor = supervisor
@@ -125,7 +125,7 @@ class Replica:
 
         Args:
             publication: weights to sample with.
-            prompts: by group, checked token ids.
+            prompts: group -> checked token ids.
             sampling: the distribution.
             seed, step: 0 .. 2^32 - 1; with the row `(first_prompt + group) * group_size + member` they determine a
                 request's seed.
@@ -294,7 +294,7 @@ def split_columns(
     read; another for the completion's tokens. Completions follow each other on the first axis.
 
     Args:
-        arrays: of the frame.
+        arrays: arrays of the frame.
         prompts, completions: tokens of each completion's prompt, and its own.
         expected: shape of an entry of the columns that must be there. Others may be.
 

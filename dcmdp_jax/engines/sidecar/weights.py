@@ -46,7 +46,7 @@ class Publication:
     Attributes:
         serial: counts publications; its parity says which of the two.
         policy_version: the trainer's step.
-        checksums: of what was sent, [tensors] uint64.
+        checksums: [tensors] uint64, checksums of what was sent.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.
     """
 
@@ -161,9 +161,9 @@ class WeightBridge:
         """Write the tensors.
 
         Args:
-            params: of the model (see `params.check_params`); any sharding; over several processes, all publish alike.
-            segment: of at least `num_bytes`.
-            policy_version: of the checksums.
+            params: parameters of the model (see `params.check_params`); any sharding; over several processes, all publish alike.
+            segment: shared memory of at least `num_bytes`.
+            policy_version: version that the checksums depend on.
 
         Returns:
             [tensors] uint64 checksums of what was written, in the manifest's order.

@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
     Attributes:
         header: its fields, "op" among them.
-        arrays: by name; read-only where they are shared.
+        arrays: name -> array; read-only where they are shared.
     """
 
     header: dict[str, Any]

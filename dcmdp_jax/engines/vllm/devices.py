@@ -116,7 +116,7 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
     """Refuse shares of one GPU that leave too little for the trainer or for both contexts.
 
     Args:
-        settings: of the sidecars.
+        settings: settings of the sidecars.
         fraction: the trainer's share.
 
     Raises:

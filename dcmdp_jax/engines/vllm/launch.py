@@ -120,8 +120,8 @@ def share_memory(settings: VllmSettings, sidecars: int) -> None:
     Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
 
     Args:
-        settings: of each sidecar.
-        sidecars: that run at a time.
+        settings: settings of each sidecar.
+        sidecars: number that runs at a time.
 
     Raises:
         UserError: if they don't fit beside this process.

@@ -69,7 +69,7 @@ class EngineHost:
         """Import vLLM and build the engine; weights are random until the first push.
 
         Args:
-            fields: of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
+            fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
                 segment_bytes.
         """
         check_torch_builds()

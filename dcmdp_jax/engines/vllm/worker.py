@@ -55,7 +55,7 @@ class WeightReceiver:
         Args:
             path: /proc path of the segment; `size` bytes.
             listed: the manifest.
-            policy_version: of the checksums.
+            policy_version: version that the checksums depend on.
         """
         tensors = manifest.parse(listed, size)
         memory = _attached(path, size)
@@ -154,7 +154,7 @@ class RoutingRecorder:
         """Listen to the routers of all layers and to each forward pass.
 
         Args:
-            model_runner: of a vLLM worker, with a mixture of experts.
+            model_runner: runner of a vLLM worker, with a mixture of experts.
         """
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
