@@ -27,7 +27,7 @@ from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.sidecar.shared_memory import available_bytes
+from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.engines.sidecar.weights import Probe
 from dcmdp_jax.engines.vllm import VllmSettings, launch
 from dcmdp_jax.engines.vllm.engine import VllmEngine

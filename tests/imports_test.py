@@ -223,7 +223,7 @@ def test_problems_and_prompts_need_no_accelerator():
 
 
 def test_the_sidecar_runs_where_there_is_no_jax():
-    for module in ("vllm.sidecar", "vllm.worker", "sidecar.wire", "sidecar.shared_memory", "sidecar.manifest"):
+    for module in ("vllm.sidecar", "vllm.worker", "sidecar.wire", "sidecar.segments"):
         assert not _roots(f"engines.{module}") & _JAX, module
 
 

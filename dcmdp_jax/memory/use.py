@@ -15,7 +15,7 @@ import jax
 
 from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
-from dcmdp_jax.engines.sidecar.shared_memory import available_bytes
+from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import MEMORY_PHASES, Machine, Part
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np  # noqa: E402
 
-from dcmdp_jax.engines.sidecar import manifest, wire  # noqa: E402
-from dcmdp_jax.engines.sidecar.shared_memory import attach  # noqa: E402
+from dcmdp_jax.engines.sidecar import segments, wire  # noqa: E402
+from dcmdp_jax.engines.sidecar.segments import attach  # noqa: E402
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def _sums(start: dict, header: dict) -> np.ndarray:
     size = start["segment_bytes"]
     memory = attach(start["segments"][header["segment"]], size)
     sums = [
-        manifest.checksum(memory[t.offset : t.offset + t.num_bytes], header["policy_version"])
-        for t in manifest.parse(start["manifest"], size)
+        segments.checksum(memory[t.offset : t.offset + t.num_bytes], header["policy_version"])
+        for t in segments.parse(start["manifest"], size)
     ]
     if start["engine"]["fault"] == "bad_checksum":
         sums[0] ^= 1

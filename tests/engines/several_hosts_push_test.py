@@ -25,7 +25,7 @@ from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from tests.support.sampling import local_engine
 from dcmdp_jax.engines.sidecar.weights import WeightBridge
-from dcmdp_jax.engines.sidecar.shared_memory import Segment
+from dcmdp_jax.engines.sidecar.segments import Segment
 number, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_num_cpu_devices", 2)
 with join_hosts(f"localhost:{port}", 2, number, 100.0) as hosts:

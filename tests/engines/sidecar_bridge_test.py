@@ -15,10 +15,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.sidecar import shared_memory
+from dcmdp_jax.engines.sidecar import segments
 from dcmdp_jax.engines.sidecar import weights as bridge_module
-from dcmdp_jax.engines.sidecar.manifest import Tensor, checksum, differing, parse
-from dcmdp_jax.engines.sidecar.shared_memory import Segment, attach, available_bytes
+from dcmdp_jax.engines.sidecar.segments import Segment, Tensor, attach, available_bytes, checksum, differing, parse
 from dcmdp_jax.engines.sidecar.weights import WeightBridge
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors
@@ -519,7 +518,7 @@ def test_pages_that_were_only_read_are_free(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2900000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\nactive_file 0\ninactive_file 2500000\n")
-    monkeypatch.setattr(shared_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(segments, "_CGROUP", tmp_path)
     assert available_bytes() == 2_600_000
 
 
@@ -541,7 +540,7 @@ def test_a_control_group_lowers_it(limit, used, expected, monkeypatch, tmp_path)
     for name, text in (("memory.max", limit), ("memory.current", used), ("memory.stat", "anon 5\ninactive_file 0\n")):
         if text is not None:
             (tmp_path / name).write_text(text)
-    monkeypatch.setattr(shared_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(segments, "_CGROUP", tmp_path)
     if expected is not None:
         assert available_bytes() == expected
     else:

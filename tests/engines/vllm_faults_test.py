@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar import shared_memory, weights
+from dcmdp_jax.engines.sidecar import segments, weights
 from dcmdp_jax.engines.sidecar.process import Sidecar
 from tests.support.sampling import sample
 from tests.support.vllm_tools import (
@@ -216,7 +216,7 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
     with pytest.raises(MemoryError, match=rf"need {needed:.2f} GiB, 0\.00 GiB are free"):
         start(config)
     monkeypatch.undo()
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", _no_room)
+    monkeypatch.setattr(segments.os, "posix_fallocate", _no_room)
     with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"):
         start(config)
     assert sidecars() == before

@@ -275,7 +275,7 @@ class Scheduler:
         return min(self._capacities[level] + 1, self._sizes.limit) - int(self._completions.sampled[rows].max())
 
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
-        """Return whether a batch of full rows moves to the next level whole: none to wait for, or too many to copy twice."""
+        """Return whether a batch of full rows moves up whole: none to wait for, or too many to copy twice."""
         return count >= 0.75 * self._sizes.rows or not (more or self._queues[level + 1])
 
     def _slots(self, level: int) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.sidecar import wire
-from dcmdp_jax.engines.sidecar.shared_memory import Segment
+from dcmdp_jax.engines.sidecar.segments import Segment
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dcmdp_jax.data.columns import COLUMNS, Shape
 from dcmdp_jax.data.episode import OpenGroups, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import wire
-from dcmdp_jax.engines.sidecar.manifest import differing
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
+from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.vllm_common import request_seeds
@@ -158,45 +158,45 @@ class Replica:
         trust = _Trust()
         delivered: set[int] = set()
 
+        def take(calls: Calls, waiting: OpenGroups, rows: set[int], message: wire.Message) -> None:
+            """Check the completions of a message and put the groups that they complete."""
+            completions = checked_completions(message.arrays, count, sampling, self._weights.config.vocab_size)
+            if message.header.get("policy_version") != version:
+                raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
+            trust.check([completion.logprobs for completion in completions])
+            if again := [completion.row for completion in completions if completion.row in rows]:
+                raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
+            rows.update(completion.row for completion in completions)
+            asked = self._routed_experts and completions
+            columns = split_columns(
+                message.arrays,
+                [prompts[groups[completion.row // group_size]].size for completion in completions],
+                [completion.token_ids.size for completion in completions],
+                {"routed_experts": self._weights.config.routing[:2]} if asked else {},
+            )
+            episodes = waiting.add(
+                single_turn(
+                    prompts[groups[row // group_size]],
+                    tokens,
+                    logprobs,
+                    policy_version=version,
+                    group=groups[row // group_size],
+                    member=row % group_size,
+                    finish_reason=reason,
+                    **further,
+                )
+                for (row, tokens, logprobs, reason), further in zip(completions, columns, strict=True)
+            )
+            fresh = [episode for episode in episodes if episode.group not in delivered]
+            delivered.update(episode.group for episode in fresh)
+            calls.put(fresh)
+
         def sample(calls: Calls, sidecar: Sidecar) -> None:
             self._ensure(sidecar, calls, publication)
             rows: set[int] = set()
-            waiting = OpenGroups(group_size)
-
-            def take(message: wire.Message) -> None:
-                completions = checked_completions(message.arrays, count, sampling, self._weights.config.vocab_size)
-                if message.header.get("policy_version") != version:
-                    raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
-                trust.check([completion.logprobs for completion in completions])
-                if again := [completion.row for completion in completions if completion.row in rows]:
-                    raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
-                rows.update(completion.row for completion in completions)
-                asked = self._routed_experts and completions
-                columns = split_columns(
-                    message.arrays,
-                    [prompts[groups[completion.row // group_size]].size for completion in completions],
-                    [completion.token_ids.size for completion in completions],
-                    {"routed_experts": self._weights.config.routing[:2]} if asked else {},
-                )
-                episodes = waiting.add(
-                    single_turn(
-                        prompts[groups[row // group_size]],
-                        tokens,
-                        logprobs,
-                        policy_version=version,
-                        group=groups[row // group_size],
-                        member=row % group_size,
-                        finish_reason=reason,
-                        **further,
-                    )
-                    for (row, tokens, logprobs, reason), further in zip(completions, columns, strict=True)
-                )
-                fresh = [episode for episode in episodes if episode.group not in delivered]
-                delivered.update(episode.group for episode in fresh)
-                calls.put(fresh)
-
-            given = {"answer": "generated", "stopped": calls.stopped, "on_progress": take}
-            take(sidecar.request("generate", header, arrays, **given))
+            taken = functools.partial(take, calls, OpenGroups(group_size), rows)
+            given = {"answer": "generated", "stopped": calls.stopped, "on_progress": taken}
+            taken(sidecar.request("generate", header, arrays, **given))
             if len(rows) < count:
                 raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
             self._fell_asleep(sidecar)

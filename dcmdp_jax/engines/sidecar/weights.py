@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.sidecar.manifest import ALIGNMENT, Tensor, checksum
-from dcmdp_jax.engines.sidecar.shared_memory import Segment, available_bytes
+from dcmdp_jax.engines.sidecar.segments import ALIGNMENT, Segment, Tensor, available_bytes, checksum
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import HFTensor, check_params, hf_tensors
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_kernel
@@ -161,7 +160,7 @@ class WeightBridge:
         """Write the tensors.
 
         Args:
-            params: parameters of the model (see `params.check_params`); any sharding; over several processes, all publish alike.
+            params: parameters of the model (see `params.check_params`) in any sharding; all processes publish alike.
             segment: shared memory of at least `num_bytes`.
             policy_version: version that the checksums depend on.
 

@@ -51,7 +51,7 @@ _find_package()
 
 import numpy as np  # noqa: E402
 
-from dcmdp_jax.engines.sidecar import manifest, wire  # noqa: E402
+from dcmdp_jax.engines.sidecar import segments, wire  # noqa: E402
 from dcmdp_jax.engines.vllm.start_checks import check_received_tensors, check_torch_builds  # noqa: E402
 
 _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
@@ -80,7 +80,7 @@ class EngineHost:
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
-        tensors = manifest.parse(self._manifest, self._size)
+        tensors = segments.parse(self._manifest, self._size)
         check_received_tensors(fields["engine"]["model"], tensors)
         engine = dict(fields["engine"])
         self._routing = Routing(engine)

@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-from dcmdp_jax.engines.sidecar import manifest
+from dcmdp_jax.engines.sidecar import segments
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _CUDA_LIBRARY = "libtorch_cuda.so"
@@ -50,7 +50,7 @@ def _cuda_build(name: str) -> str:
     return ""
 
 
-def check_received_tensors(directory: str, tensors: list[manifest.Tensor]) -> None:
+def check_received_tensors(directory: str, tensors: list[segments.Tensor]) -> None:
     """Compare the manifest with the model that transformers builds from the same config.json, on no device.
 
     A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.

@@ -19,8 +19,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from dcmdp_jax.engines.sidecar import manifest
-from dcmdp_jax.engines.sidecar.shared_memory import attach
+from dcmdp_jax.engines.sidecar import segments
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,7 +56,7 @@ class WeightReceiver:
             listed: the manifest.
             policy_version: version that the checksums depend on.
         """
-        tensors = manifest.parse(listed, size)
+        tensors = segments.parse(listed, size)
         memory = _attached(path, size)
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
@@ -93,16 +92,16 @@ class WeightReceiver:
 @functools.cache
 def _attached(path: str, size: int) -> np.ndarray:
     """One mapping for all pushes: mapping each page again costs as much as reading it."""
-    return attach(path, size)
+    return segments.attach(path, size)
 
 
 def _handed_over(
-    memory: np.ndarray, tensors: list[manifest.Tensor], policy_version: int, sums: dict[str, int]
+    memory: np.ndarray, tensors: list[segments.Tensor], policy_version: int, sums: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each tensor of a segment, as a view of it. Its checksum is added to `sums` as it is taken."""
     for tensor in tensors:
         data = memory[tensor.offset : tensor.offset + tensor.num_bytes]
-        sums[tensor.name] = manifest.checksum(data, policy_version)
+        sums[tensor.name] = segments.checksum(data, policy_version)
         yield tensor.name, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
 
