@@ -31,7 +31,7 @@ class Machine(NamedTuple):
     host_bytes: int | None
 
     def on_each(self, size: int, count: int) -> dict[str, int]:
-        """Arguments of `Part` for an array of `size` bytes on each of `count` devices."""
+        """Arguments of `MemoryPart` for an array of `size` bytes on each of `count` devices."""
         return {"host": size * count} if self.platform == "cpu" else {"each": size}
 
     def product_item(self, dtype: str) -> int:
@@ -39,11 +39,11 @@ class Machine(NamedTuple):
         return 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
 
     def on_first(self, size: int) -> dict[str, int]:
-        """Arguments of `Part` for an array on the first device only."""
+        """Arguments of `MemoryPart` for an array on the first device only."""
         return {"host": size} if self.platform == "cpu" else {"first": size}
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """One kind of memory, in bytes.
 
     Attributes:
@@ -72,10 +72,10 @@ class Part(NamedTuple):
 
 
 def certain(each: int = 0, first: int = 0, host: int = 0) -> tuple[int, int, int]:
-    """`Part.certain` for arguments of `Machine.on_each` and `Machine.on_first`."""
+    """`MemoryPart.certain` for arguments of `Machine.on_each` and `Machine.on_first`."""
     return each, first, host
 
 
-def exact(name: str, *, each: int = 0, first: int = 0, host: int = 0, **options: Any) -> Part:
+def exact(name: str, *, each: int = 0, first: int = 0, host: int = 0, **options: Any) -> MemoryPart:
     """A part whose bytes are all certain."""
-    return Part(name, each, first, host, certain=certain(each, first, host), **options)
+    return MemoryPart(name, each, first, host, certain=certain(each, first, host), **options)

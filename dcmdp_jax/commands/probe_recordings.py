@@ -11,11 +11,11 @@ from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.data.prompts import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
-from dcmdp_jax.lab.mismatch.columns import Columns, LeftOut
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
 from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_run
 from dcmdp_jax.lab.mismatch.page import LEFT_OUT
 from dcmdp_jax.lab.mismatch.recording import read_recording
+from dcmdp_jax.lab.mismatch.recording_columns import Columns, LeftOut
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE

@@ -23,10 +23,10 @@ from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.prompts import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.lab.mismatch.columns import LeftOut, checked_row
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
 from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
+from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, checked_row
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.completions import Completion, completions_data
 from dcmdp_jax.observe.html_page import render_page

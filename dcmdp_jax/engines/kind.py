@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dcmdp_jax.engines.protocol import Engine
     from dcmdp_jax.engines.sidecar.weights import Probe
-    from dcmdp_jax.machine import Machine, Part
+    from dcmdp_jax.machine import Machine, MemoryPart
     from dcmdp_jax.models.config import ModelConfig
     from dcmdp_jax.parallel.sharding import Lowerable
 
@@ -196,7 +196,7 @@ class EngineKind:
         """How it shares the trainer's devices; None where it does not compute on them."""
         return None
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
         """Parts of memory with `rows` completions decoded at a time."""
         return []
 

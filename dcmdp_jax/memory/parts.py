@@ -16,7 +16,7 @@ from dcmdp_jax.data.batch_shapes import abstract_batch
 from dcmdp_jax.data.columns import COLUMNS, columns_of_run
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
-from dcmdp_jax.machine import LOGITS_HELD, MORE_DEVICES, Machine, Part, certain, exact
+from dcmdp_jax.machine import LOGITS_HELD, MORE_DEVICES, Machine, MemoryPart, certain, exact
 from dcmdp_jax.memory.use import MemoryUse, with_engine
 from dcmdp_jax.models.attention import has_scores
 from dcmdp_jax.models.config import ModelConfig
@@ -88,7 +88,7 @@ def workload(config: Config, prompt_lengths: Sequence[int], completions: int) ->
     )  # fmt: skip
 
 
-def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[Part]:
+def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[MemoryPart]:
     """State that is kept between steps, and the gradients."""
     shapes = param_shapes(model, config.model.param_dtype)
     shardings = param_shardings(logical_axes(model), shapes, mesh)
@@ -117,7 +117,7 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
         exact("parameters", **on_mesh(values * item), lower=state_lower),
         exact("Adam's moments", **on_mesh(2 * values * item), lower=state_lower),
         # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler manages it.
-        Part(
+        MemoryPart(
             "gradients",
             **on_mesh(4 * values),
             phases=step,
@@ -125,9 +125,9 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
             certain=certain(**on_mesh(item * values)),
         ),
         # One micro-batch's gradient before it is added; afterwards the update.
-        Part("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
-        Part("checkpoint's copy of the state", host=saved, lower=state_lower),
-        Part("checkpoint being written", host=saved, lower=state_lower),
+        MemoryPart("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
+        MemoryPart("checkpoint's copy of the state", host=saved, lower=state_lower),
+        MemoryPart("checkpoint being written", host=saved, lower=state_lower),
     ]
     if lag := config.rollout.lag:
         kept = on_mesh(lag * values * item)
@@ -139,7 +139,7 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
 
 def _step_parts(
     model: ModelConfig, compute: Compute, scheme: Scheme, mesh: Mesh, packing: RowShapes, machine: Machine
-) -> list[Part]:
+) -> list[MemoryPart]:
     """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
     shards, item = row_shards(mesh), machine.product_item(compute.dtype)
     most, step = (0, 0), frozenset({"step"})
@@ -164,9 +164,9 @@ def _step_parts(
     logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
     remat = "" if compute.remat == "full" else ", or model.remat=full"
     parts = [
-        Part("activations", **machine.on_each(most[0], mesh.size), phases=step,
+        MemoryPart("activations", **machine.on_each(most[0], mesh.size), phases=step,
              lower=f"training.micro_batch_tokens{remat}"),
-        Part("logits", **machine.on_each(logits, mesh.size), phases=step, lower="model.logprob_chunk"),
+        MemoryPart("logits", **machine.on_each(logits, mesh.size), phases=step, lower="model.logprob_chunk"),
     ]  # fmt: skip
     queries, ways = model.num_heads * model.head_dim, mesh.shape["tensor"]
     matrices = model.hidden_size * (2 * queries + 2 * model.num_kv_heads * model.head_dim + 3 * model.stored_mlp_width)
@@ -179,31 +179,31 @@ def _step_parts(
         rounded = 8 * (matrices + most[1] * max(model.hidden_size, queries, model.intermediate_size)) // ways
     if rounded:
         copies = machine.on_each(rounded, mesh.size)
-        parts.append(Part("rounded factors", **copies, phases=step, lower="model.forward_precision=full"))
+        parts.append(MemoryPart("rounded factors", **copies, phases=step, lower="model.forward_precision=full"))
     if item != jnp.dtype(compute.dtype).itemsize:
         copies = machine.on_each(2 * 4 * model.vocab_size * model.hidden_size, mesh.size)
         lower = "model.compute_dtype=float32"
-        parts.append(Part("float32 copies of the output layer", **copies, phases=step, lower=lower))
+        parts.append(MemoryPart("float32 copies of the output layer", **copies, phases=step, lower=lower))
     return parts
 
 
 def _batch_parts(
     config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, machine: Machine, completions: int
-) -> list[Part]:
+) -> list[MemoryPart]:
     """The batch, on the devices and before, and the columns of its completions that have a vector for each token."""
     columns = columns_of_run(config, model)
     rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_batch(packing, columns).rows))
     step, lower = frozenset({"step"}), "training.prompts_per_step or rollout.max_completion_tokens"
     parts = [
         exact("batch", **machine.on_each(rows // row_shards(mesh), mesh.size), phases=step, lower=lower),
-        Part("batch, before it is split over devices", host=rows, phases=step, lower=lower),
+        MemoryPart("batch, before it is split over devices", host=rows, phases=step, lower=lower),
     ]
     if lag := config.rollout.lag:
         ahead = machine.on_each(lag * rows // row_shards(mesh), mesh.size)
         parts.append(exact(f"{lag} batch(es) sampled ahead", **ahead, lower=f"{lower}, or rollout.lag"))
     for name in (name for name, entry in columns.items() if entry):
         tokens = completions * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(columns[name])
-        parts.append(Part(f"{name.replace('_', ' ')} of the completions' tokens",
+        parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens",
                           host=tokens * config.max_total_tokens, phases=frozenset({"sample", "step"}),
                           lower=f"{lower}, or rollout.router_replay=False"))  # fmt: skip
     return parts

@@ -17,7 +17,7 @@ from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import MEMORY_PHASES, Machine, Part
+from dcmdp_jax.machine import MEMORY_PHASES, Machine, MemoryPart
 
 _GIB = 2**30
 
@@ -33,7 +33,7 @@ class MemoryUse:
         rows: completions that the engine decodes at a time; fewer than it was asked for where those do not fit.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     machine: Machine
     note: str = ""
     rows: int = 0
@@ -113,7 +113,7 @@ def with_engine(
     arguments: EngineArguments,
     load: Workload,
     machine: Machine,
-    others: Sequence[Part],
+    others: Sequence[MemoryPart],
     *,
     names: Mapping[str, str] | None = None,
     fitted_rows: int = 0,
@@ -131,7 +131,7 @@ def with_engine(
     names = of_engine(kind) if names is None else names
     rows = min(arguments.max_rows, fitted_rows or arguments.max_rows)
 
-    def parts(rows: int) -> list[Part]:
+    def parts(rows: int) -> list[MemoryPart]:
         with as_settings(names):
             found = kind.memory(arguments, load, machine, rows)
         return [part._replace(lower=in_settings(part.lower, names)) for part in found]

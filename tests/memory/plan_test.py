@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcmdp_jax.machine import Machine, Part, exact
+from dcmdp_jax.machine import Machine, MemoryPart, exact
 from dcmdp_jax.memory.use import MemoryUse
 
 _GIB = 2**30
@@ -11,7 +11,7 @@ _GIB = 2**30
 def test_totals_and_peaks_of_a_plan():
     parts = (
         exact("a", each=3, first=1, lower="one"),
-        Part("b", each=10, phases=frozenset({"sample"}), lower="two", certain=(4, 0, 0)),
+        MemoryPart("b", each=10, phases=frozenset({"sample"}), lower="two", certain=(4, 0, 0)),
         exact("c", host=5, phases=frozenset({"step"}), lower="three"),
     )
     plan = MemoryUse(parts, Machine("gpu", 2, 12, 4))
@@ -30,7 +30,7 @@ def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
     parts = (
         exact("parameters", each=2 * _GIB),
         exact("gathered", first=_GIB, phases=frozenset({"push"})),
-        Part("logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"),
+        MemoryPart("logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"),
         exact("copies", host=_GIB // 2),
     )
     plan = MemoryUse(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")

@@ -11,7 +11,7 @@ from dcmdp_jax.fields import setting
 
 if TYPE_CHECKING:
     from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.machine import Machine, Part
+    from dcmdp_jax.machine import Machine, MemoryPart
 
 _QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
 """Precisions of `models.quantize`, which imports JAX."""
@@ -63,7 +63,7 @@ class LocalKind(EngineKind):
 
         return LocalEngine(arguments)
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
         from dcmdp_jax.engines.local.memory import parts
 
         return parts(arguments, load, machine, rows)

@@ -15,12 +15,12 @@ from dcmdp_jax.engines.kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.layout import TENSOR, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
-from dcmdp_jax.machine import LOGITS_HELD, PREEMPTED, Machine, Part, certain, exact
+from dcmdp_jax.machine import LOGITS_HELD, PREEMPTED, Machine, MemoryPart, certain, exact
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.quantize import QuantizedKernel
 
 
-def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
     """The engine's parts when it decodes at most `rows` completions at a time.
 
     A CPU's devices share one copy of the weights.
@@ -45,13 +45,13 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     held = frozenset({"push", "sample"})
     found = [
         exact("engine's weights", **machine.on_each(weights, 1), phases=held, lower=weights_lower),
-        Part("layers on their way to the engine", **machine.on_each(2 * copied, 1), phases=frozenset({"push"}),
+        MemoryPart("layers on their way to the engine", **machine.on_each(2 * copied, 1), phases=frozenset({"push"}),
              lower=weights_lower),
     ]  # fmt: skip
     if dequantized:
         # One copy in each device's program, for as long as it runs.
         copies = machine.on_each(dequantized, devices)
-        found.append(Part("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
+        found.append(MemoryPart("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
     own = sizes.batch_rows(rows, load.group_size, load.completions, devices) // devices * tensor
     stored = 1 if arguments.kv_cache_dtype == "fp8" else jnp.dtype(arguments.compute_dtype).itemsize
     slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored // tensor
@@ -60,26 +60,25 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     full = own * (longest + limit) * slot
     least = own * (sizes.length_bucket(min(load.prompt_lengths)) + first) * slot
     fewer = "`max_rows` or `max_completion_tokens`"
-    found.append(
-        Part("key-value cache, rows at their longest", **machine.on_each(full, devices), phases=sample, lower=fewer,
-             certain=certain(**machine.on_each(least, devices)))
-    )  # fmt: skip
+    cache, certainly = machine.on_each(full, devices), certain(**machine.on_each(least, devices))
+    name = "key-value cache, rows at their longest"
+    found.append(MemoryPart(name, **cache, phases=sample, lower=fewer, certain=certainly))
     if load.completions > rows and first < limit:
         preempted = machine.on_each(sizes.PREEMPTED_CACHES * full, devices)
-        found.append(Part(PREEMPTED, **preempted, phases=sample, lower=fewer))
+        found.append(MemoryPart(PREEMPTED, **preempted, phases=sample, lower=fewer))
     if arguments.routed_experts:
         of_token = 2 * math.prod(model.routing[:2])
         found += [
-            Part("experts of decoded tokens", **machine.on_each(limit * own * of_token, devices), phases=sample,
+            MemoryPart("experts of decoded tokens", **machine.on_each(limit * own * of_token, devices), phases=sample,
                  lower=f"{fewer}, or `routed_experts`=False",
                  certain=certain(**machine.on_each(first * own * of_token, devices))),
-            Part("engine's record of them", host=load.completions * limit * of_token, phases=sample,
+            MemoryPart("engine's record of them", host=load.completions * limit * of_token, phases=sample,
                  lower="`max_completion_tokens`, or `routed_experts`=False"),
         ]  # fmt: skip
     scores = min(sizes.ATTENTION_ELEMENTS, own * model.num_heads // tensor * longest**2)
     logits = own * model.vocab_size // tensor * 4 * LOGITS_HELD
     working = machine.on_each(logits + 4 * scores, devices)
-    found.append(Part("sampler's logits and attention", **working, phases=sample, lower="`max_rows`"))
+    found.append(MemoryPart("sampler's logits and attention", **working, phases=sample, lower="`max_rows`"))
     return found
 
 

@@ -13,7 +13,7 @@ from dcmdp_jax.models.scheme import Scheme
 
 if TYPE_CHECKING:
     from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.machine import Machine, Part
+    from dcmdp_jax.machine import Machine, MemoryPart
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _QUANTIZED = ("int8", "fp8", "fp8_per_block")
@@ -148,7 +148,7 @@ class VllmKind(EngineKind):
 
         return device_share(arguments.settings)
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[Part]:
+    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
         from dcmdp_jax.engines.vllm.devices import memory_parts
 
         return memory_parts(arguments, machine)

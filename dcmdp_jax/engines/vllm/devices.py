@@ -7,7 +7,7 @@ import os
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.errors import ArgumentError, UserError
-from dcmdp_jax.machine import Machine, Part, exact
+from dcmdp_jax.machine import Machine, MemoryPart, exact
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
@@ -131,7 +131,7 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
         )
 
 
-def memory_parts(arguments: EngineArguments, machine: Machine) -> list[Part]:
+def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPart]:
     """Two copies of the weights in shared memory, and the memory of vLLM's CPU build, whose cache has a fixed size."""
     from dcmdp_jax.engines.sidecar.weights import WeightBridge
     from dcmdp_jax.engines.vllm.launch import engine_arguments

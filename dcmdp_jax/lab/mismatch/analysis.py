@@ -15,7 +15,7 @@ from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
-from dcmdp_jax.lab.mismatch.remedies import Effect, effects, not_computed
+from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
 from dcmdp_jax.lab.mismatch.statistics import Statistics, means_by_completion, measure
 from dcmdp_jax.lab.mismatch.tolerance import Recommendation, recommend
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
-from dcmdp_jax.lab.mismatch.columns import LeftOut, check_whole, checked_row
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, UnreadableError, pairs_of
+from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, check_whole, checked_row
 from dcmdp_jax.lab.mismatch.statistics import Statistics, measure
 from dcmdp_jax.lab.mismatch.tolerance import recommend
 from dcmdp_jax.observe.alarms import Alarm, Series, alarms
@@ -46,7 +46,7 @@ class StepMismatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Slice:
     """Mismatch of one rank or one source over all steps: its name, size, and mean |p - q|."""
 
     name: str
@@ -70,8 +70,8 @@ class OverTraining:
     """
 
     steps: tuple[StepMismatch, ...]
-    ranks: tuple[Part, ...]
-    sources: tuple[Part, ...]
+    ranks: tuple[Slice, ...]
+    sources: tuple[Slice, ...]
     odd_rank: str
     notes: tuple[str, ...]
     alarms: tuple[Alarm, ...]
@@ -80,7 +80,7 @@ class OverTraining:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedRun:
+class TrainingRecord:
     """Content of a recording of many files.
 
     Attributes:
@@ -152,7 +152,7 @@ def read_run(
     allow_gaps: bool = False,
     tolerance: float | None = None,
     metrics: Series | None = None,
-) -> RecordedRun:
+) -> TrainingRecord:
     """Read and measure a recording, one step in memory at a time beside the tokens that are kept.
 
     Args:
@@ -190,7 +190,7 @@ def read_run(
     over = None
     if measured := steps.finish():
         over = _over_training(measured, ranks.finish(), sources.finish(), tolerance, metrics)
-    return RecordedRun(files[0].framework, len(files), pairs, kept.rows, kept.every, over)
+    return TrainingRecord(files[0].framework, len(files), pairs, kept.rows, kept.every, over)
 
 
 class _Steps:
@@ -236,18 +236,18 @@ class _Parts:
             self._sums.setdefault(name, np.zeros(3))
             self._sums[name] += (1, len(p), np.abs(p - q).sum())
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[Slice]:
         def order(name: str) -> tuple[int, str]:
             return (int(name[5:]), "") if name.startswith("rank ") and name[5:].isdigit() else (0, name)
 
         made = {name: self._sums[name] for name in sorted(self._sums, key=order)}
         return [
-            Part(name, int(rows), int(tokens), float(total / tokens)) for name, (rows, tokens, total) in made.items()
+            Slice(name, int(rows), int(tokens), float(total / tokens)) for name, (rows, tokens, total) in made.items()
         ]
 
 
 def _over_training(
-    steps: list[StepMismatch], ranks: list[Part], sources: list[Part], tolerance: float | None, metrics: Series | None
+    steps: list[StepMismatch], ranks: list[Slice], sources: list[Slice], tolerance: float | None, metrics: Series | None
 ) -> OverTraining:
     odd = _standing_out(ranks)
     notes = [*odd, *_standing_out(sources)]
@@ -286,7 +286,7 @@ def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray
     return {name: (numbers, np.array(x, np.float64)) for name, x in values.items() if np.isfinite(x).all()}
 
 
-def _standing_out(parts: list[Part]) -> list[str]:
+def _standing_out(parts: list[Slice]) -> list[str]:
     """A line for each part that differs far more than the others: a rank with other weights, a broken environment."""
     lines = []
     for part in parts:

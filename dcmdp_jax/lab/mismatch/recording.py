@@ -14,9 +14,9 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten, shorten_name
-from dcmdp_jax.lab.mismatch.columns import Columns as Columns
-from dcmdp_jax.lab.mismatch.columns import LeftOut, check_distinct, check_whole, checked_row, require
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.lab.mismatch.recording_columns import Columns as Columns
+from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, check_distinct, check_whole, checked_row, require
 
 _BATCH_ROWS = 64
 _CUT_CHARACTER = "unexpected end of data"

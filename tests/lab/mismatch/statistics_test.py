@@ -11,7 +11,7 @@ from dcmdp_jax.algorithm.discrepancy import displacement_statistics, mismatch_st
 from dcmdp_jax.lab.mismatch import breakdown
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
-from dcmdp_jax.lab.mismatch.remedies import effects, not_computed
+from dcmdp_jax.lab.mismatch.remedy_effects import effects, not_computed
 from dcmdp_jax.lab.mismatch.statistics import measure
 from dcmdp_jax.lab.mismatch.tolerance import recommend
 
