@@ -147,12 +147,10 @@ class AlgorithmSettings:
         Raises:
             UserError: in one line, for text of another form.
         """
-        try:
+        with _said(name):
             calls = parse_calls(getattr(self, name))
-        except UserError as error:
-            raise UserError(f"config.algorithm.{name}: {error}") from None
-        if name != "corrections" and len(calls) != 1:
-            raise UserError(f"config.algorithm.{name}: got {getattr(self, name)!r}, must name one function")
+            if name != "corrections" and len(calls) != 1:
+                raise UserError(f"got {getattr(self, name)!r}, must name one function")
         return calls
 
     @property

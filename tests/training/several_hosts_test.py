@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Two devices, in one process or one in each of two; two evaluations, three steps.
 _RUN = (
-    "--config.mesh.data=2", "--config.mesh.fsdp=1", "--config.warmup.steps=0", "--config.training.steps=3",
+    "--config.algorithm.tolerance_steps=2", "--config.mesh.data=2", "--config.mesh.fsdp=1", "--config.warmup.steps=0",
+    "--config.training.steps=3",
     "--config.checkpoint.every_steps=1", "--config.checkpoint.keep_last=9", "--config.evaluation.every_steps=3",
 )  # fmt: skip
 
