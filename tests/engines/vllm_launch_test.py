@@ -716,32 +716,6 @@ def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
     assert _error(engine=engine, **_dtypes(*dtypes)).startswith(f"config.rollout.{line}")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "bounds"),
-    [
-        ("tensor_parallel_size", 0, "at least 1"),
-        ("replicas", -1, "at least 0"),
-        ("sleep", -1, "in [0, 2]"),
-        ("sleep", 3, "in [0, 2]"),
-        ("memory_share", 0.0, "in [0.01, 1]"),
-        ("memory_share", 1.01, "in [0.01, 1]"),
-        ("memory_share", -0.4, "in [0.01, 1]"),
-        ("kv_cache_gib", -1.0, "at least 0"),
-        ("cpu_threads", 0, "at least 1"),
-        ("start_timeout_s", 0.0, "at least 1"),
-        ("start_timeout_s", -600.0, "at least 1"),
-        ("stall_timeout_s", 0.0, "at least 1"),
-        ("max_restarts", -1, "at least 0"),
-        ("probe_tolerance", -0.1, "at least 0"),
-    ],
-)
-def test_numbers_of_the_sidecar(name, value, bounds):
-    """With either engine: a typing error shows before it is needed."""
-    for engine in ("local", "vllm"):
-        line = _error(engine=engine, **{f"vllm__{name}": value})
-        assert line == f"config.rollout.vllm.{name}: got {value}, must be {bounds}"
-
-
 def test_no_restart_is_a_choice():
     made = _config(engine="vllm", vllm__max_restarts=0, vllm__stall_timeout_s=1, vllm__kv_cache_gib=0).rollout.vllm
     assert (made.max_restarts, made.stall_timeout_s, made.kv_cache_gib) == (0, 1.0, 0.0)
