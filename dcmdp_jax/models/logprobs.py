@@ -155,6 +155,24 @@ class _Options(NamedTuple):
     axes: KernelAxes
 
 
+class _Residuals(NamedTuple):
+    """Values that a forward pass keeps for the backward pass.
+
+    Attributes:
+        hidden, targets, kernel, count: its arguments.
+        normalizer, entropy: [C, T] float32.
+        logits: those of a single block, scaled; None where the backward pass computes them again.
+    """
+
+    hidden: Array
+    targets: Array
+    kernel: Array
+    count: Array
+    normalizer: Array
+    entropy: Array
+    logits: Array | None = None
+
+
 def _across_vocab(x: jax.Array, axes: KernelAxes) -> jax.Array:
     return x if axes.vocab is None else lax.psum(x, axes.vocab)
 
@@ -193,13 +211,13 @@ def _blocked_logprobs(
 
 def _blocked_forward(
     hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
     whole = kernel.astype(hidden.dtype)
     if len(hidden) == 1:
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, whole, options.scale)
         logprobs, entropy, normalizer = _block(logits, targets, options)
-        return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, logits)
+        return (logprobs, entropy), _Residuals(hidden, targets, kernel, count, normalizer, entropy, logits)
 
     def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         block = _block(_logits(hidden[i], whole, options.scale), targets[i], options)
@@ -208,12 +226,10 @@ def _blocked_forward(
     zeros = jnp.zeros(targets.shape, jnp.float32)
     with jax.named_scope(CHUNKS):
         logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
-    return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy, None)
+    return (logprobs, entropy), _Residuals(hidden, targets, kernel, count, normalizer, entropy)
 
 
-def _blocked_backward(
-    options: _Options, saved: tuple[jax.Array | None, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[Array | None, ...]:
+def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
     hidden, targets, kernel, count, normalizer, entropy, kept = saved
     axes = options.axes
     whole = kernel.astype(hidden.dtype)
@@ -252,12 +268,7 @@ _blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _logits_bar(
-    logits: jax.Array,
-    own: jax.Array,
-    normalizer: jax.Array,
-    entropy: jax.Array,
-    logprob_bar: jax.Array,
-    entropy_bar: jax.Array,
+    logits: Array, own: Array, normalizer: Array, entropy: Array, logprob_bar: Array, entropy_bar: Array
 ) -> jax.Array:
     """Gradient of scaled logits [T, V]: d logprob / d z = onehot - p, d entropy / d z = -p (log p + entropy)."""
     centered = logits - normalizer[..., None]
@@ -299,7 +310,7 @@ def _pieced_logprobs(
 
 def _pieced_forward(
     hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
     axes, vocab = options.axes, kernel.shape[-1]
     pieces, own = _pieces(vocab), _own_targets(targets, vocab, axes)
 
@@ -337,13 +348,11 @@ def _pieced_forward(
     logprobs, entropy = running.chosen - normalizer, normalizer - running.weighted / running.mass
     computed = (jnp.arange(len(targets)) < count)[:, None]
     logprobs, entropy, normalizer = (jnp.where(computed, x, 0.0) for x in (logprobs, entropy, normalizer))
-    return (logprobs, entropy), (hidden, targets, kernel, count, normalizer, entropy)
+    return (logprobs, entropy), _Residuals(hidden, targets, kernel, count, normalizer, entropy)
 
 
-def _pieced_backward(
-    options: _Options, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[Array | None, ...]:
-    hidden, targets, kernel, count, normalizer, entropy = saved
+def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
+    hidden, targets, kernel, count, normalizer, entropy, _ = saved
     axes, vocab = options.axes, kernel.shape[-1]
     logprob_bar, entropy_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, vocab, axes)
