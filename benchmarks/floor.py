@@ -26,7 +26,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.training.setup import layout
+from dcmdp_jax.run.run import layout
 
 _TOKENS = 8192
 

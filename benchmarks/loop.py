@@ -23,8 +23,8 @@ from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.parallel.backend import prepare_jax
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.setup import make_plan_of_run
 
 _WARM, _EVERY = 3, 4
 _PHASES = ("push", "generate", "verify", "pack", "step")
@@ -46,8 +46,8 @@ def main() -> None:
         )  # fmt: skip
         config.training.steps = arguments.steps + _WARM + 1
         config.checkpoint.every_steps = _EVERY
-        build = stepped(lambda _: stamps.append(time.monotonic()))
-        train(make_plan_of_run(from_config_dict(config)), show=lambda line: None, build=build)
+        run = stepped(Run(from_config_dict(config)), lambda _: stamps.append(time.monotonic()))
+        train(run, show=lambda line: None)
         lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["step"]: record for record in map(json.loads, lines) if "time/step" in record}
     seconds = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]

@@ -27,8 +27,8 @@ from benchmarks.workload import model
 from configs import demo_vllm
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.parallel.backend import prepare_jax, usable_cores
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.setup import make_plan_of_run
 
 _WARM = 3
 
@@ -58,7 +58,7 @@ def main() -> None:
                 config.training.steps, config.checkpoint.every_steps = arguments.steps + _WARM, 10**6
                 config.rollout.lag, config.mesh.cpu_devices = int(lag), 1
                 with _sidecars_on(cores[-1]):
-                    train(make_plan_of_run(from_config_dict(config)), show=lambda line: None)
+                    train(Run(from_config_dict(config)).check(), show=lambda line: None)
                 lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
                 records = [record for record in map(json.loads, lines) if "time/step" in record]
                 steps[lag] += [record for record in records if record["step"] > _WARM]

@@ -36,7 +36,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.training.build import make_probe
+from dcmdp_jax.run.row_logprobs import make_probe
 
 # Vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
 MODELS = {

@@ -22,7 +22,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1] / "dcmdp_jax")
 _TOLERANCE = 0.00123456789
 # Name of the function that begins it -> phase.
 _PHASES = {
-    "make_plan_of_run": "setup", "push_weights": "push", "_generate": "generate", "finish": "verify", "_pack": "pack",
+    "check": "setup", "push_weights": "push", "_generate": "generate", "finish": "verify", "_pack": "pack",
     "_train_step": "step (tracing)",
 }  # fmt: skip
 _KINDS = {

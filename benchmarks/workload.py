@@ -17,7 +17,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import (
     batch_shardings,
     initial_dual,

@@ -23,19 +23,23 @@ _MAY_IMPORT = {
     "environments": {"data", "engines", "rewards"},
     "evaluation": {"data", "engines", "environments", "rewards"},
     "observe": set(),
-    "memory": {"config", "data", "engines", "models", "parallel"},
+    "run": {
+        "config", "data", "engines", "environments", "evaluation", "models", "observe", "parallel",
+        "rewards",
+    },
     "training": {
-        "algorithm", "config", "data", "engines", "environments", "evaluation", "memory", "models", "observe",
-        "parallel", "rewards",
+        "algorithm", "config", "data", "engines", "environments", "evaluation", "models", "observe",
+        "parallel", "rewards", "run",
     },
     "integrations": set(),
-    "plan": {"config", "data", "engines", "memory", "models", "parallel", "training"},
+    "plan": {"config", "data", "engines", "models", "parallel", "run", "training"},
     "lab": {
-        "algorithm", "config", "data", "engines", "evaluation", "models", "observe", "parallel", "rewards", "training",
+        "algorithm", "config", "data", "engines", "evaluation", "models", "observe", "parallel", "rewards", "run",
+        "training",
     },
     "commands": {
-        "config", "data", "engines", "environments", "evaluation", "lab", "memory", "models", "observe", "parallel",
-        "plan", "rewards", "training",
+        "config", "data", "engines", "environments", "evaluation", "lab", "models", "observe", "parallel",
+        "plan", "rewards", "run", "training",
     },
 }  # fmt: skip
 _BESIDE = "modules beside the rooms"
@@ -130,7 +134,7 @@ def _reached(module):
 def test_the_walk_finds_every_kind_of_import():
     """The test's own eyes: were it blind, everything below would pass."""
     assert "dcmdp_jax.algorithm.masked" in set(_imports(_SOURCES["dcmdp_jax.algorithm.losses"]))
-    assert "dcmdp_jax.models.decoder" in set(_imports(_SOURCES["dcmdp_jax.training.row_logprobs"]))
+    assert "dcmdp_jax.models.decoder" in set(_imports(_SOURCES["dcmdp_jax.run.row_logprobs"]))
     tree = ast.parse(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\ndef f():\n    import b\nimport c"
     )

@@ -21,8 +21,9 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.training.row_logprobs import batch_logprobs, make_row_logprobs
-from dcmdp_jax.training.setup import layout
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
+from dcmdp_jax.run.run import layout
+from dcmdp_jax.training.rescore import batch_logprobs
 from dcmdp_jax.training.state import batch_shardings
 
 _SPREAD = 0.1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,9 +26,8 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh
 from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.run.run import Run, layout
 from dcmdp_jax.training import loop
-from dcmdp_jax.training.build import Parts, build_parts
-from dcmdp_jax.training.setup import Plan, layout, make_plan_of_run
 from dcmdp_jax.types import Params
 
 _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -72,7 +69,7 @@ def reinforce(job: Job, rounds: Rounds) -> None:
     config = _run_config(job, mini_batches=1)
     # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
     config.training.steps = config.checkpoint.every_steps = 10**6
-    plan = make_plan_of_run(from_config_dict(config))
+    plan = Run(from_config_dict(config)).check()
 
     def begin(params: Params) -> None:
         jax.block_until_ready(params)
@@ -81,7 +78,7 @@ def reinforce(job: Job, rounds: Rounds) -> None:
 
     rounds.hello(_PACKAGES)
     try:
-        loop.train(plan, show=print, build=stepped(begin, functools.partial(_check, job)))
+        loop.train(stepped(plan, begin, functools.partial(_check, job)), show=print)
     except Ended:
         return
 
@@ -120,15 +117,11 @@ class SteppedEngine:
 
 
 def stepped(
-    begin: Callable[[Params], None], check: Callable[[list[Episode]], None] = lambda episodes: None
-) -> Callable[[Plan, contextlib.ExitStack], Parts]:
-    """A builder of the loop's parts whose engine is a `SteppedEngine`."""
-
-    def build(plan: Plan, stack: contextlib.ExitStack) -> Parts:
-        parts = build_parts(plan, stack)
-        return dataclasses.replace(parts, engine=SteppedEngine(parts.engine, begin, check))
-
-    return build
+    run: Run, begin: Callable[[Params], None], check: Callable[[list[Episode]], None] = lambda episodes: None
+) -> Run:
+    """The run with a `SteppedEngine`."""
+    run.engine = SteppedEngine(run.check().engine, begin, check)
+    return run
 
 
 def run_config(

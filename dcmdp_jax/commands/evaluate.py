@@ -52,8 +52,6 @@ from dcmdp_jax.evaluation.table import (
     read_scores,
     to_record,
 )
-from dcmdp_jax.memory.parts import plan_evaluation
-from dcmdp_jax.memory.use import this_machine
 from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
@@ -65,8 +63,9 @@ from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward
 from dcmdp_jax.rewards.scoring import RewardScorer, check_rewards, column_names
-from dcmdp_jax.training.build import make_probe
-from dcmdp_jax.training.run_directory import read_config as read_run_config
+from dcmdp_jax.run.directory import read_config as read_run_config
+from dcmdp_jax.run.memory_use import plan_evaluation, this_machine
+from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 
 _MOST_VERIFIERS = 8

@@ -19,10 +19,10 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
 from dcmdp_jax.evaluation.size import check_size
 from dcmdp_jax.evaluation.table import paper_samples
-from dcmdp_jax.memory.use import free_host_bytes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, RewardError
 from dcmdp_jax.rewards.scoring import column_names
+from dcmdp_jax.run.memory_use import free_host_bytes
 
 
 def load_tasks(

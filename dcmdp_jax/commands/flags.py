@@ -16,7 +16,7 @@ from dcmdp_jax.commands.config_files import call_function
 from dcmdp_jax.config.settings import Config, from_config_dict, parse_value
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import replace_value
-from dcmdp_jax.training.run_directory import name_suffix
+from dcmdp_jax.run.directory import name_suffix
 
 _OVERRIDE = "config."
 

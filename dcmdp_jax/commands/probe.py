@@ -41,7 +41,7 @@ from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.rewards.math.verifier import Verifier
-from dcmdp_jax.training.run_directory import read_config
+from dcmdp_jax.run.directory import read_config
 
 _MAX_ROWS = 256
 _MAX_COMPLETION_TOKENS = 256

@@ -19,7 +19,7 @@ from dcmdp_jax.lab.mismatch.recording_columns import Columns, LeftOut
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE
-from dcmdp_jax.training.run_directory import read_config
+from dcmdp_jax.run.directory import read_config
 
 _MAX_TOKENS = 5_000_000
 _FLOOR = "mismatch/noise_floor"

@@ -55,7 +55,7 @@ from dcmdp_jax.lab.studies.results import (
 from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.study_figures import draw_answer, draw_curves, draw_differences, draw_doses, draw_oracle
-from dcmdp_jax.training.run_directory import check_run_directory
+from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
 _FINISHED = "finished.json"
@@ -273,7 +273,7 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
         return
     # transformers takes a while to import; a study without an evaluation does not need it.
     from dcmdp_jax.commands.evaluate_tasks import check_room, load_tasks
-    from dcmdp_jax.training.run_files import model_and_tokenizer
+    from dcmdp_jax.run.run import Run
 
     seen = set()
     for run, config in zip(runs, configs, strict=True):
@@ -288,8 +288,8 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
             if (key := repr((config.model, config.max_total_tokens, settings))) in seen:
                 continue
             seen.add(key)
-            model, tokenizer = model_and_tokenizer(config)
-            check_room(model, load_tasks(tokenizer, settings)[0], settings)
+            asked = Run(config)
+            check_room(asked.model, load_tasks(asked.tokenizer, settings)[0], settings)
         except UserError as error:
             raise UserError(f"study: evaluation of {run.label}: {error}") from None
 

@@ -16,9 +16,10 @@ from dcmdp_jax.config.text import print_config
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
+from dcmdp_jax.run.description import describe
+from dcmdp_jax.run.run import Run, joined_hosts
 from dcmdp_jax.training import loop
 from dcmdp_jax.training.across_hosts import settings_and_code
-from dcmdp_jax.training.setup import Plan, describe, joined_hosts, make_plan_of_run
 from dcmdp_jax.training.stopping import Interrupted, TrainingStopped
 
 EXPECTED = (EngineError, MemoryError, TrainingStopped)
@@ -78,9 +79,9 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
     with joined_hosts(config) as hosts:
         say = show if hosts.is_writer else (lambda line: None)
         hosts.check_same(lambda: settings_and_code(config), "start all hosts alike")
-        plan = make_plan_of_run(config, hosts)
-        say(describe(plan))
-        stopped = None if dry_run else _loop(plan, say)
+        run = Run(config, hosts).check()
+        say(describe(run))
+        stopped = None if dry_run else _loop(run, say)
         if hosts.is_writer and not dry_run and stopped is None:
             # Imported late: the plotting library takes most of a second.
             from dcmdp_jax.observe.report import first_sentence, write_report
@@ -94,9 +95,9 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
         raise stopped
 
 
-def _loop(plan: Plan, say: Callable[[str], None]) -> Interrupted | None:
+def _loop(run: Run, say: Callable[[str], None]) -> Interrupted | None:
     try:
-        loop.train(plan, show=say)
+        loop.train(run, show=say)
     except Interrupted as stopped:
         say(f"{stopped}; the same command resumes")
         return stopped

@@ -108,15 +108,17 @@ def parse_settings(kind: EngineKind, engine_args: str) -> Any:
     return made
 
 
-def engine_arguments(config: Any, **found: Any) -> tuple[EngineKind, EngineArguments]:
+def engine_arguments(config: Any, host: int = 0, **found: Any) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run and its arguments.
 
     Args:
         config: a `Config`.
+        host: index of this process, whose engine has a directory of its own.
         found: further arguments that are known by now, such as `model` and `mesh`.
     """
     rollout = config.rollout
     kind = find_trainable(rollout.engine)
+    directory = (kind.name if kind in TRAINABLE.values() else "engine") + (f"_{host}" if host else "")
     arguments = EngineArguments(
         precision=rollout.precision,
         compute_dtype=rollout.compute_dtype,
@@ -127,7 +129,7 @@ def engine_arguments(config: Any, **found: Any) -> tuple[EngineKind, EngineArgum
         settings=settings_of(rollout, kind),
         routed_experts=rollout.router_replay,
         lag=rollout.lag,
-        directory=Path(config.run_dir) / (kind.name if kind in TRAINABLE.values() else "engine"),
+        directory=Path(config.run_dir) / directory,
         **found,
     )
     return kind, arguments

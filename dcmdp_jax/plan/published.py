@@ -11,7 +11,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
-from dcmdp_jax.training.run_files import fresh_model
+from dcmdp_jax.run.files import fresh_model
 
 _QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rope_theta": 1000000, "rms_norm_eps": 1e-6,

@@ -19,15 +19,14 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments, EngineKind, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
-from dcmdp_jax.memory.parts import memory_of_run, workload
-from dcmdp_jax.memory.use import MemoryUse
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import StepPlan, plan_step
 from dcmdp_jax.plan.topologies import CHIPS, Topology
-from dcmdp_jax.training.model_checks import check_experts, check_lengths, platform_kernel
+from dcmdp_jax.run.memory_use import MemoryUse, memory_of_run, workload
+from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
 
 GIB = 2**30
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

@@ -17,8 +17,8 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
+from dcmdp_jax.run.run import layout
 from dcmdp_jax.training.build import make_step_programs
-from dcmdp_jax.training.setup import layout
 from dcmdp_jax.training.state import batch_shardings, new_state
 from dcmdp_jax.types import TrainState
 

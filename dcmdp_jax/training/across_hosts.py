@@ -26,7 +26,7 @@ from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.rewards.scoring import BatchScores, add_logged
-from dcmdp_jax.training.setup import Plan
+from dcmdp_jax.run.run import Run
 
 _COUNTS = ("errors", "timeouts", "over_budget", "unparsed")
 _TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_}
@@ -210,7 +210,7 @@ def settings_and_code(config: Config) -> dict[str, str]:
     }
 
 
-def data_facts(plan: Plan) -> dict[str, str]:
+def data_facts(plan: Run) -> dict[str, str]:
     """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
     facts = {

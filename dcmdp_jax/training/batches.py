@@ -12,6 +12,7 @@ from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.parallel.sharding import to_global
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.ahead import (
     Begun,
     KeptParams,
@@ -22,8 +23,8 @@ from dcmdp_jax.training.ahead import (
     versions_in_flight,
 )
 from dcmdp_jax.training.batch_metrics import PhaseTimer, staleness_metrics
-from dcmdp_jax.training.build import Parts
-from dcmdp_jax.training.setup import Plan, samples_beside
+from dcmdp_jax.training.build import StepPrograms
+from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.training.step_rollout import NoiseFloor, Share, StepRollout, StepRollouts
 from dcmdp_jax.training.stopping import Leaving
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
@@ -39,7 +40,8 @@ class Batches:
 
     Args:
         plan: the checked run.
-        parts: of `build_parts`.
+        programs: of the step.
+        behind: older versions of the parameters by their steps, as restored.
         alone: a block of work that each process does by itself and all leave together.
         check_stop: raises `Leaving` within such a block when the run is to end.
         taken: positions of the stream of prompts that the finished steps have taken.
@@ -47,27 +49,28 @@ class Batches:
 
     def __init__(
         self,
-        plan: Plan,
-        parts: Parts,
+        plan: Run,
+        programs: StepPrograms,
+        behind: Mapping[int, Params],
         *,
         alone: Callable[[], contextlib.AbstractContextManager[None]],
         check_stop: Callable[[], None],
         taken: int,
     ) -> None:
-        self._plan, self._parts, self._config = plan, parts, plan.config
+        self._plan, self._programs, self._config = plan, programs, plan.config
         self._alone, self._check_stop = alone, check_stop
-        self._rollouts = StepRollouts(plan, parts.engine, parts.scorer, parts.turns)
-        self._noise_floor = NoiseFloor(plan, parts.engine)
+        self._rollouts = StepRollouts(plan, plan.engine, plan.scorer, plan.turns)
+        self._noise_floor = NoiseFloor(plan, plan.engine)
         self._pushed: tuple[int, dict[str, float]] | None = None
         self._sampled_until: float | None = None
         self._padding_told = False
         self._lag = plan.config.rollout.lag
         self._ahead, self._kept = None, None
-        beside = samples_beside(plan)
+        beside = plan.samples_beside
         # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
         self._exchanges = beside and plan.hosts.count > 1
         if self._lag:
-            self._kept = KeptParams(parts.shardings.params, parts.checkpoints.behind)
+            self._kept = KeptParams(programs.shardings.params, behind)
             self._ahead = SamplingAhead(
                 self._lag, self._config.training.steps, self._make_ahead, taken=taken, beside=beside
             )
@@ -91,7 +94,7 @@ class Batches:
     def push(self, params: Params, step: int) -> dict[str, float]:
         """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
         if self._pushed is None or self._pushed[0] != step:
-            measured = self._parts.engine.push_weights(params, step)
+            measured = self._plan.engine.push_weights(params, step)
             self._pushed = step, dict(zip(measured, self._plan.hosts.largest(*measured.values()), strict=True))
         return self._pushed[1]
 
@@ -117,7 +120,7 @@ class Batches:
         with timer.phase("noise_floor"):
             floor = self._agreed(self._noise_floor.metrics(rollout.episodes, step, wanted=measures))
         # Before the step, whose peak they would add to; the next push brings new ones in any case.
-        self._parts.engine.release_weights()
+        self._plan.engine.release_weights()
         with timer.phase("pack"):
             sampled = Sampled(rollout, floor, *self._pack(rollout, step), timer)
             self._recompute(state.params, sampled)
@@ -131,7 +134,7 @@ class Batches:
             taken = self._ahead.take(step)
         sampled = self._exchanged(taken, step, timer) if isinstance(taken, Begun) else taken
         if not self._ahead.beside:
-            self._parts.engine.release_weights()
+            self._plan.engine.release_weights()
         with timer.phase("step"):
             self._recompute(state.params if version == step else kept.get(version), sampled)
         kept.drop_before(version_of(step + 1, self._lag))
@@ -149,7 +152,7 @@ class Batches:
                 self._ahead.start_all(version, step)
                 self._ahead.settle()
             if not self._ahead.beside:
-                self._parts.engine.release_weights()
+                self._plan.engine.release_weights()
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -202,10 +205,10 @@ class Batches:
 
     def _recompute(self, params: Params, sampled: Sampled) -> None:
         """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""
-        if self._parts.rescore is not None:
-            sampled.batch, sampled.metrics["mismatch/sampler"] = self._parts.rescore(params, sampled.batch)
+        if self._programs.rescore is not None:
+            sampled.batch, sampled.metrics["mismatch/sampler"] = self._programs.rescore(params, sampled.batch)
         if self._lag:
-            sampled.batch = self._parts.old_logprobs(params, sampled.batch)
+            sampled.batch = self._programs.old_logprobs(params, sampled.batch)
 
     def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
@@ -219,7 +222,7 @@ class Batches:
         metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
         metrics |= staleness_metrics(batch, step)
         host_rows = batch.rows
-        batch = to_global(batch, self._parts.batch_shardings)
+        batch = to_global(batch, batch_shardings(self._plan.mesh, buckets=len(self._plan.packing.row_lengths)))
         padding = metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if padding > _MUCH_PADDING and not self._padding_told:
             self._padding_told = True

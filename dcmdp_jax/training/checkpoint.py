@@ -29,7 +29,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
-from dcmdp_jax.training.run_directory import RUN_ID_FILE, run_id
+from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
 from dcmdp_jax.types import DualState, Params, TrainState
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.scoring import reward_metrics
+from dcmdp_jax.run.directory import claimed, record_config
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.across_hosts import data_facts, gather_evaluation
 from dcmdp_jax.training.batch_metrics import PhaseTimer, rollout_metrics
 from dcmdp_jax.training.batches import Batches
-from dcmdp_jax.training.build import Parts, build_parts, reference_params, start
-from dcmdp_jax.training.checkpoint import PolicyScore
-from dcmdp_jax.training.run_directory import claimed, record_config
-from dcmdp_jax.training.setup import Plan
+from dcmdp_jax.training.build import StepPrograms, make_step_programs, reference_params, start
+from dcmdp_jax.training.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_metrics import RECORDED
 from dcmdp_jax.training.step_rollout import recorded_completions, shown_samples, trainer_state
@@ -49,21 +49,26 @@ _ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
 class Trainer:
     """A run with its parts and its record. `run` is the loop."""
 
-    def __init__(self, plan: Plan, parts: Parts, stop: StopSignal, *, prompts_taken: int) -> None:
+    def __init__(
+        self, plan: Run, programs: StepPrograms, checkpoints: Checkpoints, stop: StopSignal, *, prompts_taken: int
+    ) -> None:
         """Store the parts; nothing is compiled or loaded yet.
 
         Args:
             plan: the checked run.
-            parts: of `build_parts`.
+            programs: of the step.
+            checkpoints: of the run.
             stop: says when to leave.
             prompts_taken: positions of the stream of prompts that the finished steps have taken.
         """
-        self.plan, self.parts, self.config = plan, parts, plan.config
+        self.plan, self.programs, self.config = plan, programs, plan.config
         self.hosts, self.stop = plan.hosts, stop
-        self.engine, self.checkpoints = parts.engine, parts.checkpoints
+        self.engine, self.checkpoints = plan.engine, checkpoints
         self._finished: tuple[TrainState, int] | None = None
         self._prompts_taken = prompts_taken
-        self.batches = Batches(plan, parts, alone=self._alone, check_stop=self._check_stop, taken=prompts_taken)
+        self.batches = Batches(
+            plan, programs, checkpoints.behind, alone=self._alone, check_stop=self._check_stop, taken=prompts_taken
+        )
 
     def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
@@ -106,7 +111,7 @@ class Trainer:
         """
         config, step = self.config, int(state.step)
         skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
-        reference = reference_params(self.plan, self.parts, step)
+        reference = reference_params(self.plan, self.programs, self.checkpoints, step)
         self._finished, began = (state, step), step
         if not resumed:
             self._save()
@@ -126,7 +131,7 @@ class Trainer:
             sampled = self.batches.make(state, step, self._prompts_taken, timer)
             rollout = sampled.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
-                state, metrics = self.parts.train_step(state, sampled.batch, reference)
+                state, metrics = self.programs.train_step(state, sampled.batch, reference)
                 recorded = [metrics.pop(name, None) for name in RECORDED]
                 metrics = jax.device_get(metrics)
             step += 1
@@ -147,7 +152,7 @@ class Trainer:
                 writer.write_samples(step, samples)
             if writer.records(step):
                 given = rollout, self.plan.train.problems, sampled.rows, *jax.device_get(recorded)
-                exact = self.parts.rescore is not None
+                exact = self.programs.rescore is not None
                 writer.write_rollouts(step, recorded_completions(*given, exact=exact))
             skipped.check(metrics)
             due, [stops] = self._evaluation_is_due(step), self.hosts.largest(alarms.ends_the_run)
@@ -168,7 +173,7 @@ class Trainer:
             steps, means = series["discrepancy/mean"]
             measured = measure_tolerance(self.config.algorithm, means, [floors.get(step, 0.0) for step in steps])
         [tolerance] = self.hosts.largest(float(measured))
-        tolerance = to_global(np.float32(tolerance), self.parts.shardings.dual.tolerance)
+        tolerance = to_global(np.float32(tolerance), self.programs.shardings.dual.tolerance)
         return state._replace(dual=state.dual._replace(tolerance=tolerance))
 
     def _check_stop(self) -> None:
@@ -245,7 +250,7 @@ class Trainer:
         with self._alone():
             result = evaluate(
                 self.engine,
-                self.parts.scorer,
+                self.plan.scorer,
                 self.plan.tokenizer,
                 prompts.token_ids[share],
                 prompts.problems[share],
@@ -254,7 +259,7 @@ class Trainer:
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
                 state=trainer_state(self.plan, step, self._prompts_taken),
-                turns=self.parts.turns,
+                turns=self.plan.turns,
                 check_stop=self._check_stop,
             )
         return gather_evaluation(self.hosts, result)
@@ -268,33 +273,38 @@ class Trainer:
 
 
 def train(
-    plan: Plan,
+    run: Run,
     *,
     show: Callable[[str], None],
-    build: Callable[[Plan, contextlib.ExitStack], Parts] = build_parts,
+    programs: StepPrograms | None = None,
 ) -> None:
     """Run a plan to its end, from its newest checkpoint if the run directory has one.
 
     Each process of a run on several hosts calls this.
 
     Args:
-        plan: from `make_plan_of_run`.
+        run: its parts; what is not checked yet is checked first. It is closed at the end.
         show: prints a line for people.
-        build: makes the parts that the loop works with.
+        programs: of a run of the same kind before; None makes them.
 
     Raises:
         Interrupted: after SIGTERM, SIGINT or SIGHUP, once everything is saved.
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
-    config = plan.config
+    config = run.check().config
     stop = StopSignal()
     with contextlib.ExitStack() as stack:
-        plan.hosts.check_same(lambda: data_facts(plan), "give all hosts the same files")
-        stack.enter_context(claimed(config, plan.hosts))
+        run.hosts.check_same(lambda: data_facts(run), "give all hosts the same files")
+        stack.enter_context(claimed(config, run.hosts))
         stack.enter_context(stop.listening())
-        parts = build(plan, stack)
-        state, resumed, prompts_taken = start(plan, parts, stop, show)
+        stack.callback(run.close)
+        run.start()
+        kept = config.checkpoint
+        checkpoints = Checkpoints(config.run_dir, keep_last=kept.keep_last, keep_best=kept.keep_best, hosts=run.hosts)
+        stack.callback(checkpoints.close)
+        programs = programs or make_step_programs(config, run.model, run.compute, run.mesh)
+        state, resumed, prompts_taken = start(run, programs, checkpoints, stop, show)
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
@@ -302,17 +312,18 @@ def train(
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
                 f"{step}; raise it or choose another run_dir"
             )
-        writer = _open_records(plan, stack, step, resumed) if plan.hosts.is_writer else NoWriter()
-        Trainer(plan, parts, stop, prompts_taken=prompts_taken).run(state, writer, resumed=resumed)
+        writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
+        trainer = Trainer(run, programs, checkpoints, stop, prompts_taken=prompts_taken)
+        trainer.run(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
-            parts.checkpoints.wait()
+            checkpoints.wait()
 
 
-def _open_records(plan: Plan, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:
+def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:
     """Write what describes the run, and open what grows with it."""
-    config = plan.config
+    config = run.config
     record_config(config)
-    save_tokenizer(plan.tokenizer, Path(config.run_dir) / "tokenizer", plan.sampling.stop_token_ids)
+    save_tokenizer(run.tokenizer, Path(config.run_dir) / "tokenizer", run.sampling.stop_token_ids)
     progress = stack.enter_context(Progress(config.training.steps, step))
     return stack.enter_context(
         MetricsWriter(

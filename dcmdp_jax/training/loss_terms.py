@@ -28,7 +28,7 @@ from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
-from dcmdp_jax.training.row_logprobs import OLD_LOGPROBS, START_LOGPROBS
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS
 from dcmdp_jax.types import Array, Batch, DualState, Rows
 
 SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"

@@ -23,18 +23,10 @@ from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
+from dcmdp_jax.run.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.training import loss_terms
 from dcmdp_jax.training.accumulate import accumulate
-from dcmdp_jax.training.row_logprobs import (
-    OLD_LOGPROBS,
-    START_LOGPROBS,
-    RowLogprobs,
-    RowOutputs,
-    batch_logprobs,
-    lags,
-    with_column,
-    without_replay,
-)
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, batch_logprobs, lags, with_column
 from dcmdp_jax.training.state import Learner, apply_update, update_dual
 from dcmdp_jax.training.step_metrics import Metrics, TokenValues, Updates, recorded_tokens, step_metrics
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState

@@ -14,7 +14,7 @@ from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, displace
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, router_metrics
-from dcmdp_jax.training.row_logprobs import lags
+from dcmdp_jax.training.rescore import lags
 from dcmdp_jax.training.state import Learner, updates_made
 from dcmdp_jax.types import Array, Batch, Rows, TrainState
 

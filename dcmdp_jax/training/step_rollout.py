@@ -25,9 +25,9 @@ from dcmdp_jax.engines.validation import broken_tokens, check_routed_experts, sa
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, RewardScorer, merge_scores
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.across_hosts import gather_rollout
 from dcmdp_jax.training.batch_metrics import PhaseTimer
-from dcmdp_jax.training.setup import Plan
 from dcmdp_jax.types import Rows
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Share:
     scores: BatchScores
 
 
-def trainer_state(plan: Plan, step: int, position: int) -> TrainerState:
+def trainer_state(plan: Run, step: int, position: int) -> TrainerState:
     """What reward functions learn about the run: finished steps, and the position in the stream of prompts."""
     return TrainerState(step, plan.config.training.steps, position / sum(plan.stream.sizes))
 
@@ -145,7 +145,7 @@ class StepRollouts:
         turns: samples in turns with an environment; None for one turn.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, scorer: RewardScorer, turns: TurnSampler | None = None) -> None:
+    def __init__(self, plan: Run, engine: Engine, scorer: RewardScorer, turns: TurnSampler | None = None) -> None:
         self._plan, self._engine, self._scorer, self._turns = plan, engine, scorer, turns
 
     def sample(
@@ -293,7 +293,7 @@ def _batch(differing: Sequence[bool], wanted: int) -> np.ndarray:
     return np.sort(np.argsort(~np.asarray(differing), kind="stable")[:wanted])
 
 
-def shown_samples(plan: Plan, step: int, rollout: StepRollout, discrepancy: np.ndarray) -> list[dict[str, Any]]:
+def shown_samples(plan: Run, step: int, rollout: StepRollout, discrepancy: np.ndarray) -> list[dict[str, Any]]:
     """A few completions of a finished step for people, if they are due: the first of each of the first prompts.
 
     Several completions of one prompt would say less.
@@ -402,7 +402,7 @@ class NoiseFloor:
         engine: which still has the weights that sampled.
     """
 
-    def __init__(self, plan: Plan, engine: Engine) -> None:
+    def __init__(self, plan: Run, engine: Engine) -> None:
         self._plan, self._engine = plan, engine
         algorithm = plan.config.algorithm
         # Compiled as one: each operation alone would be a program of its own.

@@ -20,9 +20,9 @@ from dcmdp_jax.commands.evaluate import main
 from dcmdp_jax.commands.evaluate_flags import parse, settings_of
 from dcmdp_jax.config.settings import from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
-from dcmdp_jax.memory import use as memory_plan
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.run import memory_use as memory_plan
 from dcmdp_jax.training.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
 from tests.support.coin_model import VOCABULARY, coin_model, coin_params, evaluation_fails

@@ -28,7 +28,7 @@ _FORKS = """
 import json, os, runpy, sys
 sys.modules["wandb"] = None  # not installed, whatever this environment holds
 import dcmdp_jax.commands.cli, dcmdp_jax.commands.flags, dcmdp_jax.observe.report, dcmdp_jax.training.loop
-import dcmdp_jax.training.setup
+import dcmdp_jax.run.run
 
 outcomes = {}
 for name, arguments in json.load(sys.stdin).items():

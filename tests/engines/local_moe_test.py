@@ -24,7 +24,7 @@ from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout, local_engine, sample
 

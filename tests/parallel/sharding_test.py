@@ -32,7 +32,7 @@ from dcmdp_jax.parallel.sharding import (
     shard_rows,
     state_shardings,
 )
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
 from tests.support.our_log import our_log
 

@@ -7,10 +7,10 @@ import jax
 
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.memory.parts import memory_of_run
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
-from dcmdp_jax.training import setup
+from dcmdp_jax.run.memory_use import memory_of_run
+from dcmdp_jax.run.run import layout
 
 QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
 
@@ -19,7 +19,7 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
     config = from_config_dict(config)
     devices = shape[0] * shape[1] * shape[2]
     mesh = make_mesh(*shape, devices=jax.devices()[:devices])
-    compute, packing = setup.layout(config, mesh)
+    compute, packing = layout(config, mesh)
     if machine.platform == "gpu":
         compute = dataclasses.replace(compute, attention="cudnn")
     completions = config.training.prompts_per_step * config.rollout.group_size

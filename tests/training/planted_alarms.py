@@ -17,9 +17,8 @@ import numpy as np
 
 from dcmdp_jax.commands import convert
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.training.build import build_parts, share_parts
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.setup import make_plan_of_run
 from dcmdp_jax.training.stopping import TrainingStopped
 
 STEPS, STUCK_AFTER = 50, 20
@@ -142,7 +141,7 @@ def _policy(directory):
         config = parse(["train", "--config=configs/demo.py:debug", f"--config.run_dir={run}", *_SETTINGS,
                         "--config.training.steps=1", "--config.optimizer.learning_rate=1e-12",
                         "--config.warmup.steps=300", "--config.warmup.batch_size=16"]).config  # fmt: skip
-        train(make_plan_of_run(config), show=print)
+        train(Run(config).check(), show=print)
         convert.main(["convert", "export", str(run), str(out), "--dtype", "float32"])
     return out
 
@@ -156,17 +155,14 @@ def main(directory, *names):
             config = parse(["train", "--config=configs/demo.py:debug", *_SETTINGS, *settings, "--config.warmup.steps=0",
                             f"--config.model.path={policy}", f"--config.run_dir={directory / name}",
                             "--config.observe.on_alarm=stop"]).config  # fmt: skip
-            plan = make_plan_of_run(config)
-            if settings not in shared:
-                shared[settings] = share_parts(plan, end)
-
-            def build(plan, stack, parts=shared[settings], engine=engine):
-                return build_parts(plan, stack, dataclasses.replace(parts, engine=engine(parts.engine)))
+            run = Run(config, lasting=end, **shared.get(settings, {})).check()
+            shared[settings] = {"engine": run.engine, "verifier": run.verifier}
+            run.engine = engine(run.engine)
 
             handler = logging.FileHandler(directory / f"{name}.log", mode="w")
             logging.getLogger().addHandler(handler)
             try:
-                train(plan, show=print, build=build)
+                train(run, show=print)
                 print(name, "ended", flush=True)
             except TrainingStopped as stopped:
                 print(name, "stopped:", stopped, flush=True)

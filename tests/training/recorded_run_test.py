@@ -11,7 +11,7 @@ import pytest
 
 from dcmdp_jax.config.settings import VERSION
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.training.run_directory import read_config
+from dcmdp_jax.run.directory import read_config
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]

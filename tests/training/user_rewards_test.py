@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.training.setup import make_plan_of_run
+from dcmdp_jax.run.run import Run
 from tests.support.run_invariants import contradictions
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -228,6 +228,6 @@ def test_a_function_that_can_not_be_called_is_found_before_the_run_starts(tmp_pa
         ["train", *_SMALL[:3], f"--config.rewards.functions={function}", f"--config.run_dir={run_dir}"]
     ).config
     with pytest.raises(ValueError) as raised:
-        make_plan_of_run(config)
+        Run(config).check()
     assert str(raised.value).startswith("config.rewards.functions: reward ") and problem in str(raised.value)
     assert not run_dir.exists()

@@ -27,7 +27,7 @@ from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.training.row_logprobs import make_row_logprobs
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
 
 Grade = Callable[[Sequence[str], Sequence[str]], np.ndarray]

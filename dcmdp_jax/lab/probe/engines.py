@@ -22,7 +22,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.training.build import make_probe
+from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 
 _MIN_ROWS = 32

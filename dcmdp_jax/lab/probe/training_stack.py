@@ -13,7 +13,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.training.row_logprobs import RowOutputs, make_row_logprobs
+from dcmdp_jax.run.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Params, Rows
 
 _MOST_ROWS = 32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,9 @@ from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.lab.studies.kept_metrics import append_kept_metrics, kept_runs
 from dcmdp_jax.lab.studies.study import StudyRun
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.training.build import Parts, SharedParts, build_parts, make_step_programs, share_parts
+from dcmdp_jax.run.run import Run
+from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.setup import Plan, make_plan_of_run
 
 _FREE = (("run_dir",), ("training", "seed"), ("algorithm", "multiplier"))
 """Settings that are in no compiled program: runs that differ in nothing else share their parts."""
@@ -23,33 +22,33 @@ _OF_THE_STEP = ("algorithm", "optimizer")
 """Sections that the engine does not see: runs that differ in these alone share it, and each has a step of its own."""
 
 
-class _Shared:
+class Shared:
     """The parts of the last kind of run. Another kind makes its own step, and its own engine if it needs another."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._parts: SharedParts | None = None
+        self._parts: dict[str, Any] = {}
+        self._programs: StepPrograms | None = None
         self._kind: dict[str, Any] = {}
 
-    def __enter__(self) -> _Shared:
+    def __enter__(self) -> Shared:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def build(self, plan: Plan, stack: contextlib.ExitStack) -> Parts:
-        """`build_parts` with what can be shared."""
-        kind, before = _without_free(to_dict(plan.config)), self._kind
+    def train(self, config: Config, show: Callable[[str], None]) -> None:
+        """Train a run with what can be shared."""
+        kind, before = _without_free(to_dict(config)), self._kind
+        if _of_the_engine(kind) != _of_the_engine(before):
+            self._stack.close()
+            self._parts = {}
+        run = Run(config, lasting=self._stack, **self._parts).check()
+        self._parts = {"engine": run.engine, "verifier": run.verifier}
         if kind != before:
-            self._kind = {}
-            if self._parts is not None and _of_the_engine(kind) == _of_the_engine(before):
-                programs = make_step_programs(plan.config, plan.model, plan.compute, plan.mesh)
-                self._parts = dataclasses.replace(self._parts, programs=programs)
-            else:
-                self._stack.close()
-                self._parts = share_parts(plan, self._stack)
+            self._programs = make_step_programs(config, run.model, run.compute, run.mesh)
             self._kind = kind
-        return build_parts(plan, stack, self._parts)
+        train(run, show=show, programs=self._programs)
 
 
 def run_in_one_process(
@@ -71,12 +70,12 @@ def run_in_one_process(
     first = [kinds.index(kind) for kind in kinds]
     todo = sorted(range(len(runs)), key=lambda place: (first[place], place))
     todo = [place for place in todo if (runs[place].arm, runs[place].seed) not in done]
-    with _Shared() as shared:
+    with Shared() as shared:
         for number, place in enumerate(todo, start=1):
             run, config = runs[place], configs[place]
             # What a stopped study left behind has trained in part.
             shutil.rmtree(run.directory, ignore_errors=True)
-            train(make_plan_of_run(config), show=lambda line: None, build=shared.build)
+            shared.train(config, show=lambda line: None)
             append_kept_metrics(kept, run.arm, run.seed, read_metrics(run.directory))
             shutil.rmtree(run.directory)
             show(f"[{number}/{len(todo)}] {run.label}: kept in {kept}")

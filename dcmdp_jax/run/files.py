@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +21,6 @@ from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import (
     EncodedPrompts,
     encode_prompts,
-    end_token_ids,
     join_prompts,
     load_tokenizer,
     template_variables,
@@ -36,58 +34,9 @@ from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
-from dcmdp_jax.training.model_checks import check_experts, check_lengths
 
 
-class RunFiles(NamedTuple):
-    """What the files of a run say; attributes as of `setup.Plan`, and the ids that end a completion."""
-
-    model: ModelConfig
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
-    train: EncodedPrompts
-    stream: PromptStream
-    held_out: tuple[tuple[HeldOutTask, EncodedPrompts], ...]
-    worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None
-    rewards: tuple[Reward, ...]
-    columns: tuple[str, ...]
-
-
-def read_files(config: Config) -> RunFiles:
-    """Read the model's shape, its tokenizer and the data, and check the settings against them."""
-    model, tokenizer = model_and_tokenizer(config)
-    check_lengths(config, model)
-    check_experts(config, model)
-    directory = _model_directory(config) if config.model.path else None
-    stop = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
-    rewards = tuple(Reward(*each) for each in config.rewards.weighted)
-    own = _needs_columns(config)
-    train, stream = _train_prompts(config, tokenizer)
-    held_out = _held_out(config, tokenizer)
-    asked = [*train.problems, *(problem for _, prompts in held_out for problem in prompts.problems)]
-    columns = tuple(column_names(asked)) if own else ()
-    try:
-        check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
-    except RewardError as error:
-        raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
-    if config.task.environment:
-        _check_environment(config, columns, tokenizer)
-    worked_solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
-    return RunFiles(model, tokenizer, stop, train, stream, held_out, worked_solutions, rewards, columns)
-
-
-def model_and_tokenizer(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
-    """The model that a config trains and its tokenizer, checked; nothing is allocated.
-
-    Raises:
-        UserError: in one line, for a directory or sizes that are refused.
-    """
-    saved = _saved_model(config)
-    tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
-    return saved or fresh_model(config, tokenizer), tokenizer
-
-
-def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
+def tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
     settings = {"model.tokenizer": config.model.tokenizer, "model.path": config.model.path}
     for setting, path in settings.items():
@@ -101,17 +50,17 @@ def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBas
     return build_tokenizer()
 
 
-def _saved_model(config: Config) -> ModelConfig | None:
+def saved_model(config: Config) -> ModelConfig | None:
     """The model of `model.path`, its config.json and its tensors' headers checked; None for a fresh model."""
     if not config.model.path:
         return None
-    directory = _model_directory(config)
+    directory = path_of_model(config)
     model = read_model_config(directory)
     check_manifest(directory, model)
     return model
 
 
-def _model_directory(config: Config) -> Path:
+def path_of_model(config: Config) -> Path:
     """The directory of `model.path`, fetched from the Hub where it names a model there."""
     try:
         return model_directory(config.model.path)
@@ -138,6 +87,21 @@ def _needs_columns(config: Config) -> bool:
     return bool(config.task.environment) or any(reward != MATH for reward in config.rewards.names)
 
 
+def checked_columns(
+    config: Config, rewards: tuple[Reward, ...], asked: Sequence[EncodedPrompts], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, ...]:
+    """Names of the columns that functions of users get. Imports the functions and the environment, and calls them."""
+    problems = [problem for prompts in asked for problem in prompts.problems]
+    columns = tuple(column_names(problems)) if _needs_columns(config) else ()
+    try:
+        check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
+    except RewardError as error:
+        raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
+    if config.task.environment:
+        _check_environment(config, columns, tokenizer)
+    return columns
+
+
 def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Import the environment in its own process, and render an answer of it."""
     settings = config.rewards
@@ -152,7 +116,7 @@ def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTra
             raise UserError(f"config.task.environment: {error}") from error
 
 
-def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
+def train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, those of a mixture one task after the other, and their order."""
     try:
         parts = parse_mixture(config.task.train)
@@ -209,7 +173,7 @@ def _load_prompts(
         raise UserError(f"config.{where}{error}") from error
 
 
-def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
+def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
     settings = config.evaluation
     if not settings.every_steps:
         return ()
@@ -221,7 +185,7 @@ def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple
     return tuple((task, load(location=task.location)) for task in tasks)
 
 
-def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
     encoded = join_prompts([
         _load_prompts(config, tokenizer, "warmup.task", split="train", location=location)

@@ -18,7 +18,9 @@ from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import build, model_checks, run_files, setup
+from dcmdp_jax.run import files as run_files
+from dcmdp_jax.run import model_checks, run
+from dcmdp_jax.run.run import Run
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
 _NORM, _QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -221,7 +223,7 @@ def test_a_malformed_directory_is_named_before_the_tokenizer_is_touched(whole, t
             load_params(directory, read_model_config(directory), dtype="float32")
     else:
         with pytest.raises((ValueError, FileNotFoundError)) as caught:
-            setup.make_plan_of_run(from_config_dict(config))
+            Run(from_config_dict(config)).check()
     _one_line(caught, directory, words)
 
 
@@ -310,24 +312,24 @@ def test_a_built_in_task_takes_the_digits_0_to_9(spec):
     [("cudnn", "needs an NVIDIA GPU with cuDNN, this is cpu; choose auto"), ("splash", "needs a TPU, this is cpu")],
 )
 def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded(tmp_path, monkeypatch, kernel, words):
-    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir, config.model.attention = str(tmp_path / "run"), kernel
     with pytest.raises(ValueError, match=f"^config.model.attention: got '{kernel}', which {words}"):
-        setup.make_plan_of_run(from_config_dict(config))
+        Run(from_config_dict(config)).check()
 
 
 def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_path, monkeypatch):
     # Three MLP matrices of 16,384 x 65,536 in each of three layers: 9.7e9 parameters, 36 GiB in float32.
-    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir = str(tmp_path / "run")
     config.model.architecture.hidden_size = 16384
     config.model.architecture.intermediate_size = 65536
     config.mesh.data = config.mesh.fsdp = config.mesh.tensor = 1
-    monkeypatch.setattr(setup, "training_mesh", lambda *_, num_params: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr(run, "training_mesh", lambda *_, num_params: make_mesh(devices=jax.devices()[:1]))
     with pytest.raises(ValueError, match="^memory: this machine has .* GiB and the phase 'step' takes at least"):
-        setup.make_plan_of_run(from_config_dict(config))
+        Run(from_config_dict(config)).check()
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from dcmdp_jax.engines.kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine
-from dcmdp_jax.memory import use as memory_plan
-from dcmdp_jax.memory.parts import plan_evaluation
 from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
-from dcmdp_jax.training import build, setup
+from dcmdp_jax.run import memory_use as memory_plan
+from dcmdp_jax.run.memory_use import plan_evaluation
+from dcmdp_jax.run.run import Run
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 from tests.support.waiting import HANGS_S
 
@@ -247,14 +247,14 @@ def test_a_reference_policy_is_counted():
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     config = demo.get_config()
     config.run_dir, config.warmup.steps, config.evaluation.every_steps = str(tmp_path / "run"), 0, 0
-    # 8 devices: make_plan_of_run takes a mesh from the settings; the machine says what it has.
+    # 8 devices: a run takes a mesh from the settings; the machine says what it has.
     config.mesh.data, config.mesh.fsdp = -1, 1
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
-    monkeypatch.setattr(build, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
         ValueError, match="^memory: this machine has 0.0 GiB and the phase '.*' takes at least 0.0, of which"
     ) as caught:
-        setup.make_plan_of_run(from_config_dict(config))
+        Run(from_config_dict(config)).check()
     assert "\n" not in str(caught.value) and "smaller with" in str(caught.value)
 
 
@@ -269,7 +269,7 @@ from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.setup import make_plan_of_run
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.models.params import num_params
 config = base.get_config("debug")
 config.run_dir, config.task.prompt_suffix, config.mesh.cpu_devices = sys.argv[1], "", 1
@@ -277,7 +277,7 @@ config.model.compute_dtype = "float32"
 config.training.steps, config.rollout.max_rows = 1, 16
 architecture = config.model.architecture
 architecture.hidden_size, architecture.intermediate_size, architecture.num_layers = 512, 16384, 2
-plan = make_plan_of_run(from_config_dict(config))
+plan = Run(from_config_dict(config)).check()
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 train(plan, show=lambda line: None)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

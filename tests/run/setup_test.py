@@ -12,7 +12,10 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import run_directory, setup
+from dcmdp_jax.run import directory as run_directory
+from dcmdp_jax.run import run
+from dcmdp_jax.run.description import describe
+from dcmdp_jax.run.run import Run
 
 
 def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
@@ -22,14 +25,14 @@ def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
     for name, value in changes.items():
         section, field = name.split("__")
         setattr(config[section], field, value)
-    with mock.patch.object(setup, "training_mesh", lambda *sizes, num_params: mesh):
-        return setup.make_plan_of_run(from_config_dict(config))
+    with mock.patch.object(run, "training_mesh", lambda *sizes, num_params: mesh):
+        return Run(from_config_dict(config)).check()
 
 
 def _packing(tmp_path, shape=(1, 1, 1), **changes):
     """The shapes on a mesh of that shape; and what people are told."""
     plan = _plan(tmp_path, shape, **changes)
-    return plan.packing, setup.describe(plan)
+    return plan.packing, describe(plan)
 
 
 def test_rows_are_told(tmp_path):
@@ -91,27 +94,27 @@ def test_more_experts_for_a_token_than_there_are(tmp_path):
     config = demo_moe.get_config()
     config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
     with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
-        setup.make_plan_of_run(from_config_dict(config))
+        Run(from_config_dict(config)).check()
 
 
 def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, monkeypatch):
     """What is sampled is no function of an estimate made anew: the first start's number is in config.json."""
 
     def started(free, rows=256):
-        monkeypatch.setattr(setup, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40))
+        monkeypatch.setattr(run, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40))
         return _plan(tmp_path, rollout__max_rows=rows, rollout__min_rows=8)
 
     roomy = started(None)
-    assert roomy.memory.rows == roomy.engine.max_rows == 256 and roomy.config.rollout.fitted_rows == 0
+    assert roomy.memory.rows == roomy.engine_arguments.max_rows == 256 and roomy.config.rollout.fitted_rows == 0
     # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in float32.
     [cache] = [part for part in roomy.memory.parts if part.name.startswith("key-value cache")]
     assert cache.each == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
     full = roomy.memory.total("sample", "first")
     small = started(full - cache.each // 2)
     rows = small.memory.rows
-    assert 8 <= rows < 256 and small.engine.max_rows == small.config.rollout.fitted_rows == rows
+    assert 8 <= rows < 256 and small.engine_arguments.max_rows == small.config.rollout.fitted_rows == rows
     assert small.memory.total("sample", "first") <= full - cache.each // 2
-    assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in setup.describe(small)
+    assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in describe(small)
     (tmp_path / "run").mkdir()
     run_directory.record_config(small.config)
     # Resumed where there is more memory, or nobody knows how much.

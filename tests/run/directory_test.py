@@ -13,7 +13,7 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config.settings import VERSION, from_config_dict, to_dict
-from dcmdp_jax.training.run_directory import check_run_directory, claimed, read_config, record_config
+from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,7 +114,7 @@ def test_a_file_in_its_place_is_refused(tmp_path):
 
 def test_a_second_process_is_refused_and_may_come_when_the_first_has_left(run_dir):
     program = (
-        "import sys; from pathlib import Path; from dcmdp_jax.training.run_directory import claimed, read_config; "
+        "import sys; from pathlib import Path; from dcmdp_jax.run.directory import claimed, read_config; "
         "context = claimed(read_config(Path(sys.argv[1]))); context.__enter__(); "
         "print('claimed', flush=True); sys.stdin.readline()"
     )

@@ -1,0 +1,1 @@
+"""A run as one value: the parts that every command takes, each made and checked once."""

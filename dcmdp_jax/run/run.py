@@ -1,0 +1,416 @@
+"""A run: every part that a command needs, made and checked once, when it is first asked for.
+
+`Run.check` asks in the order config, files, machine, so that bad input fails before expensive work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.activity import activity
+from dcmdp_jax.config.algorithm import check_own_remedies
+from dcmdp_jax.config.arguments import HOSTS, MESH, as_settings, of_engine
+from dcmdp_jax.config.engine import engine_arguments, find_trainable
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.mixtures import PromptStream
+from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, template_variables
+from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.environments.pool import EnvironmentPool
+from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.held_out import HeldOutTask
+from dcmdp_jax.models import hf_weights
+from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_hub import model_directory
+from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
+from dcmdp_jax.observe.run_files import rewards_log
+from dcmdp_jax.observe.trackers import require
+from dcmdp_jax.parallel.backend import prepare_jax
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
+from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, sampling_mesh, training_mesh
+from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.rewards.math.verifier import Verifier
+from dcmdp_jax.rewards.protocol import Reward
+from dcmdp_jax.rewards.scoring import RewardScorer
+from dcmdp_jax.run import files
+from dcmdp_jax.run.directory import check_run_directory
+from dcmdp_jax.run.memory_use import MemoryUse, memory_of_run, this_machine
+from dcmdp_jax.run.model_checks import (
+    check_experts,
+    check_forward,
+    check_kernel,
+    check_lengths,
+    check_platform,
+    check_reductions,
+)
+from dcmdp_jax.run.row_logprobs import make_probe
+from dcmdp_jax.types import Params
+
+_CPU_UNROLL = 8
+"""Layers in one iteration of the scan over layers on a CPU, where the layers' gradients are copied in a loop."""
+
+
+@contextlib.contextmanager
+def joined_hosts(config: Config) -> Iterator[Hosts]:
+    """Join the processes of a run, see `hosts.join_hosts`; errors name the settings."""
+    with contextlib.ExitStack() as stack:
+        with as_settings(HOSTS):
+            hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
+        yield hosts
+
+
+class Run:
+    """The parts of a run. Any part may be replaced by assignment before something is made from it.
+
+    Args:
+        config: the settings, as the user gave them.
+        hosts: the processes of the run; each has a `Run`.
+        lasting: closes the engine and the verifier, for runs that share them; None closes them with the run.
+        parts: parts made before, such as the engine of a run that differs in its directory and seed alone.
+
+    Raises:
+        UserError: by a part that is asked for: one line naming setting or file, value and remedy.
+        OSError: for directories and files that can't be read or written.
+    """
+
+    def __init__(
+        self, config: Config, hosts: Hosts = ONE_PROCESS, *, lasting: contextlib.ExitStack | None = None, **parts: Any
+    ) -> None:
+        self.asked, self.hosts = config, hosts
+        self._stack = contextlib.ExitStack()
+        self._lasting = self._stack if lasting is None else lasting
+        self.__dict__.update(parts)
+
+    def check(self) -> Run:
+        """Check all that can be checked without touching weights or compiling, the cheapest first."""
+        self.settings, self.engine_platform  # noqa: B018 - a part is made when it is asked for
+        with activity("reading model files, tokenizer and data"):
+            self.model, self.stop_token_ids, self.columns, self.worked_solutions  # noqa: B018
+        self.config  # noqa: B018
+        return self
+
+    def start(self) -> None:
+        """Start the engine, the verifier, the reward functions and the environment; no weights are loaded.
+
+        Raises:
+            UserError, EngineError, MemoryError: in one line, if the engine does not start.
+        """
+        self.engine, self.scorer, self.turns  # noqa: B018
+
+    def close(self) -> None:
+        """Close what was started, but for parts that were given."""
+        self._stack.close()
+
+    # The config.
+
+    @cached_property
+    def settings(self) -> Config:
+        """What was asked, with the rows that an earlier start fitted; the directory and trackers are checked."""
+        config, saved = self.asked, check_run_directory(self.asked)
+        if saved is not None and not config.rollout.fitted_rows and saved.rollout.max_rows == config.rollout.max_rows:
+            config = _with_fitted_rows(config, saved.rollout.fitted_rows)
+        for kind in ("wandb", "trackio"):
+            if project := getattr(config.observe, f"{kind}_project"):
+                require(kind, project)
+        return config
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings with the rows that fit into memory, so that a resumed run decodes the same batches."""
+        rows = self.memory.rows
+        return _with_fitted_rows(self.settings, rows if rows < self.settings.rollout.max_rows else 0)
+
+    @cached_property
+    def engine_kind(self) -> EngineKind:
+        """The engine's record."""
+        return find_trainable(self.asked.rollout.engine)
+
+    @cached_property
+    def engine_platform(self) -> str:
+        """Where the engine computes; what it needs is installed."""
+        kind, arguments = engine_arguments(self.asked)
+        with as_settings(of_engine(kind)):
+            return kind.check_machine(arguments)
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """The distribution training samples from."""
+        rollout = self.asked.rollout
+        return SamplingParams(
+            group_size=rollout.group_size,
+            max_completion_tokens=rollout.max_completion_tokens,
+            temperature=rollout.temperature,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    # Its files.
+
+    @cached_property
+    def _saved_model(self) -> ModelConfig | None:
+        return files.saved_model(self.asked)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with a chat template and an end token."""
+        saved = self._saved_model
+        return files.tokenizer(self.asked, saved.vocab_size if saved else None)
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The model's shape, checked against the settings."""
+        tokenizer = self.tokenizer
+        model = self._saved_model or files.fresh_model(self.asked, tokenizer)
+        check_lengths(self.asked, model)
+        check_experts(self.asked, model)
+        return model
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a completion."""
+        directory = files.path_of_model(self.asked) if self.asked.model.path else None
+        return end_token_ids(self.tokenizer, directory, vocab_size=self.model.vocab_size)
+
+    @cached_property
+    def rewards(self) -> tuple[Reward, ...]:
+        """What a completion earns."""
+        return tuple(Reward(*each) for each in self.asked.rewards.weighted)
+
+    @cached_property
+    def _train(self) -> tuple[EncodedPrompts, PromptStream]:
+        return files.train_prompts(self.asked, self.tokenizer)
+
+    @property
+    def train(self) -> EncodedPrompts:
+        """The encoded problems to train on."""
+        return self._train[0]
+
+    @property
+    def stream(self) -> PromptStream:
+        """The order in which training problems are asked."""
+        return self._train[1]
+
+    @cached_property
+    def held_out(self) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
+        """The tasks to evaluate on, each with its encoded problems; empty without evaluation."""
+        return files.held_out(self.asked, self.tokenizer)
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the data's columns that reward functions get; the functions and the environment are checked."""
+        asked = [self.train, *(prompts for _, prompts in self.held_out)]
+        return files.checked_columns(self.asked, self.rewards, asked, self.tokenizer)
+
+    @cached_property
+    def worked_solutions(self) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+        """Prompts and solutions of the warm-up, token ids; None without one."""
+        return files.worked_solutions(self.asked, self.tokenizer) if self.asked.warmup.steps else None
+
+    # The machine.
+
+    @cached_property
+    def _engine_asked(self) -> EngineArguments:
+        """The engine's arguments but for the rows that fit."""
+        return engine_arguments(
+            self.asked,
+            host=self.hosts.index,
+            model=self.model,
+            platform=self.engine_platform,
+            mesh=lambda **split: sampling_mesh(self.mesh, **split),
+            probe=lambda: make_probe(self.model, self.compute, self.mesh),
+            prepare=True,
+        )[1]
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The training devices, which start here; the settings are checked against them."""
+        config, model, engine = self.asked, self.model, self._engine_asked
+        with as_settings(of_engine(self.engine_kind)):
+            self.engine_kind.check(engine)
+        prepare_jax(config.mesh.cpu_devices)
+        platform = jax.devices()[0].platform
+        check_platform(platform)
+        check_kernel(config, platform, model.head_dim)
+        check_forward(config, engine, platform)
+        sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+        with as_settings(MESH):
+            mesh = training_mesh(*sizes, num_params=num_params(model))
+            check_training_mesh(
+                mesh,
+                num_heads=model.num_heads,
+                num_experts=model.num_experts,
+                completions=config.completions_per_mini_batch,
+            )
+        check_reductions(config, mesh)
+        check_own_remedies(config.algorithm)
+        return mesh
+
+    @cached_property
+    def _layout(self) -> tuple[Compute, RowShapes]:
+        return layout(self.asked, self.mesh, shortest=1 + min(map(len, self.train.token_ids)))
+
+    @property
+    def compute(self) -> Compute:
+        """How the training stack computes, its attention kernel the one of this mesh."""
+        return self._layout[0]
+
+    @property
+    def packing(self) -> RowShapes:
+        """Shapes of a batch."""
+        return self._layout[1]
+
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """What the run takes, and what there is.
+
+        Raises:
+            UserError: if it does not fit.
+        """
+        config, held_out = self.settings, self.held_out
+        completions = config.training.prompts_per_step * config.rollout.group_size
+        completions = max(completions, *(len(prompts.problems) * task.samples for task, prompts in held_out), 0)
+        asked = [*self.train.token_ids, *(ids for _, prompts in held_out for ids in prompts.token_ids)]
+        memory = memory_of_run(
+            config, self.model, self.compute, self.mesh, self.packing,
+            this_machine(self.mesh.devices.flat[0].platform), engine=self._engine_asked,
+            prompt_lengths=[len(ids) for ids in asked], completions=completions,
+        )  # fmt: skip
+        memory.check()
+        return memory
+
+    @cached_property
+    def engine_arguments(self) -> EngineArguments:
+        """All that the engine may want to know."""
+        return dataclasses.replace(self._engine_asked, max_rows=self.memory.rows)
+
+    @property
+    def samples_beside(self) -> bool:
+        """Whether the engine samples while the trainer trains: in a process of its own.
+
+        On several hosts in one call a step: whether there is another is for all of them to say, at a meeting.
+        """
+        refills = self.asked.algorithm.refill_rounds > 0 and self.hosts.count > 1
+        return self.engine_kind.own_process and not refills
+
+    # What is started.
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The inference engine of `rollout.engine`, ready for weights."""
+        arguments = self.engine_arguments
+        with activity(f"starting the engine {self.asked.rollout.engine}"), as_settings(of_engine(self.engine_kind)):
+            engine = self.engine_kind.start(arguments)
+        self._lasting.callback(engine.close)
+        return engine
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        """The judge of answers, for the reward `math` and for evaluation."""
+        task = self.asked.task
+        limits = task.verifier_workers, task.verifier_timeout, task.verifier_budget
+        return self._lasting.enter_context(Verifier(*limits, self.asked.rewards.answer_extraction))
+
+    @cached_property
+    def scorer(self) -> RewardScorer:
+        """What computes rewards."""
+        settings = self.asked.rewards
+        scorer = RewardScorer(
+            self.rewards,
+            self.verifier,
+            self.columns,
+            by_source=len({problem.source for problem in self.train.problems}) > 1,
+            output=Path(self.asked.run_dir) / rewards_log(self.hosts.index),
+            timeout_s=settings.timeout,
+            memory_gib=settings.memory_limit,
+            stop_on_error=settings.on_error == "error",
+        )
+        self._stack.callback(scorer.close)
+        return scorer
+
+    @cached_property
+    def turns(self) -> TurnSampler | None:
+        """What samples in turns with the environment of `task.environment`; None without one."""
+        task, rewards = self.asked.task, self.asked.rewards
+        if not task.environment:
+            return None
+        pool = EnvironmentPool(
+            task.environment,
+            self.columns,
+            timeout_s=rewards.timeout,
+            memory_gib=rewards.memory_limit,
+            output=Path(self.asked.run_dir) / rewards_log(self.hosts.index),
+        )
+        self._stack.callback(pool.close)
+        return TurnSampler(
+            self.engine,
+            pool,
+            self.tokenizer,
+            self.columns,
+            TurnLimits(task.max_turns, self.asked.turn_tokens, task.max_prompt_tokens),
+            prompt_suffix=task.prompt_suffix,
+            variables=template_variables(task.chat_template_kwargs, self.tokenizer),
+            stop_on_error=rewards.on_error == "error",
+        )
+
+    def initial_params(self) -> Params:
+        """The starting parameters on the mesh: from `model.path`, or fresh from the seed."""
+        settings = self.asked.model
+        shapes = param_shapes(self.model, settings.param_dtype)
+        shardings = param_shardings(logical_axes(self.model), shapes, self.mesh)
+        if settings.path:
+            path = model_directory(settings.path)
+            return hf_weights.load_params(path, self.model, dtype=settings.param_dtype, shardings=shardings)
+        key = jax.random.key(self.asked.training.seed)
+        return jax.jit(lambda: init_params(self.model, key, settings.param_dtype), out_shardings=shardings)()
+
+
+def _with_fitted_rows(config: Config, rows: int) -> Config:
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, fitted_rows=rows))
+
+
+def layout(config: Config, mesh: Mesh, shortest: int = 1) -> tuple[Compute, RowShapes]:
+    """Computation of the training stack on a mesh, and the shapes of a batch of sequences of at least `shortest`."""
+    platform = mesh.devices.flat[0].platform
+    dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
+    longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
+    kernel = choose_kernel(config.model.attention, dtype, platform, longest)
+    # Where other segments cost nothing rows are long and hold many.
+    segments = config.training.segments_per_row or (ANY_NUMBER if kernel in SKIP_SEGMENTS else 1)
+    row_lengths = config.training.row_lengths
+    if kernel == "splash" and (odd := [length for length in row_lengths if length % 128]):
+        raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
+    packing = make_row_shapes(
+        row_lengths=row_lengths,
+        longest=config.max_total_tokens,
+        shortest=shortest,
+        length_multiple=512 if kernel == "splash" else 8,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        mini_batches=config.mini_batches,
+        completions=config.completions_per_mini_batch,
+        segments_per_row=segments,
+        row_shards=row_shards(mesh),
+    )
+    compute = Compute(
+        dtype=config.model.compute_dtype,
+        remat=config.model.remat,
+        scan_unroll=config.model.scan_unroll or (_CPU_UNROLL if platform == "cpu" else 1),
+        attention=kernel,
+        logprob_chunk=config.model.logprob_chunk,
+        one_segment=segments == 1,
+        segments=config.training.segments_per_row,
+    )
+    return compute, packing
