@@ -73,19 +73,14 @@ def _lag(run: Run) -> list[str]:
         embedded = not run.engine_kind.own_process
         reason = "the embedded engine has the trainer's devices" if embedded else "several hosts refill a step together"
         how = f"before a step trains: {reason}"
+    run_dir = Path(run.config.run_dir)
+    so_far = overlap(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else None
     cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"
     return [
         f"lag          {rollout.lag} step(s): the engine samples {how}",
         f"             p_train of the weights that sampled: one forward pass a step, {cost}",
-        *_overlap_so_far(Path(run.config.run_dir)),
+        *([f"             overlap won {so_far[0]} so far: {so_far[1]}"] if so_far else []),
     ]
-
-
-def _overlap_so_far(run_dir: Path) -> list[str]:
-    """What the steps that a run has done say about it."""
-    if not (run_dir / METRICS_FILE).exists() or (found := overlap(read_metrics(run_dir))) is None:
-        return []
-    return [f"             overlap won {found[0]} so far: {found[1]}"]
 
 
 def _engine_size(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a checked run: the engine, the rewards, the checkpoints, the compiled step."""
+"""The compiled programs of a step, and the state that a run starts from."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 import dataclasses
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,6 +10,7 @@ from configs import demo
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
+from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.training.batches import Batches
 from tests.support.our_log import our_log
 
@@ -19,8 +19,11 @@ def _batches(plan, **training):
     config = from_config_dict(demo.get_config())
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
     batches = object.__new__(Batches)
-    batches._plan, batches._config, batches._padding_told = SimpleNamespace(packing=plan), config, False
-    batches._parts = SimpleNamespace(batch_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]), rescore=None)
+    batches._plan, batches._config, batches._padding_told = (
+        SimpleNamespace(packing=plan, mesh=one_device_mesh()),
+        config,
+        False,
+    )
     return batches
 
 
@@ -42,7 +45,7 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
     # Sixteen rows of 64 for 30 tokens each: 34 of 64 are padding, 53%.
     batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1), row_lengths=(64,))
     for step in (6, 7):
-        _, _, metrics = batches._pack(_rollout(16, 30), {}, step)
+        _, _, metrics = batches._pack(_rollout(16, 30), step)
         assert metrics["rollout/padding_fraction"] == pytest.approx(34 / 64)
     assert our_log(caplog) == [
         "step 7: 53% of what is computed is padding; training.row_lengths=() chooses the lengths of rows"
@@ -51,5 +54,5 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
 
 def test_little_padding_is_not_told(caplog):
     batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1))
-    _, _, metrics = batches._pack(_rollout(16, 45), {}, 0)
+    _, _, metrics = batches._pack(_rollout(16, 45), 0)
     assert metrics["rollout/padding_fraction"] == pytest.approx(19 / 64) and our_log(caplog) == []
