@@ -22,7 +22,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1] / "dcmdp_jax")
 _TOLERANCE = 0.00123456789
 # Name of the function that begins it -> phase.
 _PHASES = {
-    "check": "setup", "push_weights": "push", "_generate": "generate", "finish": "verify", "_pack": "pack",
+    "Run.check": "setup", "push_weights": "push", "_generate": "generate", "finish": "verify", "_pack": "pack",
     "_train_step": "step (tracing)",
 }  # fmt: skip
 _KINDS = {
@@ -59,9 +59,10 @@ class Walks:
             if phases and phases[-1][1] is frame:
                 phases.pop()
             return
-        if code.co_name in _PHASES and all(name != _PHASES[code.co_name] for name, _ in phases):
-            phases.append((_PHASES[code.co_name], frame))
-        place = code.co_filename.removeprefix(_PACKAGE + "/"), getattr(code, "co_qualname", code.co_name)
+        begun = _PHASES.get(code.co_qualname) or _PHASES.get(code.co_name)
+        if begun and all(name != begun for name, _ in phases):
+            phases.append((begun, frame))
+        place = code.co_filename.removeprefix(_PACKAGE + "/"), code.co_qualname
         for name, _ in phases:
             self.passed[name].add(place)
         for argument in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
