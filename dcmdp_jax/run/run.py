@@ -84,7 +84,7 @@ class Run:
         parts: parts made before, such as the engine of a run that differs in its directory and seed alone.
 
     Raises:
-        UserError: by a part that is asked for: one line naming setting or file, value and remedy.
+        UserError: when a part is asked for, in one line naming setting or file, value and remedy.
         OSError: for directories and files that can't be read or written.
     """
 
@@ -120,7 +120,7 @@ class Run:
 
     @cached_property
     def settings(self) -> Config:
-        """What was asked, with the rows that an earlier start fitted; the directory and trackers are checked."""
+        """The config as asked, with the rows that an earlier start fitted; the directory and trackers are checked."""
         config, saved = self.asked, check_run_directory(self.asked)
         if saved is not None and not config.rollout.fitted_rows and saved.rollout.max_rows == config.rollout.max_rows:
             config = _with_fitted_rows(config, saved.rollout.fitted_rows)
@@ -187,7 +187,7 @@ class Run:
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """What a completion earns."""
+        """The rewards of a completion, with their weights."""
         return tuple(Reward(*each) for each in self.asked.rewards.weighted)
 
     @cached_property
@@ -275,7 +275,7 @@ class Run:
 
     @cached_property
     def memory(self) -> MemoryUse:
-        """What the run takes, and what there is.
+        """Memory that the run takes, and memory that there is.
 
         Raises:
             UserError: if it does not fit.
@@ -326,7 +326,7 @@ class Run:
 
     @cached_property
     def scorer(self) -> RewardScorer:
-        """What computes rewards."""
+        """The scorer of completions, with its reward functions."""
         settings = self.asked.rewards
         scorer = RewardScorer(
             self.rewards,
@@ -343,7 +343,7 @@ class Run:
 
     @cached_property
     def turns(self) -> TurnSampler | None:
-        """What samples in turns with the environment of `task.environment`; None without one."""
+        """The sampler of turns with the environment of `task.environment`; None without one."""
         task, rewards = self.asked.task, self.asked.rewards
         if not task.environment:
             return None
