@@ -1,38 +1,28 @@
-"""Environments in a process that can be killed."""
+"""The environments of a batch of completions, played in a process that can be killed."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from dcmdp_jax.environments.protocol import Step
+from dcmdp_jax.environments.protocol import (
+    BUILT_IN_ENVIRONMENTS,
+    Step,
+    checked_observation,
+    checked_step,
+    load_environment,
+)
+from dcmdp_jax.errors import one_line
+from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import RewardError
-from dcmdp_jax.rewards.worker_pool import Task, WorkerPool
-
-_PROGRAM = ("-m", "dcmdp_jax.environments.worker")
-_IMPORT_SECONDS = 300.0
-_POLL_SECONDS = 0.1
+from dcmdp_jax.user_code import describe_error
 
 
-class EnvironmentFailure(RewardError):
-    """An environment raised, hung, died, or returned something that is no step. One line.
-
-    Attributes:
-        row: the completion that it is about, None if all.
-    """
-
-    def __init__(self, message: str, row: int | None = None) -> None:
-        super().__init__(message)
-        self.row = row
-
-
-class EnvironmentPool:
-    """One process with the environments of a batch of completions.
-
-    A call that exceeds the time limit is killed, with every process that the environment has started. Not thread-safe.
-    Close the pool, or use it as a context manager.
+class EnvironmentPool(Closing):
+    """One process with the environments of a batch of completions. Not thread-safe; close it.
 
     Args:
         name: as for `protocol.load_environment`.
@@ -46,24 +36,20 @@ class EnvironmentPool:
         self, name: str, columns: Sequence[str], *, timeout_s: float, memory_gib: float = 0.0,
         output: Path | None = None,
     ) -> None:  # fmt: skip
-        self.name, self._columns, self._timeout_s = name, list(columns), timeout_s
-        self._pool = WorkerPool((*_PROGRAM, str(int(memory_gib * 1024**3))), 1, output)
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        self.name, self._timeout_s = name, timeout_s
+        memory_bytes = int(memory_gib * 1024**3)
+        self._pool = IsolatedPool(__name__, (name, list(columns)), memory_bytes=memory_bytes, output=output)
 
     def check(self) -> None:
         """Import the environment.
 
         Raises:
-            EnvironmentFailure: in one line, if that can't be done.
+            RewardError: in one line, if that can't be done.
         """
-        self._call("load", _IMPORT_SECONDS, lambda: None, self._columns)
+        try:
+            result_of(self._pool.load())
+        except CallError as error:
+            raise self._failure("load", error) from error
 
     def reset(
         self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]], on_wait: Callable[[], None]
@@ -71,33 +57,100 @@ class EnvironmentPool:
         """Begin a batch; the first observation of each completion, mostly empty, and the role of the later ones.
 
         Raises:
-            EnvironmentFailure: in one line.
+            RewardError: in one line, with the completion that it is about.
         """
-        found = self._call("reset", self._timeout_s, on_wait, list(prompts), dict(columns))
-        return found["observations"], found["role"]
+        observations, role = self._call(on_wait, "reset", list(prompts), dict(columns))
+        return observations, role
 
     def step(self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]) -> list[Step]:
-        """What the environments of some completions say to their turns.
-
-        Raises:
-            EnvironmentFailure: in one line.
-        """
-        found = self._call("step", self._timeout_s, on_wait, list(rows), list(texts))
-        return [Step(*each) for each in found["steps"]]
+        """What the environments of some completions say to their turns. Raises as `reset`."""
+        return [Step(*each) for each in self._call(on_wait, "step", list(rows), list(texts))]
 
     def close(self) -> None:
         """Kill the process. Harmless when called again."""
         self._pool.close()
 
-    def _call(self, request: str, timeout_s: float, on_wait: Callable[[], None], *arguments: Any) -> dict[str, Any]:
-        self._pool.submit(Task(request, (request, self.name, *arguments), cpu_s=None, wall_s=timeout_s))
-        while (result := self._pool.next_result(_POLL_SECONDS)) is None:
-            on_wait()
-        outcome = result[1]
-        if outcome.status == "timeout":
-            raise EnvironmentFailure(f"environment {self.name}: {request} gave no result in {timeout_s:g} s")
-        if outcome.status == "error":
-            raise EnvironmentFailure(f"environment {self.name}: {request}: {outcome.message}")
-        if "problem" in outcome.value:
-            raise EnvironmentFailure(outcome.value["problem"], outcome.value.get("row"))
-        return outcome.value
+    def _call(self, on_wait: Callable[[], None], method: str, *args: Any) -> Any:
+        try:
+            return result_of(self._pool.submit(method, *args, wall_s=self._timeout_s), on_wait)
+        except CallError as error:
+            raise self._failure(method, error) from error
+
+    def _failure(self, method: str, error: CallError) -> RewardError:
+        problem = str(error).removeprefix(f"environment {self.name}: ")
+        if error.kind == "timeout":
+            problem = f"{method} gave no result in {self._timeout_s:g} s"
+        return RewardError(f"environment {self.name}: {problem}", error.row)
+
+
+def load(name: str, columns: Sequence[str]) -> Callable[..., list[Any]]:
+    """Import the environment, in its process; a function that calls its methods.
+
+    Raises:
+        RewardError: in one line that names it.
+    """
+    return _Playing(load_environment(name, columns), BUILT_IN_ENVIRONMENTS.get(name, name).rpartition(":")[0]).call
+
+
+class _Playing:
+    """The environments of one batch, until the next is begun. If their process is killed, they are gone."""
+
+    def __init__(self, make: Callable[[], Any], place: str) -> None:
+        self._make, self._place = make, place
+        self._environments: list[Any] = []
+        self._loop = asyncio.new_event_loop()  # one for all calls: what an environment opens belongs to it
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """`[observations, role]` of `reset(prompts, columns)`, the steps of `step(rows, texts)`.
+
+        Raises:
+            RewardError: in one line, with the completion that it is about.
+        """
+        return self._reset(*args) if method == "reset" else self._step(*args)
+
+    def _reset(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
+        def begin() -> list[Any]:
+            self._environments = [self._make() for _ in prompts]
+            cells = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
+            return [
+                one.reset(prompt=prompt, **own)
+                for one, prompt, own in zip(self._environments, prompts, cells, strict=True)
+            ]
+
+        observations = self._checked(begin, checked_observation, range(len(prompts)))
+        role = getattr(self._environments[0], "observation_role", "user") if prompts else "user"
+        if not isinstance(role, str):
+            raise RewardError(f"observation_role is {role!r:.80}, needs text")
+        return [observations, role]
+
+    def _step(self, rows: Sequence[int], texts: Sequence[str]) -> list[Any]:
+        if rows and max(rows) >= len(self._environments):
+            raise RewardError("its process died in step")
+
+        def answer() -> list[Any]:
+            return [self._environments[row].step(text) for row, text in zip(rows, texts, strict=True)]
+
+        return [[each.observation, each.reward, each.done] for each in self._checked(answer, checked_step, rows)]
+
+    def _checked(self, call: Callable[[], list[Any]], check: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+        """What the calls gave, checked."""
+        try:
+            given = call()
+            if any(map(inspect.isawaitable, given)):
+                given = self._loop.run_until_complete(_all(given))
+        except Exception as error:
+            raise RewardError(f"raised {one_line(describe_error(error, self._place))}") from error
+        values = []
+        for row, value in zip(rows, given, strict=True):
+            try:
+                values.append(check(value))
+            except RewardError as error:
+                raise RewardError(one_line(error), row) from error
+        return values
+
+
+async def _all(given: Sequence[Any]) -> list[Any]:
+    async def value_of(one: Any) -> Any:
+        return await one if inspect.isawaitable(one) else one
+
+    return list(await asyncio.gather(*map(value_of, given)))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.rewards.protocol import RewardError, plain_value
+from dcmdp_jax.rewards.protocol import RewardError, plain_value, shown
 from dcmdp_jax.user_code import load_function
 
 BUILT_IN_ENVIRONMENTS = {"calculator": "dcmdp_jax.environments.calculator:Calculator"}
@@ -44,10 +44,6 @@ class Step:
     observation: str
     reward: float
     done: bool
-
-
-class BadStep(ValueError):
-    """An environment returned something that is no step."""
 
 
 def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
@@ -82,10 +78,10 @@ def checked_observation(value: Any) -> str:
     """The first observation, empty for None.
 
     Raises:
-        BadStep: if it is no text, or too long.
+        RewardError: if it is no text, or too long. It does not name the environment.
     """
     if value is not None and not isinstance(value, str):
-        raise BadStep(f"reset returned {_shown(value)}, needs text or None")
+        raise RewardError(f"reset returned {shown(value)}, needs text or None")
     return _bounded(value or "")
 
 
@@ -93,25 +89,21 @@ def checked_step(value: Any) -> Step:
     """A step from what `step` returned.
 
     Raises:
-        BadStep: if it is no observation, reward and end.
+        RewardError: if it is no observation, reward and end. It does not name the environment.
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
-        raise BadStep(f"step returned {_shown(value)}, needs (observation, reward, done)")
+        raise RewardError(f"step returned {shown(value)}, needs (observation, reward, done)")
     observation, reward, done = value[0], plain_value(value[1]), plain_value(value[2])
     if not isinstance(done, bool):
-        raise BadStep(f"step returned {_shown(done)} as its third value, which must be True or False")
+        raise RewardError(f"step returned {shown(done)} as its third value, which must be True or False")
     if not isinstance(observation, str) and not (observation is None and done):
-        raise BadStep(f"step returned {_shown(observation)} as observation, needs text")
+        raise RewardError(f"step returned {shown(observation)} as observation, needs text")
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward) or abs(reward) > _LARGEST:
-        raise BadStep(f"step returned {_shown(reward)} as reward, needs a number of at most {_LARGEST:g}")
+        raise RewardError(f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}")
     return Step(_bounded(observation or ""), float(reward), done)
 
 
 def _bounded(text: str) -> str:
     if len(text) > _LONGEST_OBSERVATION:
-        raise BadStep(f"an observation has {len(text):,} characters, at most {_LONGEST_OBSERVATION:,} are read")
+        raise RewardError(f"an observation has {len(text):,} characters, at most {_LONGEST_OBSERVATION:,} are read")
     return text
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if value is None else f"the {type(value).__name__} {value!r:.80}"

@@ -17,7 +17,7 @@ import numpy as np
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.prompts import chat_messages, render_chat
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
-from dcmdp_jax.environments.pool import EnvironmentFailure, EnvironmentPool
+from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.errors import one_line
 from dcmdp_jax.rewards.protocol import Message, Problem, RewardError
 from dcmdp_jax.rewards.scoring import Played, columns_of
@@ -171,7 +171,7 @@ class TurnSampler:
             check_stop: called while waiting; what it raises ends the sampling.
 
         Raises:
-            EnvironmentFailure: in one line, if the environment fails and the sampler stops then.
+            RewardError: in one line, if the environment fails and the sampler stops then.
             UserError: if a first observation makes a prompt too long or differs within a group.
         """
         size, limit = sampling.group_size, sampling.max_completion_tokens
@@ -225,7 +225,7 @@ class TurnSampler:
             observations, role = self._pool.reset(
                 [problem.given for problem in problems], columns_of(problems, self._columns), check_stop
             )
-        except EnvironmentFailure as failure:
+        except RewardError as failure:
             self._failed(failure, plays, live)
             return None
         for row, text in enumerate(observations):
@@ -272,7 +272,7 @@ class TurnSampler:
             return []
         try:
             steps = self._pool.step(spoken, texts, check_stop) if spoken else []
-        except EnvironmentFailure as failure:
+        except RewardError as failure:
             self._failed(failure, plays, spoken)
             return []
         going_on = []
@@ -296,7 +296,7 @@ class TurnSampler:
     def _text(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _failed(self, failure: EnvironmentFailure, plays: list[_Play], rows: list[int]) -> None:
+    def _failed(self, failure: RewardError, plays: list[_Play], rows: list[int]) -> None:
         """Stop, or end the completions that were played, without a reward."""
         if self._stop_on_error:
             where = "" if failure.row is None else f" (completion {failure.row} of the batch)"

@@ -24,8 +24,7 @@ def math_verify(
     """1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer, or
     there is none.
 
-    The library's own time limits apply: 5 seconds to parse a text and 5 to compare; an answer over them gets 0. They
-    replace the pool's alarm, so a call over the pool's limit ends a minute late.
+    The library's own time limits apply: 5 seconds to parse a text and 5 to compare; an answer over them gets 0.
 
     Args:
         completions: texts, or lists of messages.

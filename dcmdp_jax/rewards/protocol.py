@@ -161,14 +161,10 @@ def _log_name(function: str, name: Any) -> str:
 
 
 class RewardError(UserError):
-    """A reward function that is missing, raises, hangs, or returns something else than rewards. One line."""
-
-
-class BadValue(ValueError):
-    """A function returned something else than a list of rewards.
+    """A reward function that is missing, raises, hangs, or returns something else than rewards. One line.
 
     Attributes:
-        row: place of the completion whose value is wrong; None if the list is.
+        row: place of the completion in its batch that the error is about; None if it is about all.
     """
 
     def __init__(self, message: str, row: int | None = None) -> None:
@@ -246,7 +242,7 @@ def call_reward(
         logged: takes what the function logs.
 
     Raises:
-        BadValue: if it does not return one finite number or None per completion.
+        RewardError: if it does not return one finite number or None per completion. It does not name the function.
         Exception: any exception of the function.
     """
     logged = Logged(len(completions)) if logged is None else logged
@@ -258,19 +254,19 @@ def call_reward(
         values = asyncio.run(_wait_for(values))
     # A dict gives its keys and a set has no order; text gives letters.
     if isinstance(values, Mapping | Set | str | bytes) or not isinstance(values, Iterable):
-        raise BadValue(f"returned {_shown(values)}, needs a list with one reward per completion")
+        raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion")
     if isinstance(values, Iterator):  # it may never end
         values = itertools.islice(values, len(completions) + 1)
     try:
         values = list(values)
     except TypeError:  # an array without dimensions
-        raise BadValue(f"returned {_shown(values)}, needs a list with one reward per completion") from None
+        raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion") from None
     if len(values) != len(completions):
-        raise BadValue(f"returned {len(values)} rewards for {len(completions)} completions, needs one for each")
+        raise RewardError(f"returned {len(values)} rewards for {len(completions)} completions, needs one for each")
     return [_check_value(row, value) for row, value in enumerate(values)]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """The start of a value's text, after its type."""
     return repr(value) if value is None else f"the {type(value).__name__} {value!r:.80}"
 
@@ -298,9 +294,9 @@ def _check_value(row: int, value: Any) -> float | None:
     # NumPy's and torch's scalars have item().
     plain = plain_value(value)
     if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
-        raise BadValue(f"returned {value!r:.80}, needs a finite number or None", row)
+        raise RewardError(f"returned {value!r:.80}, needs a finite number or None", row)
     if abs(plain) > _LARGEST:
-        raise BadValue(f"returned {plain}, needs a number of at most {_LARGEST:g}: advantages are float32", row)
+        raise RewardError(f"returned {plain}, needs a number of at most {_LARGEST:g}: advantages are float32", row)
     return float(plain)
 
 

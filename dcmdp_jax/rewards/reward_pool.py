@@ -1,22 +1,33 @@
-"""Reward functions called in processes that can be killed: one process for each function."""
+"""Reward functions, each called in a process of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import resource
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.rewards.protocol import BEGINNING, Message, RewardError, TrainerState
-from dcmdp_jax.rewards.worker_pool import Outcome, Task, WorkerPool
-
-_PROGRAM = ("-m", "dcmdp_jax.rewards.reward_worker")
-# Some libraries take minutes to import on a busy machine.
-_IMPORT_SECONDS = 300.0
-_POLL_SECONDS = 0.1
+from dcmdp_jax.errors import one_line
+from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
+from dcmdp_jax.rewards.protocol import (
+    BEGINNING,
+    BUILT_IN_REWARDS,
+    Logged,
+    Message,
+    RewardError,
+    RewardFunction,
+    TrainerState,
+    call_reward,
+    load_reward,
+    plain_value,
+)
+from dcmdp_jax.user_code import describe_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,27 +45,10 @@ class Returned:
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A call that gave no rewards.
+class RewardPool(Closing):
+    """Calls each reward function on batches of completions. Not thread-safe; close it.
 
-    Attributes:
-        problem: one line that names the function.
-        row: place of the completion with a bad value, None if it is not about one.
-    """
-
-    problem: str
-    row: int | None = None
-
-
-class RewardPool:
-    """Calls each reward function on batches of completions.
-
-    Each function has its own process, which imports it at once and runs until the pool is closed. Functions run in
-    parallel, each on one batch at a time. The process kills a call that exceeds the time limit, with every process that
-    the function has started.
-
-    Not thread-safe. Close the pool, or use it as a context manager.
+    Functions are imported at once, and run in parallel, each on one batch at a time.
 
     Args:
         functions: names as for `protocol.load_reward`, each once.
@@ -68,20 +62,11 @@ class RewardPool:
         self, functions: Sequence[str], columns: Sequence[str], *, timeout_s: float, memory_gib: float = 0.0,
         output: Path | None = None,
     ) -> None:  # fmt: skip
-        self._columns = list(columns)
         self._timeout_s = timeout_s
-        program = (*_PROGRAM, str(int(memory_gib * 1024**3)))
-        self._pools = {function: WorkerPool(program, 1, output) for function in functions}
-        for function in functions:
-            self._load(function)
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output}
+        self._pools = {name: IsolatedPool(__name__, (name, list(columns)), **limits) for name in functions}
+        self._loads = {name: pool.load() for name, pool in self._pools.items()}
+        self._calls: dict[str, Future[Any]] = {}
 
     def wait_until_loaded(self) -> None:
         """Wait until every function is imported.
@@ -89,10 +74,11 @@ class RewardPool:
         Raises:
             RewardError: in one line, for the first that can't be loaded.
         """
-        for function in self._pools:
-            outcome = self._outcome(function, "load", lambda: None)
-            if isinstance(failure := _load_failure(function, outcome), Failure):
-                raise RewardError(failure.problem)
+        for name, loaded in self._loads.items():
+            try:
+                result_of(loaded)
+            except CallError as error:
+                raise self._failure(name, error) from error
 
     def begin(
         self,
@@ -112,50 +98,74 @@ class RewardPool:
         """
         ids = [np.asarray(each).tolist() for each in completion_ids]
         batch = (dict(columns), list(prompts), list(completions), ids, dataclasses.asdict(state))
-        for function, pool in self._pools.items():
-            # Free in a process that has the function; a process that replaces a killed one must import it.
-            self._load(function)
-            pool.submit(Task(key="call", args=("call", function, *batch), cpu_s=None, wall_s=self._timeout_s))
+        self._calls = {name: pool.submit(*batch, wall_s=self._timeout_s) for name, pool in self._pools.items()}
 
-    def collect(self, on_wait: Callable[[], None] = lambda: None) -> dict[str, Returned | Failure]:
+    def collect(self, on_wait: Callable[[], None] = lambda: None) -> dict[str, Returned | RewardError]:
         """Wait for the started calls; return what each function gave, or its failure.
 
         Args:
             on_wait: called ten times a second; an exception from it ends the wait.
         """
-        return {function: self._result(function, self._outcome(function, "call", on_wait)) for function in self._pools}
+        found: dict[str, Returned | RewardError] = {}
+        for name, call in self._calls.items():
+            try:
+                found[name] = Returned(**result_of(call, on_wait))
+            except CallError as error:
+                found[name] = self._failure(name, error)
+        return found
 
     def close(self) -> None:
         """Kill the processes. Harmless when called again."""
         for pool in self._pools.values():
             pool.close()
 
-    def _load(self, function: str) -> None:
-        args = ("load", function, self._columns)
-        self._pools[function].submit(Task(key="load", args=args, cpu_s=None, wall_s=_IMPORT_SECONDS))
-
-    def _outcome(self, function: str, key: str, on_wait: Callable[[], None]) -> Outcome:
-        """The outcome of the next task with this key; earlier ones are dropped."""
-        while True:
-            result = self._pools[function].next_result(_POLL_SECONDS)
-            if result is None:
-                on_wait()
-            elif result[0].key == key:
-                return result[1]
-
-    def _result(self, function: str, outcome: Outcome) -> Returned | Failure:
-        if outcome.status == "timeout":
-            return Failure(f"reward {function}: no result in {self._timeout_s:g} s")
-        if outcome.status == "error":
-            return Failure(f"reward {function}: {outcome.message}")
-        if "problem" in outcome.value:
-            return Failure(outcome.value["problem"], outcome.value["row"])
-        return Returned(**outcome.value)
+    def _failure(self, name: str, error: CallError) -> RewardError:
+        problem = str(error).removeprefix(f"reward {name}: ") or f"no result in {self._timeout_s:g} s"
+        return RewardError(f"reward {name}: {problem}", error.row)
 
 
-def _load_failure(function: str, outcome: Outcome) -> Failure | None:
-    if outcome.status == "timeout":
-        return Failure(f"reward {function}: its import takes more than {_IMPORT_SECONDS:g} s")
-    if outcome.status == "error":
-        return Failure(f"reward {function}: can't be imported: {outcome.message}")
-    return Failure(outcome.value["problem"]) if "problem" in outcome.value else None
+def load(name: str, columns: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """Import a reward function, in its process.
+
+    Raises:
+        RewardError: in one line that names it.
+    """
+    try:
+        return functools.partial(_call, name, load_reward(name, columns))
+    except RewardError as error:
+        raise RewardError(f"{error}{_memory_limit(error.__cause__ or error)}") from error
+
+
+def _call(
+    name: str,
+    function: RewardFunction,
+    columns: Mapping[str, Sequence[Any]],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    state: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The fields of `Returned`."""
+    logged = Logged(len(completions))
+    try:
+        rewards = call_reward(function, prompts, completions, completion_ids, columns, TrainerState(**state), logged)
+        extra = json.loads(json.dumps(logged.extra, default=_json_value))
+    except RewardError:
+        raise
+    except Exception as error:
+        place = BUILT_IN_REWARDS.get(name, name).rpartition(":")[0]
+        raise RewardError(f"raised {one_line(describe_error(error, place))}{_memory_limit(error)}") from error
+    return {"rewards": rewards, "metrics": logged.metrics, "extra": extra}
+
+
+def _json_value(value: Any) -> Any:
+    """A NumPy or torch scalar as a number, anything else that JSON lacks as text."""
+    plain = plain_value(value)
+    return plain if isinstance(plain, bool | int | float) else str(value)
+
+
+def _memory_limit(error: BaseException) -> str:
+    """The limit that a lack of memory may come from, as the end of a line."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    known = isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY
+    return f"; `memory_gib` is {limit / 1024**3:g} GiB, 0 is no limit" if known else ""

@@ -24,7 +24,7 @@ from dcmdp_jax.rewards.protocol import (
     short_names,
     weighted_total,
 )
-from dcmdp_jax.rewards.reward_pool import Failure, Returned, RewardPool
+from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -334,7 +334,7 @@ class BatchScoring:
         extra: dict[str, list[Any]] = {}
         for reward in scorer.rewards:
             result, name = results[reward.function], scorer.names[reward.function]
-            if isinstance(result, Failure):
+            if isinstance(result, RewardError):
                 self._failed(reward.function, result)
                 result = Returned([None] * len(texts))
                 failed[name] = len(texts)
@@ -358,8 +358,8 @@ class BatchScoring:
             extra=extra,
         )  # fmt: skip
 
-    def _failed(self, function: str, failure: Failure) -> None:
-        problem = failure.problem
+    def _failed(self, function: str, failure: RewardError) -> None:
+        problem = str(failure)
         if failure.row is not None:
             row = self._problems[failure.row]
             problem += f" (completion {failure.row} of the batch, of row {row.index} of {row.source})"

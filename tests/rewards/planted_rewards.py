@@ -123,15 +123,14 @@ def allocates(completions, source, **columns):
 
 
 def starts_processes(completions, source, **columns):
-    """Start a program in a session of its own and a daemon; write their ids to the file `source`; sleep or return."""
-    program = subprocess.Popen(["sleep", "10000"], start_new_session=True)
+    """Start a program and a process without a parent; write their ids to the file `source`; sleep or return."""
+    program = subprocess.Popen(["sleep", "10000"])
     if os.fork() == 0:
-        os.setsid()
-        daemon = os.fork()
-        if daemon == 0:
+        orphan = os.fork()
+        if orphan == 0:
             time.sleep(10_000)
         with open(source[0], "w") as file:
-            file.write(f"{program.pid} {daemon}")
+            file.write(f"{program.pid} {orphan}")
         os._exit(0)
     os.wait()
     if source[0].endswith("hangs"):

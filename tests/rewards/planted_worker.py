@@ -1,29 +1,28 @@
-"""A worker program whose calls do what a test says, and tools to look at worker processes.
+"""A function of an isolated process that does what a test says, and tools to look at processes.
 
-    python tests/rewards/planted_worker.py [KIND VALUE] SOCKET_FD
-
-`PROGRAM` is what a `WorkerPool` is given to run it. Every call says what it does, as the arguments of `act`; with KIND
-and VALUE each call does that instead, whatever its arguments.
+Every call says what it does, as the arguments of `act`; where `PLANTED_CALL` is "KIND VALUE" each does that instead.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.rewards.worker_process import serve
 
-PROGRAM = (str(Path(__file__).resolve()),)
+def load() -> Callable[..., Any]:
+    """The function."""
+    planted = os.environ.get("PLANTED_CALL")
+    return (lambda *_: act(*planted.split())) if planted else act
 
 
 def act(kind: str, value: Any = None) -> Any:
-    """Actions of a planted worker."""
+    """Do what a test says."""
     if kind == "echo":
         return value
     if kind == "compute":
@@ -54,10 +53,6 @@ def act(kind: str, value: Any = None) -> Any:
     return True
 
 
-def _ignoring_arguments(kind: str, value: str, *_: Any) -> Any:
-    return act(kind, value)
-
-
 def is_alive(pid: int) -> bool:
     """Whether a process runs, zombies not counted."""
     try:
@@ -78,8 +73,3 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         found += [child for child, its_parent in parents.items() if its_parent == parent]
     return [child for child in found[1:] if is_alive(child)]
-
-
-if __name__ == "__main__":
-    *same, socket_fd = sys.argv[1:]
-    serve(int(socket_fd), lambda: functools.partial(_ignoring_arguments, *same) if same else act)

@@ -13,7 +13,6 @@ from dcmdp_jax.rewards.protocol import (
     BUILT_IN_REWARDS,
     ENVIRONMENT,
     MATH,
-    BadValue,
     RewardError,
     call_reward,
     load_reward,
@@ -98,7 +97,7 @@ def test_scalars_of_numpy_are_numbers():
     ],
 )
 def test_a_bad_reward_is_refused_with_its_row(function, message, row):
-    with pytest.raises(BadValue) as raised:
+    with pytest.raises(RewardError) as raised:
         _call(function)
     assert (str(raised.value), raised.value.row) == (message, row)
 

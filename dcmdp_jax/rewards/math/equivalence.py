@@ -10,6 +10,7 @@ equal get no reward.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from dcmdp_jax.rewards.math import algebra
@@ -41,6 +42,12 @@ _SMALL_INTEGER = re.compile(r"-?[0-9]{1,9}")
 _MAX_SPELLED_OUT = 1000
 _EMPTY_SETS = (r"\emptyset", r"\varnothing")
 _APPROXIMATES = 0.05
+
+
+def load() -> Callable[[str, str], bool]:
+    """`equivalent`, run once, so that sympy and the parser's tables are loaded."""
+    equivalent("x+1", "1+x")
+    return equivalent
 
 
 def equivalent(prediction: str, gold: str) -> bool:

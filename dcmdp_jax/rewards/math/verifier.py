@@ -1,7 +1,7 @@
 """Rewards: completions graded against reference answers.
 
 Most of a batch is decided in the trainer's process by `answers`: completions without an answer, and pairs of literals
-(integers, decimals, fractions, words). The rest goes to worker processes that run math-verify (`worker_pool`).
+(integers, decimals, fractions, words). The rest goes to worker processes that run math-verify (`isolated`).
 
 A reward is a function of the completion and its reference answer, with two exceptions that are counted:
 - The time limit of a comparison counts its own processor time. An answer that needs almost exactly the limit can get
@@ -13,21 +13,23 @@ A reward is a function of the completion and its reference answer, with two exce
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
-from types import TracebackType
+from concurrent.futures import Future
 
 import numpy as np
 
+from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool
 from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer
-from dcmdp_jax.rewards.worker_pool import Outcome, Task, WorkerPool
 
 _LOG = logging.getLogger(__name__)
-_PROGRAM = ("-m", "dcmdp_jax.rewards.math.verifier_worker")
+COMPARISON = "dcmdp_jax.rewards.math.equivalence"
+"""Module whose `load` gives the function that compares two answers."""
+_MEMORY_BYTES = 2 * 1024**3
 # Of a comparison on the wall, where another process has the processor: a loaded machine gets it done, a sleeper ends.
-_WALL_FACTOR, _WALL_SECONDS = 3, 15.0
+WALL_FACTOR, WALL_SECONDS = 3, 15.0
 _OVER_BUDGET = "over budget"
 _Pair = tuple[str, str]
 
@@ -57,7 +59,7 @@ def merge_grades(parts: Sequence[Grades]) -> Grades:
     return Grades(np.concatenate([part.rewards for part in parts]), *counts.tolist())
 
 
-class Verifier:
+class Verifier(Closing):
     """Grades completions with a pool of worker processes, started when first needed.
 
     Not thread-safe. Close it, or use it as a context manager.
@@ -82,23 +84,12 @@ class Verifier:
             raise ValueError(f"timeout_s = {timeout_s}: the time limit of an answer must be above 0 seconds")
         if not budget_s >= 0:
             raise ValueError(f"budget_s = {budget_s}: the budget of a batch must be at least 0 seconds (0: none)")
-        self._pool = WorkerPool(_PROGRAM, num_workers)
-        self._timeout_s = timeout_s
-        self._budget_s = budget_s
-        self._extraction = extraction
-        self._warned = self._graded = False
-        self._closed = False
+        self._pool = IsolatedPool(COMPARISON, workers=num_workers, memory_bytes=_MEMORY_BYTES)
+        self._timeout_s, self._budget_s, self._extraction = timeout_s, budget_s, extraction
+        self._warned = self._graded = self._closed = False
         # Every started pair that is not yet graded is in one of the two.
         self._decided: dict[_Pair, bool | str] = {}
-        self._tasks: dict[_Pair, Task] = {}
-
-    def __enter__(self) -> Verifier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        self._calls: dict[_Pair, Future[bool]] = {}
 
     def begin(self, completions: Sequence[str], answers: Sequence[str]) -> None:
         """Start to compare completions that `grade` will get. Does not wait.
@@ -126,7 +117,7 @@ class Verifier:
             RuntimeError: if the verifier is closed, or its workers can't start.
         """
         pairs = self._ask(completions, answers)
-        self._wait_for({pair for pair in pairs if pair in self._tasks})
+        self._wait_for({pair for pair in pairs if pair in self._calls})
         results = [None if pair is None else self._decided[pair] for pair in pairs]
         self._decided.clear()
         if results and not self._graded:
@@ -181,42 +172,30 @@ class Verifier:
             prediction = self.found_answer(completion)
             pair = None if prediction is None else (prediction, answer)
             pairs.append(pair)
-            if pair is None or pair in self._decided or pair in self._tasks:
+            if pair is None or pair in self._decided or pair in self._calls:
                 continue
             equal = compare_literals(*pair)
             if equal is None:
-                self._tasks[pair] = Task(
-                    key=pair, args=pair, cpu_s=self._timeout_s, wall_s=_WALL_FACTOR * self._timeout_s + _WALL_SECONDS
-                )
-                self._pool.submit(self._tasks[pair])
+                wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
+                self._calls[pair] = self._pool.submit(*pair, wall_s=wall_s, cpu_s=self._timeout_s)
             else:
                 self._decided[pair] = equal
         return pairs
 
     def _wait_for(self, undecided: set[_Pair]) -> None:
         """Wait until every pair is decided or the budget is used up."""
-        end = time.monotonic() + self._budget_s
-        while undecided:
-            wait_s = max(0.0, end - time.monotonic()) if self._budget_s else None
+        calls = {pair: self._calls.pop(pair) for pair in undecided}
+        done, _ = concurrent.futures.wait(calls.values(), self._budget_s or None)
+        for pair, call in calls.items():
+            if call not in done:
+                call.cancel()
+                self._decided[pair] = _OVER_BUDGET
+                continue
             try:
-                result = self._pool.next_result(wait_s)
-            except Exception:
-                self.close()
-                raise
-            if result is None:
-                break
-            task, outcome = result
-            if self._tasks.get(task.key) is task:  # not one that an earlier batch gave up
-                del self._tasks[task.key]
-                self._decided[task.key] = _result(task, outcome)
-                undecided.discard(task.key)
-        for pair in undecided:
-            self._tasks.pop(pair).cancelled = True
-            self._decided[pair] = _OVER_BUDGET
-
-
-def _result(task: Task, outcome: Outcome) -> bool | str:
-    if outcome.status == "value":
-        return outcome.value
-    _LOG.debug("verifier %s %s: prediction %r, answer %r", outcome.status, outcome.message, *task.args)
-    return outcome.status
+                self._decided[pair] = call.result()
+            except CallError as error:
+                if error.kind == "load":
+                    self.close()
+                    raise RuntimeError(f"no verifier process could be started: {error}") from error
+                _LOG.debug("verifier %s %s: prediction %r, answer %r", error.kind, error, *pair)
+                self._decided[pair] = error.kind

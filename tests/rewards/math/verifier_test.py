@@ -13,12 +13,18 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.rewards.math.verifier import Verifier
-from tests.rewards.planted_worker import PROGRAM, descendants
+from tests.rewards.planted_worker import descendants
 from tests.support.waiting import HANGS_S, wait_until
 
 _ROOT = Path(__file__).resolve().parents[3]
 _HANGS = r"9^{9^{9^{9}}} x"
 _RAISES = r"x \mod 0"
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Let verifiers make a call of the planted worker in place of each comparison."""
+    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.COMPARISON", "tests.rewards.planted_worker")
+    monkeypatch.setenv("PLANTED_CALL", call)
 
 
 def _boxed(answer: str) -> str:
@@ -78,7 +84,7 @@ def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for
 @pytest.mark.parametrize("asks", ["at once", "meanwhile", "late"])
 def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(monkeypatch, asks: str) -> None:
     # The planted worker sleeps for longer than the limit, which is processor time.
-    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._PROGRAM", (*PROGRAM, "sleep", "0.6"))
+    _plant(monkeypatch, "sleep 0.6")
     completions, answers = [_boxed("x+1")], ["1+x"]
     with Verifier(num_workers=1, timeout_s=0.3) as pool:
         if asks != "at once":
@@ -91,8 +97,8 @@ def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(m
 
 
 def test_an_answer_that_waits_ends_by_the_clock(monkeypatch) -> None:
-    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._PROGRAM", (*PROGRAM, "sleep", "20"))
-    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._WALL_SECONDS", 0.1)
+    _plant(monkeypatch, "sleep 20")
+    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.WALL_SECONDS", 0.1)
     with Verifier(num_workers=1, timeout_s=0.3) as pool:
         grades = pool.grade([_boxed("x+1")], ["1+x"])  # rewarded, were it to wait
     assert (grades.rewards.tolist(), grades.timeouts) == ([0.0], 1)
@@ -117,7 +123,7 @@ def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_
 def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path: Path) -> None:
     """All of what was begun is compared before `grade` is called, not only what the first idle worker was given."""
     log = tmp_path / "log"
-    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._PROGRAM", (*PROGRAM, "log", str(log)))
+    _plant(monkeypatch, f"log {log}")
     completions, answers = [_boxed(f"{k}x+1") for k in range(2, 22)], ["1+x"] * 20
     with Verifier(num_workers=1) as pool:
         pool.begin(completions, answers)
@@ -149,7 +155,7 @@ def test_a_batch_without_budget_waits_for_every_answer() -> None:
 
 def test_workers_import_neither_jax_nor_flax() -> None:
     program = (
-        "import sys; import dcmdp_jax.rewards.math.verifier_worker, dcmdp_jax.rewards.math.equivalence as e;"
+        "import sys; import dcmdp_jax.rewards.isolated_worker, dcmdp_jax.rewards.math.equivalence as e;"
         "e.equivalent('x+1', '1+x');"
         "print(sorted({'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)))"
     )
@@ -167,9 +173,9 @@ def test_a_closed_verifier_says_so() -> None:
 
 
 def test_workers_that_can_not_start_close_the_verifier(monkeypatch) -> None:
-    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier._PROGRAM", ("-c", ""))
+    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.COMPARISON", "no_such_module")
     with Verifier(num_workers=2) as pool:
-        with pytest.raises(RuntimeError, match="no worker process could be started: it ended at once"):
+        with pytest.raises(RuntimeError, match="no verifier process could be started: ModuleNotFoundError"):
             pool.grade([_boxed(f"x+{k}") for k in range(5)], ["1+x"] * 5)
         with pytest.raises(RuntimeError, match="closed"):
             pool.grade([_boxed("x+1")], ["1+x"])

@@ -1,0 +1,292 @@
+"""Calls in processes that can be killed: a call may hang, crash or take all memory, and the run goes on.
+
+Each process (`isolated_worker`) loads one function and makes one call at a time. A limit on processor time is enforced
+by the process itself, so it is independent of machine load; a limit on wall-clock time by the thread that waits. A
+process that is killed ends with its process group, and so does every one when the trainer dies. What left the group (a
+daemon, a program in a session of its own) stays.
+
+Why no library: with pebble 5.2.3 the death of one idle worker makes the whole pool unusable, spawned workers import the
+trainer's main module and with it JAX, and a hung worker outlives a killed trainer.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.errors import one_line
+from dcmdp_jax.rewards.isolated_worker import BadMessage, receive, send
+
+_PROGRAM = ("-m", "dcmdp_jax.rewards.isolated_worker")
+LOAD_SECONDS = 300.0
+"""Longest time to load a function. Some libraries take minutes to import on a busy machine."""
+_ATTEMPTS = 2
+_MAX_REPLY_BYTES = 1 << 28
+_POLL_SECONDS = 0.05
+_END_SECONDS = 1.0
+_ON_WAIT_SECONDS = 0.1
+# Processor time of a call's first try. It gets its whole limit once no other call waits for a first try, so slow calls
+# don't delay the others.
+_FIRST_TRY_CPU_SECONDS = 0.5
+_STRAY = "something wrote to the socket of the process that calls it, such as to an inherited file descriptor"
+
+
+class CallError(Exception):
+    """A call that gave no value. One line.
+
+    Attributes:
+        kind: "error" (it raised, or killed its process twice), "timeout", or "load" (the function could not be loaded).
+        row: the completion that the error is about, None if all.
+    """
+
+    def __init__(self, kind: str, message: str = "", row: int | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.row = kind, row
+
+
+class _Died(Exception):
+    """The process ended without a reply, but not by a time limit."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """A call in line; without `args` it only loads."""
+
+    args: Sequence[Any] | None
+    cpu_s: float | None = None
+    wall_s: float = LOAD_SECONDS
+    future: Future[Any] = dataclasses.field(default_factory=Future)
+
+
+class Closing(contextlib.AbstractContextManager["Closing"]):
+    """Closes itself at the end of a `with` block."""
+
+    def close(self) -> None:
+        """End what it started. Harmless when called again."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class IsolatedPool(Closing):
+    """Processes that each call one function. Not thread-safe; close it.
+
+    Args:
+        module: has `load`, which returns the function.
+        load_args: arguments of `load`, JSON values.
+        workers: maximum number of processes. A process is started when a call waits for one.
+        memory_bytes: address space of a process, and of each that it starts; 0 for no limit.
+        output: file that gets what the processes print, at its end; None discards it.
+    """
+
+    def __init__(
+        self, module: str, load_args: Sequence[Any] = (), *, workers: int = 1, memory_bytes: int = 0,
+        output: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._new_worker = functools.partial(_Worker, module, load_args, memory_bytes, output)
+        self._max_workers = workers
+        self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = queue.PriorityQueue()  # tries, place in line
+        self._places = itertools.count()
+        self._workers: list[tuple[_Worker, threading.Thread]] = []
+
+    def load(self) -> Future[None]:
+        """Start a process that loads the function. The result is there, or a `CallError`, when it has."""
+        return self._submit(_Call(None))
+
+    def submit(self, *args: Any, wall_s: float, cpu_s: float | None = None) -> Future[Any]:
+        """Put a call in line. Its result is the function's value, or a `CallError`. A call in line can be cancelled.
+
+        Args:
+            args: of the function, JSON values; others arrive as text.
+            wall_s: wall-clock limit in seconds.
+            cpu_s: limit of processor time in seconds, None for none. A call with a long one has a short first try,
+                which has a third of `wall_s`.
+        """
+        return self._submit(_Call(args, cpu_s, wall_s))
+
+    def _submit(self, call: _Call) -> Future[Any]:
+        self._calls.put((0, next(self._places), call))
+        if len(self._workers) < self._max_workers:
+            worker = self._new_worker()
+            thread = threading.Thread(target=self._serve, args=(worker,), name="isolated-calls", daemon=True)
+            self._workers.append((worker, thread))
+            thread.start()
+        return call.future
+
+    def close(self) -> None:
+        """Kill the processes. Harmless when called again. Calls that were not made never end."""
+        for worker, _ in self._workers:
+            worker.close()
+            self._calls.put((-1, next(self._places), None))
+        for _, thread in self._workers:
+            thread.join()
+        self._workers = []
+
+    def _serve(self, worker: _Worker) -> None:
+        """Make calls with one worker; the body of a thread."""
+        while True:
+            tries, _, call = self._calls.get()
+            if call is None:
+                return worker.end()
+            if call.future.cancelled():
+                continue
+            short = tries == 0 and call.cpu_s is not None and call.cpu_s > _FIRST_TRY_CPU_SECONDS
+            limits = (_FIRST_TRY_CPU_SECONDS, call.wall_s / 3) if short else (call.cpu_s, call.wall_s)
+            value, error = None, None
+            try:
+                value = worker.call(call.args, *limits)
+            except CallError as failed:
+                error = failed
+            except Exception as failed:  # no process to be had, say
+                error = CallError("load", one_line(f"{type(failed).__name__}: {failed}"))
+            if short and error is not None and error.kind == "timeout":
+                self._calls.put((1, next(self._places), call))
+                continue
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+                call.future.set_result(value) if error is None else call.future.set_exception(error)
+
+
+class _Worker:
+    """A process that is replaced when it died, and the socket to it."""
+
+    def __init__(self, module: str, load_args: Sequence[Any], memory_bytes: int, output: Path | None) -> None:
+        self._module, self._load_args, self._memory_bytes, self._output = module, load_args, memory_bytes, output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ends = contextlib.ExitStack()
+        self._closed = False
+        self._lock = threading.Lock()  # guards `_process` and `_closed`
+
+    def call(self, args: Sequence[Any] | None, cpu_s: float | None, wall_s: float) -> Any:
+        """The value of a call; one that kills its process is made twice.
+
+        Raises:
+            CallError: if there is none.
+        """
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(_Died):
+                if self._process is None or self._readable.poll(0):  # it died, or wrote what nobody asked for
+                    self._start()
+                return None if args is None else self._ask(args, cpu_s, wall_s)
+        if self._number == 0:
+            command = " ".join((sys.executable, *_PROGRAM, self._module))
+            raise CallError("load", f"the worker process ended at once; `{command}` shows the error")
+        raise CallError("error", "the worker process died twice")
+
+    def _start(self) -> None:
+        self.end()
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        self._socket, theirs = socket.socketpair()
+        alive, lifeline = os.pipe()  # never written: its end tells that the trainer is gone
+        self._ends.enter_context(self._socket)
+        self._ends.callback(os.close, lifeline)
+        with self._lock, theirs, open(alive), open(self._output or os.devnull, "ab") as printed:
+            if self._closed:
+                raise CallError("error", "the pool is closed")
+            self._process = subprocess.Popen(
+                [sys.executable, *_PROGRAM, self._module, str(self._memory_bytes), str(theirs.fileno()), str(alive)],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                env=os.environ | {"PYTHONPATH": path},
+                pass_fds=(theirs.fileno(), alive),
+                start_new_session=True,  # its process group is what is killed
+            )
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
+        self._number = 0
+        try:
+            self._ask(self._load_args, None, LOAD_SECONDS)
+        except CallError as error:
+            self.end()
+            late = f"its import takes more than {LOAD_SECONDS:g} s"
+            raise CallError("load", late if error.kind == "timeout" else str(error)) from error
+
+    def _ask(self, args: Sequence[Any], cpu_s: float | None, wall_s: float) -> Any:
+        end = time.monotonic() + wall_s
+        process = self._process
+        assert process is not None
+
+        def wait() -> None:
+            while time.monotonic() < end:
+                if self._readable.poll(_POLL_SECONDS * 1000):
+                    return
+                if process.poll() is not None:  # what it forked may hold its end of the socket
+                    raise EOFError
+            raise TimeoutError
+
+        try:
+            self._socket.settimeout(wall_s)
+            send(self._socket, self._number, json.dumps({"args": args, "cpu_s": cpu_s}, default=str).encode())
+            reply = receive(self._socket, self._number, max_bytes=_MAX_REPLY_BYTES, wait=wait)
+        except TimeoutError:
+            self.end()
+            raise CallError("timeout") from None
+        except BadMessage:
+            self.end()
+            raise CallError("error", _STRAY) from None
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            self.end()
+            raise CallError("timeout") if process.returncode == -signal.SIGPROF else _Died from None
+        self._number += 1
+        if "value" in reply:
+            return reply["value"]
+        if "error" in reply:
+            raise CallError("error", str(reply["error"]), reply.get("row"))
+        raise CallError("timeout")
+
+    def close(self) -> None:
+        """Kill the process, from another thread than the one that calls; no other is started."""
+        with self._lock:
+            self._closed = True
+            self._kill_group()
+
+    def end(self) -> None:
+        """Kill the process and wait for its end."""
+        with self._lock:
+            self._kill_group()
+            if self._process is not None:
+                self._process.wait()
+            self._process = None
+        self._ends.close()
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def result_of(future: Future[Any], on_wait: Callable[[], None] = lambda: None) -> Any:
+    """Wait for a call; its value.
+
+    Args:
+        future: what `IsolatedPool` gave.
+        on_wait: called ten times a second; an exception from it ends the wait.
+
+    Raises:
+        CallError: if it gave none.
+    """
+    while not future.done():
+        concurrent.futures.wait([future], _ON_WAIT_SECONDS)
+        on_wait()
+    return future.result()
