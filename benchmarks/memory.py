@@ -26,7 +26,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, run_main
 from dcmdp_jax.config.settings import Config, from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.plots import COLORS, INK, MUTED, style_axes
+from dcmdp_jax.observe.page_kit import COLORS, make_figure, style_axes
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import GIB, compile_run
 from dcmdp_jax.plan.topologies import Topology, chip_and_count, load_topology, set_environment
@@ -119,9 +119,7 @@ def draw(points: Iterable[Point], model: str, length: int) -> Figure:
     Points that do not fit are crosses.
     """
     points = list(points)
-    figure = Figure(figsize=(10.8, 4.2), layout="constrained")
-    figure.suptitle(f"Memory of a step, {model}", x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    by_length, by_devices = figure.subplots(1, 2)
+    figure, (by_length, by_devices) = make_figure(10.8, 4.2, f"Memory of a step, {model}", columns=2)
     for index, kind in enumerate(dict.fromkeys(one.topology.partition(":")[0] for one in points)):
         own = [one for one in points if one.topology.startswith(f"{kind}:")]
         most = max(one.devices for one in own)
@@ -145,13 +143,10 @@ def _curve(axes: Axes, points: Sequence[Point], along: Callable[[Point], int], l
 
 
 def _finish(axes: Axes, label: str) -> None:
-    style_axes(axes)
+    style_axes(axes, x=label, y="GiB of a device; dashed: by arithmetic", legend=True)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(label, color=MUTED, fontsize=9)
-    axes.set_ylabel("GiB of a device; dashed: by arithmetic", color=MUTED, fontsize=9)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
 
 
 def main(argv: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""Numbers as text for reports, tables and the console. NaN, a missing value, is "-"."""
+"""Numbers and tables as text for reports and the console. NaN, a missing value, is "-"."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def number(value: float, form: str = "") -> str:
@@ -31,3 +32,14 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def text_table(rows: Sequence[Sequence[str]], between: str = "  ") -> list[str]:
+    """Return aligned lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [between.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]

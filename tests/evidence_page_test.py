@@ -14,7 +14,8 @@ from dcmdp_jax.evaluation.estimators import t_half_width, t_p_value, t_quantile
 from dcmdp_jax.lab.studies.dose import ascent_table, dose_claims, dose_table, holm, measure_doses, p_values
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels, rank_correlation
-from dcmdp_jax.lab.studies.results import markdown, tables
+from dcmdp_jax.lab.studies.results import tables
+from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.study_figures import draw_oracle
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -310,7 +311,7 @@ def _three_policies(oracles):
     ]
     place = sum(found[-1][row[0].strip("`")][0] < 1 for row in rows)
     rows.insert(place, ["a gradient of zero", "1", "1", "1"])
-    return "\n".join(markdown(["remedy", *(oracle["model"] for oracle in oracles)], rows))
+    return "\n".join(markdown_table(["remedy", *(oracle["model"] for oracle in oracles)], rows))
 
 
 def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():

@@ -54,7 +54,7 @@ _LIBRARIES = {
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "gguf": ("dcmdp_jax.models.gguf_weights",),
     "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
-    "jinja2": ("dcmdp_jax.observe.html_page",),
+    "jinja2": ("dcmdp_jax.observe.page_kit",),
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
     "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),

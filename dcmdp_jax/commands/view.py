@@ -29,7 +29,7 @@ from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
 from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, checked_row
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.completions import Completion, completions_data
-from dcmdp_jax.observe.html_page import render_page
+from dcmdp_jax.observe.page_kit import render_page
 from dcmdp_jax.observe.report import labels_of, read_run, run_figures
 from dcmdp_jax.observe.report_content import report_content
 from dcmdp_jax.observe.run_files import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE

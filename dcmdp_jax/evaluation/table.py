@@ -12,6 +12,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.estimators import t_half_width
 from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.number_format import text_table
 
 OTHER_SAMPLES = 8
 """K of a task that is none of the paper's benchmarks."""
@@ -221,17 +222,11 @@ def column_name(task: str) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]], *, rules_after: Sequence[int]) -> str:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    rule = "-+-".join("-" * width for width in widths)
-    lines = []
-    for number, row in enumerate(rows):
-        lines += [_line(row, widths), *([rule] if number in rules_after else [])]
+    lines = text_table(rows, " | ")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for place in sorted(rules_after, reverse=True):
+        lines.insert(place + 1, "-+-".join("-" * width for width in widths))
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    aligned = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
-    return " | ".join(aligned).rstrip()
 
 
 def _powers_of_two(largest: int) -> list[int]:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax import REPOSITORY
+from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
 from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
@@ -42,14 +44,14 @@ def model_card(run_dir: Path, step: int, *, on_hub: Callable[[str], bool]) -> st
         step: of the checkpoint; later steps are not of this model.
         on_hub: whether the path that the run started from names a model on the Hub, which is then the base model.
     """
-    config = read_json_object(run_dir / CONFIG_FILE) if (run_dir / CONFIG_FILE).is_file() else {}
+    config = flatten(read_json_object(run_dir / CONFIG_FILE)) if (run_dir / CONFIG_FILE).is_file() else {}
     series = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else {}
-    starts: list[dict[str, Any]] = jsonl.read(run_dir / STARTS_FILE) if (run_dir / STARTS_FILE).is_file() else []
+    starts: list[dict[str, Any]] = jsonl.read(run_dir / STARTS_FILE)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    start = str(_setting(config, "model.path") or "")
+    start = str(config.get("model.path") or "")
     front += [f"base_model: {start.partition('@')[0]}"] if on_hub(start) else []
     front += ["tags: [dcmdp_jax, dc-grpo, grpo, reinforcement-learning]", "---"]
-    method = _setting(config, "algorithm.method") or "dc_grpo"
+    method = config.get("algorithm.method", "dc_grpo")
     parts = [
         "\n".join(front),
         f"# {run_dir.resolve().name}, step {step}",
@@ -74,7 +76,7 @@ def _facts(config: dict[str, Any], series: Series, step: int) -> str:
     engine = ", ".join(
         f"{name.rpartition('.')[2]} {value}"
         for name in ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
-        if (value := _setting(config, name)) is not None
+        if (value := config.get(name)) is not None
     )
     rows = {
         "budget c": _last(series, "dual/tolerance", step),
@@ -84,11 +86,11 @@ def _facts(config: dict[str, Any], series: Series, step: int) -> str:
         "reward": _last(series, "reward/mean", step),
         **{name: _last(series, name, step) for name in series if name.startswith("eval/") and "/avg@" in name},
         "inference engine": engine,
-        "training data": _setting(config, "task.train"),
-        "started from": _setting(config, "model.path") or "a fresh model",
+        "training data": config.get("task.train"),
+        "started from": config.get("model.path") or "a fresh model",
     }
-    rows = {name: value for name, value in rows.items() if value}
-    return "| | at this step |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    shown = [[name, str(value)] for name, value in rows.items() if value]
+    return "\n".join(markdown_table(["", "at this step"], shown))
 
 
 def _curve(series: Series, step: int) -> str:
@@ -101,11 +103,8 @@ def _curve(series: Series, step: int) -> str:
     if not len(steps):
         return ""
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int))]
-    lines = [f"| step | {' | '.join(_COLUMNS[name] for name in names)} |", "|---" * (len(names) + 1) + "|"]
-    for each in chosen:
-        values = [_last(series, name, int(each)) for name in names]
-        lines.append(f"| {each} | {' | '.join(values)} |")
-    return "## Lambda's curve\n\n" + "\n".join(lines)
+    rows = [[str(each), *(_last(series, name, int(each)) for name in names)] for each in chosen]
+    return "## Lambda's curve\n\n" + "\n".join(markdown_table(["step", *map(_COLUMNS.get, names)], rows))
 
 
 def _last(series: Series, name: str, step: int) -> str:
@@ -113,10 +112,3 @@ def _last(series: Series, name: str, step: int) -> str:
     steps, values = series.get(name, (np.zeros(0), np.zeros(0)))
     values = values[steps <= step]
     return f"{values[-1]:.4g}" if len(values) and math.isfinite(values[-1]) else ""
-
-
-def _setting(config: dict[str, Any], name: str) -> Any:
-    value: Any = config
-    for word in name.split("."):
-        value = value.get(word) if isinstance(value, dict) else None
-    return value

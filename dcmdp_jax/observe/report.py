@@ -14,8 +14,8 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.html_page import inline_svg, render_page
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
+from dcmdp_jax.observe.page_kit import inline_svg, render_page
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.report_content import report_content, verdict
 from dcmdp_jax.observe.run_files import CONFIG_FILE, HELD_OUT_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE

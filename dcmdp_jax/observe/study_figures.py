@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dcmdp_jax.observe.plots import COLORS, INK, MUTED, style_axes
+from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, MUTED, make_figure, style_axes
 
 _BASELINE = "#8a8a8a"
 _MOST_COLUMNS = 4
@@ -49,22 +49,20 @@ def draw_curves(
     shown = [label for label in arms if label != baseline] or list(arms)
     columns = min(_MOST_COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(2.9 * columns + 0.4, 2.1 * rows + 0.7), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for place, axes in enumerate(panels.flat):
-        if place >= len(shown):
-            axes.set_visible(False)
-            continue
-        label = shown[place]
+    figure, panels = make_figure(
+        2.9 * columns + 0.4, 2.1 * rows + 0.7, f"{title} (gray: {baseline})",
+        rows=rows, columns=columns, sharex=True, sharey=True,
+    )  # fmt: skip
+    for spare in panels[len(shown) :]:
+        spare.set_visible(False)
+    for axes, label in zip(panels, shown, strict=False):
         if baseline in arms and label != baseline:
             _curve(axes, arms[baseline], _BASELINE)
         _curve(axes, arms[label], color_of(label))
         if level and label in level:
             axes.axhline(level[label], color=color_of(label), linestyle=(0, (5, 2)), linewidth=1)
-        axes.set_title(label, fontsize=9, color=INK, loc="left")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-        style_axes(axes)
-    figure.suptitle(f"{title} (gray: {baseline})", fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+        style_axes(axes, label)
     figure.supxlabel("training step", color=MUTED, fontsize=9)
     figure.supylabel(unit, color=MUTED, fontsize=9)
     return figure
@@ -89,12 +87,10 @@ def draw_doses(
         panels: heading -> the baseline's mean and half width, and charge -> [n, 3]: lambda, mean, half width.
     """
     columns = math.ceil(len(panels) / 2)
-    figure = Figure(figsize=(3.2 * columns + 0.4, 5.8), layout="constrained")
-    places = figure.subplots(2, columns, squeeze=False).flat
+    figure, places = make_figure(3.2 * columns + 0.4, 5.8, title, rows=2, columns=columns)
     for axes, (heading, panel) in zip(places, panels.items(), strict=False):
         _doses(axes, heading, baseline, panel)
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-    figure.suptitle(title, fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+    axes.legend(**LEGEND)
     return figure
 
 
@@ -112,9 +108,7 @@ def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, M
             label=charge, linestyle="--" if charge.endswith("_one") else "-",
         )  # fmt: skip
     axes.set_xscale("log")
-    axes.set_xlabel("lambda, fixed", color=MUTED, fontsize=9)
-    axes.set_title(heading, fontsize=9, color=INK, loc="left")
-    style_axes(axes)
+    style_axes(axes, heading, x="lambda, fixed")
 
 
 def draw_oracle(title: str, panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Figure:
@@ -125,23 +119,23 @@ def draw_oracle(title: str, panels: Mapping[str, Mapping[str, Sequence[float | N
         panels: engine -> remedy, in order -> error, half of its interval, bias^2, half of its interval, variance.
     """
     sizes = [len(points) + 4 for points in panels.values()]
-    figure = Figure(figsize=(9.6, 0.17 * sum(sizes) + 0.6), layout="constrained")
-    places = figure.subplots(len(panels), 2, squeeze=False, sharey="row", height_ratios=sizes)
-    for (left, right), (engine, points) in zip(places, panels.items(), strict=True):
+    figure, places = make_figure(
+        9.6, 0.17 * sum(sizes) + 0.6, rows=len(panels), columns=2, sharey="row", height_ratios=sizes
+    )
+    for left, right, (engine, points) in zip(places[::2], places[1::2], panels.items(), strict=True):
         error, width, squared, spread, variance = np.array(list(points.values()), float).T
         rows = np.arange(len(points))
         for axes, values, widths in ((left, error, width), (right, squared, spread)):
             axes.errorbar(values, rows, xerr=widths, fmt="o", color=COLORS[0], markersize=4, elinewidth=0.8)
-            style_axes(axes)
             axes.axvline(1, color=COLORS[1], linestyle="--", linewidth=1.2, label="a gradient of zero")
         right.plot(variance, rows, "x", color=INK, markersize=4, label="variance of one batch")
         right.set_xscale("symlog", linthresh=1)
         left.set_xlim(min(0.0, np.nanmin(error, initial=0.0)) - 0.05, 1.25)
-        left.set_yticks(rows, list(points), fontsize=7)
         left.invert_yaxis()
-        left.set_title(f"{engine}\nerror at the best length, 95% interval", fontsize=8, color=INK, loc="left")
-        right.set_title("bias^2 with its 95% interval; x: variance", fontsize=8, color=INK, loc="left")
-    places[0, 1].legend(frameon=False, fontsize=7, labelcolor=INK)
+        style_axes(left, f"{engine}\nerror at the best length, 95% interval")
+        style_axes(right, "bias^2 with its 95% interval; x: variance")
+        left.set_yticks(rows, list(points), fontsize=7)
+    places[1].legend(**LEGEND)
     figure.suptitle(title, fontsize=9, color=INK, x=0.01, ha="left")
     return figure
 
@@ -164,22 +158,17 @@ def draw_answer(
             the baseline too.
         budget: c of these arms.
     """
-    figure = Figure(figsize=(8.6, 6.2), layout="constrained")
-    above, below = figure.subplots(2, 2)
-    for axes, (heading, panel) in zip(above, panels.items(), strict=True):
+    figure, places = make_figure(8.6, 6.2, title, rows=2, columns=2)
+    for axes, (heading, panel) in zip(places[:2], panels.items(), strict=True):
         _doses(axes, heading, baseline, panel)
-    above[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    places[0].legend(**LEGEND)
     headings = {"lambda by dual ascent": multipliers, "delta under dual ascent; dashed: c": discrepancies}
-    for axes, (heading, curves) in zip(below, headings.items(), strict=True):
+    for axes, (heading, curves) in zip(places[2:], headings.items(), strict=True):
         for label, curve in curves.items():
             _curve(axes, curve, _BASELINE if label == baseline else color_of(label))
             axes.lines[-1].set_label(label)
-        axes.set_title(heading, fontsize=9, color=INK, loc="left")
-        axes.set_xlabel("training step", color=MUTED, fontsize=9)
-        style_axes(axes)
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-    below[1].axhline(budget, color=INK, linestyle=(0, (5, 2)), linewidth=1)
-    figure.suptitle(title, fontsize=11, fontweight="bold", color=INK, x=0.01, ha="left")
+        style_axes(axes, heading, x="training step", legend=True)
+    places[3].axhline(budget, color=INK, linestyle=(0, (5, 2)), linewidth=1)
     return figure
 
 
@@ -191,8 +180,7 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, tuple[float, floa
         unit: of the difference.
         arms: label -> (mean, half width, seed -> difference).
     """
-    figure = Figure(figsize=(8.6, 0.6 * len(arms) + 1.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = make_figure(8.6, 0.6 * len(arms) + 1.5)
     axes.axvline(0, color=INK, linewidth=1)
     for place, (label, (mean, half, values)) in enumerate(arms.items()):
         color = color_of(label)
@@ -200,7 +188,5 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, tuple[float, floa
         axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=color, capsize=4)
     axes.set_yticks(range(len(arms)), list(arms))
     axes.set_ylim(len(arms) - 0.4, -0.6)
-    axes.set_title(title, fontsize=12, fontweight="bold", color=INK, loc="left")
-    axes.set_xlabel(unit, color=MUTED, fontsize=9)
-    style_axes(axes)
+    style_axes(axes, title, x=unit)
     return figure

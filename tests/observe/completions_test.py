@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax.observe import completions as module
 from dcmdp_jax.observe.completions import Completion, completions_data
-from dcmdp_jax.observe.html_page import render_page
+from dcmdp_jax.observe.page_kit import render_page
 from tests.support.browser import CHROMIUM, look_at
 
 _HOSTILE = "</script><b>"

@@ -18,6 +18,7 @@ from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
 from dcmdp_jax.lab.mismatch.statistics import Statistics, means_by_completion, measure
 from dcmdp_jax.lab.mismatch.tolerance import Recommendation, recommend
+from dcmdp_jax.observe.page_kit import json_values
 
 _TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
 
@@ -116,7 +117,7 @@ class Analysis:
         del record["texts"]
         for finding, said in zip(self.findings, record["findings"], strict=True):
             said |= {"title": finding.title, "remedy": finding.remedy}
-        return _plain(record)
+        return json_values(record)
 
 
 def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
@@ -191,13 +192,3 @@ def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColoredText, ...]
         )
         shown.append(ColoredText(int(row), float(means[row]), tokens, length - len(tokens)))
     return tuple(shown)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if math.isfinite(value) else None
-    return value.item() if isinstance(value, np.generic) else value

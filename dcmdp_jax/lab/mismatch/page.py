@@ -1,22 +1,27 @@
-"""The results of one or several pairs of engines: a table for the terminal, JSON, PNGs and one HTML page."""
+"""The results of one or several pairs of engines: a table for the terminal, JSON, figures and one HTML page."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.mismatch.statistics import means_by_completion
-from dcmdp_jax.number_format import number, percent
+from dcmdp_jax.number_format import number, percent, text_table
 from dcmdp_jax.observe.completions import Completion, completions_data
-from dcmdp_jax.observe.html_page import inline_svg, render_page
+from dcmdp_jax.observe.page_kit import COLORS, INK, inline_svg, make_figure, render_page, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
@@ -26,6 +31,7 @@ _DPI = 110
 COMPLETIONS_FILE = "completions.json"
 """The completions of each pair with the largest mean |p - q|, as `observe.completions` has them for a page."""
 _MOST_COMPLETIONS = 500
+_POINTS = 20_000
 
 
 def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
@@ -39,16 +45,14 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     Returns:
         The path of the page, which embeds its figures, runs no script and makes no request.
     """
-    # The plotting library takes most of a second to import.
-    from dcmdp_jax.lab.mismatch.figures import figures_of
-
     plots = out_dir / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
     images = []
     for one, analysis in zip(measured, analyses, strict=True):
         drawn = []
-        for stem, (caption, draw) in figures_of(analysis).items():
-            figure = draw(one.pairs, analysis)
+        for stem, (caption, draw) in _FIGURES.items():
+            if (figure := draw(one.pairs, analysis)) is None:
+                continue
             figure.savefig(plots / f"{_slug(analysis.name)}-{stem}.png", dpi=_DPI)
             drawn.append((caption, inline_svg(figure)))
         images.append(drawn)
@@ -94,11 +98,7 @@ def table(analyses: Sequence[Analysis]) -> str:
         ("completions over c", [percent(a.statistics.completions_over) for a in analyses]),
         ("first, last quarter", [f"{number(a.growth.first, '.3g')}, {number(a.growth.last, '.3g')}" for a in analyses]),
     ]
-    widths = [max(len(row[1][column]) for row in rows) for column in range(len(analyses))]
-    lines = [
-        f"{label:<22}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for label, cells in rows
-    ]
+    lines = text_table([[label, *cells] for label, cells in rows])
     for analysis in analyses:
         lines.append("")
         if LEFT_OUT in analysis.source:
@@ -138,3 +138,73 @@ def _color(train: float, rollout: float, full: float) -> str:
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.=_]+", "-", name).strip("-")
+
+
+def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
+    """Draw mean and 99% quantile of |p - q| of each step, and c; None without several steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    del pairs
+    over = analysis.over_training
+    if over is None or len(over.steps) < 2:
+        return None
+    figure, (axes,) = make_figure(7.2, 4.2)
+    for name, color in (("mean", COLORS[0]), ("p99", COLORS[1])):
+        values = [getattr(step.statistics, name) for step in over.steps]
+        axes.plot([step.step for step in over.steps], values, "o-", color=color, markersize=3, label=name)
+    if over.tolerance > 0:
+        axes.axhline(over.tolerance, color=INK, linestyle="--", linewidth=1.2, label=f"c {over.tolerance:.2g}")
+    style_axes(axes, x="step", y="|p - q|", legend=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return figure
+
+
+def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> Figure:
+    """Draw p against q of every token, at most 20,000 of them, evenly chosen."""
+    del analysis
+    every = -(-len(pairs.token_ids) // _POINTS)
+    p, q = (np.exp(x[::every].astype(np.float64)) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    figure, (axes,) = make_figure(5.2, 4.2)
+    axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8)
+    axes.scatter(q, p, s=5, alpha=0.35, color=COLORS[0], linewidths=0, rasterized=True)
+    style_axes(axes, x="probability under the engine, q", y="under the training stack, p")
+    return figure
+
+
+def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> Figure:
+    """Draw the share of tokens above each |p - q|, with the mean, the noise floors and the recommended c."""
+    delta = np.sort(pairs.discrepancy)
+    positive = delta[delta > 0]
+    figure, (axes,) = make_figure(7.2, 4.2)
+    if len(positive):
+        above = np.arange(len(positive), 0, -1) / len(delta)
+        keep = np.unique(np.linspace(0, len(positive) - 1, 2000).astype(int))
+        axes.loglog(positive[keep], above[keep], color=COLORS[0])
+    lines = {"mean": (analysis.statistics.mean, COLORS[1], "-"), "c": (analysis.statistics.tolerance, INK, "--")}
+    lines |= {f"noise floor, {name}": (value, COLORS[2], ":") for name, value in analysis.floors.items()}
+    for label, (value, color, style) in lines.items():
+        if value > 0:
+            axes.axvline(value, color=color, linestyle=style, linewidth=1.4, label=f"{label} {value:.2g}")
+    style_axes(axes, x="|p - q|", y="share of tokens above", legend=True)
+    return figure
+
+
+def _draw_groups(pairs: TokenPairs, analysis: Analysis) -> Figure:
+    """Draw mean |p - q| by probability, position and entropy."""
+    del pairs
+    shown = {heading: groups for heading, groups in analysis.groups.items() if not heading.startswith(("token", "age"))}
+    figure, panels = make_figure(4.4 * len(shown), 3.6, columns=len(shown))
+    for axes, (heading, groups) in zip(panels, shown.items(), strict=True):
+        axes.bar(range(len(groups)), [group.mean for group in groups], color=COLORS[0])
+        axes.set_xticks(range(len(groups)), [group.label for group in groups], rotation=60)
+        style_axes(axes, heading, y="mean |p - q|")
+    return figure
+
+
+_FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]] = {
+    "steps": ("|p - q| over training.", _draw_steps),
+    "scatter": ("Each token's probability under both.", _draw_scatter),
+    "distribution": ("Share of tokens above each |p - q|; mean, noise floors and c.", _draw_distribution),
+    "groups": ("Mean |p - q| where it arises.", _draw_groups),
+}
+"""File stem to (caption, function)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import textwrap
@@ -15,7 +14,8 @@ from matplotlib.figure import Figure
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.oracle.moments import ZERO, Quality
 from dcmdp_jax.lab.oracle.oracle import Verdict, Verdicts, summary
-from dcmdp_jax.number_format import number
+from dcmdp_jax.number_format import number, text_table
+from dcmdp_jax.observe.page_kit import json_values
 from dcmdp_jax.observe.study_figures import draw_oracle
 
 JSON_FILE, FIGURE_FILE = "remedies.json", "remedies.png"
@@ -32,15 +32,11 @@ def table(verdicts: Verdicts) -> str:
     rows = [_row(one) for one in (*verdicts.remedies, verdicts.control)]
     rows.insert(len(verdicts.remedies) - len(worse), ("a gradient of zero", *_figures(ZERO), "0.0", "100.0%"))
     rows.insert(0, heading)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heading))]
     lines = [
         f"{verdicts.engine} on {verdicts.model}: {verdicts.batches} batches of {verdicts.prompts} prompts x "
         f"{verdicts.group_size}, mean |dp| {verdicts.discrepancy:.2g}, reward {verdicts.reward:.3f} "
         f"(exact {verdicts.control_reward:.3f})",
-        *(
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        ),
+        *text_table(rows),
         *(f"{topic}: {words}" for topic, words in summary(verdicts).items()),
     ]
     return "\n".join(lines)
@@ -78,21 +74,9 @@ def write(results: Sequence[Verdicts], out_dir: Path) -> list[Path]:
     out_dir.mkdir(parents=True, exist_ok=True)
     record = [dataclasses.asdict(one) | {"words": dict(summary(one))} for one in results]
     paths = [out_dir / JSON_FILE]
-    atomic_write(paths[0], json.dumps(_plain(record), indent=1, allow_nan=False) + "\n")
+    atomic_write(paths[0], json.dumps(json_values(record), indent=1, allow_nan=False) + "\n")
     for place, one in enumerate(results):
-        buffer = io.BytesIO()
-        draw(one).savefig(buffer, format="png", dpi=110)
         name = FIGURE_FILE if len(results) == 1 else f"{Path(FIGURE_FILE).stem}-{place}.png"
-        atomic_write(out_dir / name, buffer.getvalue())
+        draw(one).savefig(out_dir / name, dpi=110)
         paths.append(out_dir / name)
     return paths
-
-
-def _plain(value: object) -> object:
-    if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

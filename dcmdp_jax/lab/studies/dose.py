@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.evaluation.estimators import t_p_value
-from dcmdp_jax.lab.studies.results import Estimate, Table, estimate, held_out, markdown
+from dcmdp_jax.lab.studies.results import Estimate, Table, estimate, held_out
+from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 
 _FEWEST_RUNS = 5
@@ -115,7 +116,7 @@ def dose_table(runs: Table, baseline: str) -> str:
             if not relation.lowest <= entropies[arm][0].mean <= relation.highest:
                 cells[list(names).index("excess")] += " (extrapolated)"
             rows.append([arm, str(len(present[arm])), *cells])
-    return "\n".join(markdown(["arm", "runs", *(heading for heading, _ in names.values())], rows)) + "\n"
+    return "\n".join(markdown_table(["arm", "runs", *(heading for heading, _ in names.values())], rows)) + "\n"
 
 
 def p_values(found: Mapping[str, Mapping[str, tuple[Estimate, Estimate]]], others: Sequence[str]) -> dict:
@@ -210,7 +211,7 @@ def ascent_table(runs: Table, baseline: str) -> str:
         "arm", "runs", "c, 1e-3", "lambda, last", "lambda, peak", "steps above c, %", f"the same, {baseline}, %",
         f"delta less {baseline}'s, 1e-3",
     ]  # fmt: skip
-    return "\n".join(markdown(heading, rows)) + "\n"
+    return "\n".join(markdown_table(heading, rows)) + "\n"
 
 
 def _late_mean(series: Series) -> float:

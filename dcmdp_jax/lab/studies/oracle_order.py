@@ -12,7 +12,8 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.oracle.entries import NOTHING
 from dcmdp_jax.lab.studies.dose import measure_doses
-from dcmdp_jax.lab.studies.results import Table, markdown
+from dcmdp_jax.lab.studies.results import Table
+from dcmdp_jax.number_format import markdown_table
 
 _ENDS = {"reward": "reward", "held_out": "held-out score", "discrepancy": "delta"}
 
@@ -94,4 +95,4 @@ def _table(oracles: Sequence[Mapping[str, Any]]) -> list[str]:
             cells += [f"{error} ± {width}", f"{squared} ± {spread}"]
         rows.append([f"`{first['name']}`", *cells])
     engines = [heading for oracle in oracles for heading in (f"{oracle['engine']}: error", "bias^2")]
-    return markdown(["charge", *engines], rows)
+    return markdown_table(["charge", *engines], rows)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.evaluation.estimators import t_half_width
+from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.page_kit import json_values
 
 _LAST_SHARE = 10
 Table = Mapping[str, Mapping[int, Series]]
@@ -155,7 +157,7 @@ def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
     columns = {name: arms for name, arms in columns.items() if any(found.values for found in arms.values())}
     headings = [MEASURES[name].title for name in columns]
     lines = [f"# {title}", "", "Mean over seeds ± half of the 95% t interval.", ""]
-    lines += markdown(
+    lines += markdown_table(
         ["arm", "seeds", *headings],
         [
             [arm, str(len(runs[arm])), *(_cell(arms[arm], MEASURES[name].digits) for name, arms in columns.items())]
@@ -165,7 +167,7 @@ def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
     differences = {name: paired_differences(arms, baseline) for name, arms in columns.items()}
     if len(runs) > 1 and runs.get(baseline):
         lines += ["", f"Paired difference to {baseline}, seed by seed.", ""]
-        lines += markdown(
+        lines += markdown_table(
             ["arm", *headings],
             [
                 [arm, *(_cell(found[arm], MEASURES[name].digits, sign=True) for name, found in differences.items())]
@@ -183,18 +185,10 @@ def record(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> dict
         arms = measure_arms(runs, measure)
         made["measures"][name] = {
             "title": measure.title,
-            "arms": {arm: _plain(found) for arm, found in arms.items()},
-            "difference": {arm: _plain(found) for arm, found in paired_differences(arms, baseline).items()},
+            "arms": {arm: dataclasses.asdict(found) for arm, found in arms.items()},
+            "difference": {arm: dataclasses.asdict(found) for arm, found in paired_differences(arms, baseline).items()},
         }
-    return made
-
-
-def _plain(found: Estimate) -> dict[str, Any]:
-    return {
-        "mean": found.mean if math.isfinite(found.mean) else None,
-        "half_width": found.half_width if math.isfinite(found.half_width) else None,
-        "values": {str(seed): value for seed, value in found.values.items()},
-    }
+    return json_values(made)
 
 
 def _cell(found: Estimate, digits: int, *, sign: bool = False) -> str:
@@ -202,8 +196,3 @@ def _cell(found: Estimate, digits: int, *, sign: bool = False) -> str:
         return "-"
     text = f"{found.mean:{'+' if sign else ''}.{digits}g}"
     return f"{text} ± {found.half_width:.2g}" if math.isfinite(found.half_width) else text
-
-
-def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from dcmdp_jax.observe.html_page import inline_svg, render_page
+from dcmdp_jax.observe.page_kit import inline_svg, render_page
 
 _ROOT = Path(__file__).resolve().parents[2]
 
