@@ -23,7 +23,7 @@ from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.step_program import plan_step
 from dcmdp_jax.training.build import make_step_programs
-from dcmdp_jax.training.state import batch_shardings, new_state
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
 
 _MOST_SEGMENTS = 16
 
@@ -82,8 +82,9 @@ def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
     tell(found)
 
     programs = make_step_programs(config, model, plan.compute, mesh)
+    dual = initial_dual(config.algorithm)
     create = jax.jit(
-        lambda key: new_state(init_params(model, key), programs.optimizer, programs.dual, programs.loss_scale),
+        lambda key: new_state(init_params(model, key), programs.optimizer, dual, programs.loss_scale),
         out_shardings=programs.shardings,
     )
     state = jax.block_until_ready(create(jax.random.key(0)))

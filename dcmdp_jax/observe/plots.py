@@ -268,7 +268,8 @@ def _draw_timeline(runs: Runs) -> Figure | None:
         begun = {process: np.concatenate([at[f"start_{phase}"] for phase in _TIMELINE if _TIMELINE[phase] == process])
                  for process in (0, 1)}  # fmt: skip
         trainer, sampler = (np.min(each[np.isfinite(each)], initial=np.inf) for each in begun.values())
-        begin = max(min(trainer, sampler), trainer - np.nanmin(at["total"], initial=np.inf))
+        total = at["total"][np.isfinite(at["total"])]
+        begin = max(min(trainer, sampler), trainer - np.min(total, initial=total.max(initial=0.0)))
         for phase, process in _TIMELINE.items():
             starts = at[f"start_{phase}"] - begin
             for step, start, end in zip(steps.tolist(), starts, starts + at[phase], strict=True):

@@ -19,7 +19,7 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.run.run import layout
 from dcmdp_jax.training.build import make_step_programs
-from dcmdp_jax.training.state import batch_shardings, new_state
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
 from dcmdp_jax.types import TrainState
 
 
@@ -55,9 +55,8 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
     compute, packing = layout(config, mesh)
     programs = make_step_programs(config, model, compute, mesh)
     shapes = param_shapes(model, config.model.param_dtype)
-    state = jax.eval_shape(
-        lambda params: new_state(params, programs.optimizer, programs.dual, programs.loss_scale), shapes
-    )
+    dual = initial_dual(config.algorithm)
+    state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
     state: TrainState = sharded(state, programs.shardings)
     batch = abstract_batch(packing, columns_of_run(config, model))
     batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))

@@ -461,7 +461,7 @@ def test_a_server_that_dies_in_the_middle_of_a_call_is_one_line(remote, vllm, mo
     engine = remote(retries=2)
     monkeypatch.setattr(http_client, "_FIRST_PAUSE_S", 0.05)
     with pytest.raises(EngineError) as dead:
-        sample(engine, _prompts() * 10, SamplingParams(8, 40), seed=0, step=0, on_pull=lambda complete: vllm.kill())
+        sample(engine, _prompts() * 60, SamplingParams(8, 40), seed=0, step=0, on_pull=lambda complete: vllm.kill())
     line = str(dead.value)
     assert line.startswith("generate: completion ") and "\n" not in line
     assert line.endswith(f", after 3 attempts; is the vLLM server at {vllm.socket} up and well?")

@@ -93,12 +93,13 @@ def test_a_wait_can_be_ended_and_a_hanging_function_is_killed():
     def stop():
         raise KeyboardInterrupt
 
+    others = set(descendants(os.getpid()))
     with RewardPool([_name("never_returns")], ["source"], timeout_s=_LONG_S) as pool:
         pool.wait_until_loaded()
         _begin(pool)
         with pytest.raises(KeyboardInterrupt):
             pool.collect(stop)
-        [worker] = descendants(os.getpid())
+        [worker] = set(descendants(os.getpid())) - others
     assert not is_alive(worker)
 
 
@@ -163,9 +164,10 @@ def test_what_a_function_writes_between_two_calls_does_not_count():
 
 
 def test_the_process_of_a_function_holds_one_socket():
+    others = set(descendants(os.getpid()))
     with RewardPool([_name("length")], ["source"], timeout_s=_LONG_S) as pool:
         pool.wait_until_loaded()
-        [worker] = descendants(os.getpid())
+        [worker] = set(descendants(os.getpid())) - others
         links = [os.readlink(each) for each in Path(f"/proc/{worker}/fd").iterdir()]
         assert len([link for link in links if link.startswith("socket:")]) == 1
 

@@ -12,7 +12,7 @@ import pytest
 
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import row_logprobs
+from dcmdp_jax.training import rescore
 from dcmdp_jax.training import step as step_module
 from tests.support import step_runs
 from tests.support.step_runs import (
@@ -41,7 +41,7 @@ def newer_code(monkeypatch):
     if "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
         return
     options = {**step_module.compiler_options("cpu"), "xla_cpu_use_fusion_emitters": True}
-    for module in (step_module, row_logprobs):
+    for module in (step_module, rescore):
         monkeypatch.setattr(module, "compiler_options", lambda platform: options)
     monkeypatch.setattr(step_runs, "programs", functools.cache(step_runs.programs.__wrapped__))
 
