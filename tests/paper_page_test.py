@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.commands import evaluate_flags, sweep
+from dcmdp_jax.commands import evaluate, sweep
 from dcmdp_jax.commands.flags import parse
 from tests.support.each import check_each
 
@@ -68,7 +68,7 @@ def test_named_commands_are_understood(monkeypatch):
             runs, _ = sweep._resolve(sweep.load_study(given.study), Path("runs/none"), overrides)
             assert runs
         elif name == "evaluate":
-            evaluate_flags.parse(words)
+            evaluate.parse(words)
         elif name == "train":
             parse(["train", *words])
         else:

@@ -39,7 +39,8 @@ def make_study(
     if arg not in ("", "paper"):
         raise ValueError(f"study argument {arg!r}: allowed is paper")
     if arg == "paper":
-        return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, ("--tasks", SIX_BENCHMARKS))
+        evaluation = (f"--config.evaluation.task={SIX_BENCHMARKS}",)
+        return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, evaluation)
     return Study(f"{title} (demo size)", demo, baseline, SEEDS)
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from dcmdp_jax.data.mixtures import source_name, split_locations
 from dcmdp_jax.inputs import shorten
 
 UNLIMITED = 2**31 - 1
@@ -91,16 +90,3 @@ def output_directory(text: str) -> Path:
     if not writable:
         raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written ({existing}); choose another")
     return path
-
-
-def split_tasks(text: str) -> dict[str, str]:
-    """Name -> location."""
-    tasks: dict[str, str] = {}
-    for location in split_locations(text):
-        if not location:
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, an empty name is no task")
-        name = location if location.startswith("arithmetic") else source_name(location)
-        if name in tasks:
-            raise argparse.ArgumentTypeError(f"{tasks[name]} and {location} are both called {name!r}; rename one")
-        tasks[name] = location
-    return tasks

@@ -65,9 +65,8 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Na
         UserError: as `parse`.
     """
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="preset or config file, and its argument")
-    given, rest = _split_overrides(argv[1:])
+    overrides, rest = split_overrides(argv[1:])
     parsed = parser.parse_args(rest)
-    overrides = {name: parse_value(name, text) for name, text in given.items()}
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=demo")
     return load_config(parsed.config, overrides), parsed
@@ -107,9 +106,13 @@ def _parser() -> Parser:
     return parser
 
 
-def _split_overrides(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split off overrides, --config.name=value or --config.name value, by dotted name; and all other words."""
-    overrides: dict[str, str] = {}
+def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split off overrides, --config.name=value or --config.name value: values by dotted name, and all other words.
+
+    Raises:
+        UserError: in one line, for a missing value, an unknown setting, or text that is no value of its type.
+    """
+    overrides: dict[str, Any] = {}
     rest: list[str] = []
     pairs = itertools.pairwise([*words, None])
     for word, following in pairs:
@@ -122,7 +125,8 @@ def _split_overrides(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 raise UserError(f"{word}: its value is missing; settings are given as --config.section.name=value")
             value = following
             next(pairs)
-        overrides[name.removeprefix(_OVERRIDE)] = value
+        setting = name.removeprefix(_OVERRIDE)
+        overrides[setting] = parse_value(setting, value)
     return overrides, rest
 
 

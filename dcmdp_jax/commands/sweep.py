@@ -30,11 +30,9 @@ from pathlib import Path
 import dcmdp_jax
 from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.commands.evaluate_flags import parse as parse_evaluation
-from dcmdp_jax.commands.evaluate_flags import settings_of
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.commands.studies import load_study
-from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
@@ -272,7 +270,8 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
     if not study.evaluation:
         return
     # transformers takes a while to import; a study without an evaluation does not need it.
-    from dcmdp_jax.commands.evaluate_tasks import check_room, load_tasks
+    from dcmdp_jax.commands.evaluate import parse, read_tasks
+    from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun
     from dcmdp_jax.run.run import Run
 
     seen = set()
@@ -280,16 +279,17 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
         if (run.directory / _EVALUATION).exists():
             continue
         try:
-            arguments = parse_evaluation(_evaluation_words(run, study.evaluation))
+            arguments, overrides = parse(_evaluation_words(run, study.evaluation))
             if arguments.step is not None and arguments.step > config.training.steps:
                 raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
-            settings = settings_of(arguments, to_dict(config))
+            one = for_sampling(config, PAPERS_EVALUATION | overrides)
             # Seeds, and most arms, are asked the same by the same kind of model.
-            if (key := repr((config.model, config.max_total_tokens, settings))) in seen:
+            asked = one.task, one.rewards, one.rollout, one.evaluation, arguments.overlap
+            if (key := repr((config.model, config.max_total_tokens, asked))) in seen:
                 continue
             seen.add(key)
-            asked = Run(config)
-            check_room(asked.model, load_tasks(asked.tokenizer, settings)[0], settings)
+            trained = Run(config)
+            read_tasks(ModelRun(one, model=trained.model, tokenizer=trained.tokenizer), arguments)
         except UserError as error:
             raise UserError(f"study: evaluation of {run.label}: {error}") from None
 

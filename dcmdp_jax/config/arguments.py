@@ -35,7 +35,7 @@ _QUOTED = re.compile(r"`(\w+)`")
 
 def of_engine(kind: EngineKind) -> dict[str, str]:
     """The settings of a run's engine, by argument."""
-    own = f"rollout.{kind.name}" if kind in ENGINES.values() else "rollout.engine_args"
+    own = f"rollout.{kind.name}" if kind.pushes and kind in ENGINES.values() else "rollout.engine_args"
     return {
         **{field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)},
         "mesh": own, "model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed",

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Collection
 from typing import Any
 
+from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.engine import check_engine, find_trainable, forward_scheme
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE
+from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value
 from dcmdp_jax.inputs import shorten
@@ -31,19 +35,35 @@ def validate(config: Any) -> None:
     Raises:
         UserError: in one line, for the first rule that is broken, naming setting, value and what is allowed.
     """
-    settings = declared(type(config))
-    engine = find_trainable(config.rollout.engine)
-    for one in settings.values():
+    _check_each(config, find_trainable(config.rollout.engine), declared(type(config)))
+    _check_between(config)
+    _check_products(config)
+
+
+def validate_sampling(config: Any, names: Collection[str]) -> None:
+    """Check a config whose engine samples without a trainer: its given settings, and rules of engine and tasks.
+
+    Raises:
+        UserError: as `validate`.
+    """
+    with as_settings({"engine": "rollout.engine"}):
+        engine = find_engine(config.rollout.engine)
+    _check_each(config, engine, names)
+    _check_tasks(config)
+    check_engine(config, engine)
+
+
+def _check_each(config: Any, engine: EngineKind, names: Collection[str]) -> None:
+    settings = [one for name, one in declared(type(config)).items() if name in names]
+    for one in settings:
         # An engine by path has choices of its own.
         if not one.about.engine_choices or engine in TRAINABLE.values():
             check_choice(one.name, get_value(config, one.name), one.about.choices, one.about.why)
     for name, allowed in engine.choices.items():
         with_engine = f" with rollout.engine={config.rollout.engine}"
         check_choice(f"rollout.{name}", get_value(config.rollout, name), allowed, "", with_engine)
-    for one in settings.values():
+    for one in settings:
         check_range(one, get_value(config, one.name), one.name)
-    _check_between(config)
-    _check_products(config)
 
 
 def may_change(name: str, config: Any) -> bool:
@@ -56,7 +76,7 @@ def may_change(name: str, config: Any) -> bool:
     return declared(type(config))[name].about.free
 
 
-def _check_between(config: Any) -> None:
+def _check_tasks(config: Any) -> None:
     if 0 < config.evaluation.temperature < LOWEST_TEMPERATURE:
         raise UserError(
             f"config.evaluation.temperature: got {config.evaluation.temperature}, must be 0 (greedy) or at least "
@@ -65,6 +85,18 @@ def _check_between(config: Any) -> None:
     if wrong := [number for number in config.evaluation.samples if not 1 <= number <= _MOST_SAMPLES]:
         why = f"at most {_MOST_SAMPLES} (avg@4096 of one problem has a standard error of 0.008 at most)"
         raise UserError(f"config.evaluation.samples: got {wrong[0]}, must be {why if wrong[0] > 0 else 'at least 1'}")
+    environment, names = config.task.environment, config.rewards.names
+    if environment and environment not in ENVIRONMENTS and not environment.rpartition(":")[0]:
+        raise UserError(
+            f"config.task.environment: got {shorten(environment)}, allowed are {', '.join(ENVIRONMENTS)}, module:Class "
+            "and path.py:Class"
+        )
+    if "environment" in names and not environment:
+        raise UserError("config.rewards.functions: got 'environment' without task.environment, name one there")
+
+
+def _check_between(config: Any) -> None:
+    _check_tasks(config)
     check_engine(config)
     forward_scheme(config)
     rollout, training, algorithm = config.rollout, config.training, config.algorithm
@@ -93,15 +125,7 @@ def _check_between(config: Any) -> None:
         raise UserError("config.warmup.task: empty; name problems with worked solutions or set warmup.steps=0")
     if not config.task.train:
         raise UserError("config.task.train: empty; name a .jsonl or .parquet file, a Hub dataset, or arithmetic:...")
-    environment, names = config.task.environment, config.rewards.names
-    if environment and environment not in ENVIRONMENTS and not environment.rpartition(":")[0]:
-        raise UserError(
-            f"config.task.environment: got {shorten(environment)}, allowed are {', '.join(ENVIRONMENTS)}, module:Class "
-            "and path.py:Class"
-        )
-    if "environment" in names and not environment:
-        raise UserError("config.rewards.functions: got 'environment' without task.environment, name one there")
-    if environment and rollout.router_replay:
+    if config.task.environment and rollout.router_replay:
         raise UserError(
             "config.rollout.router_replay: got True with task.environment; a later turn reads earlier tokens "
             "again, with other experts; set one of the two off"

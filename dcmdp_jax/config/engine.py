@@ -108,40 +108,42 @@ def parse_settings(kind: EngineKind, engine_args: str) -> Any:
     return made
 
 
-def engine_arguments(config: Any, host: int = 0, **found: Any) -> tuple[EngineKind, EngineArguments]:
+def engine_arguments(
+    config: Any, host: int = 0, *, kind: EngineKind | None = None, **found: Any
+) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run and its arguments.
 
     Args:
         config: a `Config`.
         host: index of this process, whose engine has a directory of its own.
+        kind: the engine's record; None for one that can be trained with.
         found: further arguments that are known by now, such as `model` and `mesh`.
     """
     rollout = config.rollout
-    kind = find_trainable(rollout.engine)
+    kind = kind or find_trainable(rollout.engine)
     directory = (kind.name if kind in TRAINABLE.values() else "engine") + (f"_{host}" if host else "")
-    arguments = EngineArguments(
-        precision=rollout.precision,
-        compute_dtype=rollout.compute_dtype,
-        kv_cache_dtype=rollout.kv_cache_dtype,
-        max_total_tokens=config.max_total_tokens,
-        max_rows=rollout.max_rows,
-        min_rows=rollout.min_rows,
-        settings=settings_of(rollout, kind),
-        routed_experts=rollout.router_replay,
-        lag=rollout.lag,
-        directory=Path(config.run_dir) / directory,
-        **found,
-    )
-    return kind, arguments
+    known = {
+        "precision": rollout.precision,
+        "compute_dtype": rollout.compute_dtype,
+        "kv_cache_dtype": rollout.kv_cache_dtype,
+        "max_total_tokens": config.max_total_tokens,
+        "max_rows": rollout.max_rows,
+        "min_rows": rollout.min_rows,
+        "settings": settings_of(rollout, kind),
+        "routed_experts": rollout.router_replay,
+        "lag": rollout.lag,
+        "directory": Path(config.run_dir) / directory,
+    }
+    return kind, EngineArguments(**known | found)
 
 
-def check_engine(config: Any) -> None:
-    """Check the settings alone by the engine's record.
+def check_engine(config: Any, kind: EngineKind | None = None) -> None:
+    """Check the settings alone by the engine's record, see `engine_arguments`.
 
     Raises:
         UserError: in one line, naming the setting.
     """
-    kind, arguments = engine_arguments(config)
+    kind, arguments = engine_arguments(config, kind=kind)
     with as_settings(of_engine(kind)):
         kind.check(arguments)
         kind.check_temperature(config.rollout.temperature)

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, check_algorithm
-from dcmdp_jax.config.checks import check_hosts, check_rewards, validate
+from dcmdp_jax.config.checks import check_hosts, check_rewards, validate, validate_sampling
 from dcmdp_jax.config.engine import check_name
 from dcmdp_jax.config.rollout import HIGHEST_TEMPERATURE, MOST_TOKENS, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import build, declared, nearest_name, parse_text, setting
+from dcmdp_jax.fields import build, declared, nearest_name, parse_text, replace_value, setting
 from dcmdp_jax.inputs import shorten
 
 if TYPE_CHECKING:
@@ -412,6 +412,30 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
     check_rewards(made.rewards)
     check_hosts(made.hosts, made.training.prompts_per_step)
     check_algorithm(made.algorithm, made.rollout.max_completion_tokens)
+    return made
+
+
+def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """A config with other values whose engine samples without a trainer; rules of training are not checked.
+
+    Args:
+        config: a run's config, which an earlier version may have saved, or the defaults.
+        overrides: dotted name -> value.
+
+    Raises:
+        UserError: as `from_config_dict`.
+    """
+    values = to_dict(config)
+    if "rollout.engine" in overrides:
+        values["rollout"]["engine_args"] = ""
+    # The run's split of its devices was for a trainer beside the engine.
+    alone = {"rollout.lag": 0, "rollout.router_replay": False, "rollout.fitted_rows": 0, "mesh.cpu_devices": 0}
+    values["rollout"]["local"] = {}
+    for name, value in {**alone, **overrides}.items():
+        replace_value(values, name, value)
+    made = build(Config, values, unknown_setting)
+    validate_sampling(made, overrides)
+    check_rewards(made.rewards)
     return made
 
 

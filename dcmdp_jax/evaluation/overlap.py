@@ -76,7 +76,7 @@ def leave_out(prompts: EncodedPrompts, overlaps: Sequence[Overlap], *, task: str
     """
     kept = sorted(set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps})
     if not kept:
-        raise UserError(f"--drop_overlap: every problem of {task} is in --train_data, nothing is left to evaluate")
+        raise UserError(f"--overlap=drop: every problem of {task} is in config.task.train, nothing is left to evaluate")
     return dataclasses.replace(
         prompts,
         problems=[prompts.problems[place] for place in kept],

@@ -174,9 +174,8 @@ def _load_prompts(
 
 
 def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
+    """The tasks of `evaluation.task`, each with its encoded problems."""
     settings = config.evaluation
-    if not settings.every_steps:
-        return ()
     load = functools.partial(
         _load_prompts, config, tokenizer, "evaluation.task", split="test", limit=settings.max_problems, rewarded=True
     )

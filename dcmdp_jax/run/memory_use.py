@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -130,7 +130,6 @@ def with_engine(
     machine: Machine,
     others: Sequence[MemoryPart],
     *,
-    names: Mapping[str, str] | None = None,
     fitted_rows: int = 0,
 ) -> MemoryUse:
     """The use of other parts and an engine's, with the rows that fit where it decodes on JAX's devices.
@@ -140,10 +139,9 @@ def with_engine(
         load: what it is asked.
         machine: the memory available.
         others: everything else.
-        names: of the arguments for people, see `config.arguments`; None for the settings of a run.
         fitted_rows: what was found before, which holds; 0 finds it.
     """
-    names = of_engine(kind) if names is None else names
+    names = of_engine(kind)
     rows = min(arguments.max_rows, fitted_rows or arguments.max_rows)
 
     def parts(rows: int) -> list[MemoryPart]:
@@ -226,23 +224,20 @@ def memory_of_run(
     )  # fmt: skip
 
 
-def plan_evaluation(
-    kind: EngineKind, arguments: EngineArguments, load: Workload, machine: Machine, names: Mapping[str, str]
-) -> MemoryUse:
+def plan_evaluation(kind: EngineKind, arguments: EngineArguments, load: Workload, machine: Machine) -> MemoryUse:
     """The parts of an engine alone, with parameters that were loaded onto the first device.
 
     Args:
         kind, arguments: the engine.
         load: what it is asked.
         machine: the memory available.
-        names: of the arguments for people, see `config.arguments`.
     """
     loaded = []
     if kind.pushes:
         size = num_params(arguments.model) * jnp.dtype(load.param_dtype).itemsize
         push = frozenset({"push"})
         loaded.append(exact("parameters", **machine.on_first(size), phases=push, lower="a smaller model"))
-    return with_engine(kind, arguments, load, machine, loaded, names=names)
+    return with_engine(kind, arguments, load, machine, loaded)
 
 
 def workload(config: Config, prompt_lengths: Sequence[int], completions: int) -> Workload:

@@ -143,7 +143,7 @@ class Run:
     @cached_property
     def engine_platform(self) -> str:
         """Where the engine computes; what it needs is installed."""
-        kind, arguments = engine_arguments(self.asked)
+        kind, arguments = engine_arguments(self.asked, kind=self.engine_kind)
         with as_settings(of_engine(kind)):
             return kind.check_machine(arguments)
 
@@ -207,7 +207,7 @@ class Run:
     @cached_property
     def held_out(self) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
         """The tasks to evaluate on, each with its encoded problems; empty without evaluation."""
-        return files.held_out(self.asked, self.tokenizer)
+        return files.held_out(self.asked, self.tokenizer) if self.asked.evaluation.every_steps else ()
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
@@ -219,6 +219,11 @@ class Run:
     def worked_solutions(self) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
         """Prompts and solutions of the warm-up, token ids; None without one."""
         return files.worked_solutions(self.asked, self.tokenizer) if self.asked.warmup.steps else None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt."""
+        return self.asked.task.max_prompt_tokens
 
     # The machine.
 
@@ -306,6 +311,11 @@ class Run:
         refills = self.asked.algorithm.refill_rounds > 0 and self.hosts.count > 1
         return self.engine_kind.own_process and not refills
 
+    @property
+    def rewards_output(self) -> Path | None:
+        """File that gets what reward functions and environments print; None discards it."""
+        return Path(self.asked.run_dir) / rewards_log(self.hosts.index)
+
     # What is started.
 
     @cached_property
@@ -333,7 +343,7 @@ class Run:
             self.verifier,
             self.columns,
             by_source=len({problem.source for problem in self.train.problems}) > 1,
-            output=Path(self.asked.run_dir) / rewards_log(self.hosts.index),
+            output=self.rewards_output,
             timeout_s=settings.timeout,
             memory_gib=settings.memory_limit,
             stop_on_error=settings.on_error == "error",
@@ -352,7 +362,7 @@ class Run:
             self.columns,
             timeout_s=rewards.timeout,
             memory_gib=rewards.memory_limit,
-            output=Path(self.asked.run_dir) / rewards_log(self.hosts.index),
+            output=self.rewards_output,
         )
         self._stack.callback(pool.close)
         return TurnSampler(
@@ -360,7 +370,7 @@ class Run:
             pool,
             self.tokenizer,
             self.columns,
-            TurnLimits(task.max_turns, self.asked.turn_tokens, task.max_prompt_tokens),
+            TurnLimits(task.max_turns, self.asked.turn_tokens, self.longest_prompt),
             prompt_suffix=task.prompt_suffix,
             variables=template_variables(task.chat_template_kwargs, self.tokenizer),
             stop_on_error=rewards.on_error == "error",

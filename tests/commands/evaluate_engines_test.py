@@ -8,6 +8,7 @@ import pytest
 from dcmdp_jax.commands import evaluate
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
+from tests.support.coin_model import SAMPLES, TASK, TEMPERATURE, TOKENS
 from tests.support.vllm_tools import random_params, small_model
 
 
@@ -30,9 +31,16 @@ def hf_dir(tmp_path_factory):
 
 def _run(hf_dir, out, *options):
     task = "arithmetic:difficulty=1,count=12,split=heldout"
-    precision = ("--precision", "float32", "--compute_dtype", "float32", "--prompt_suffix", "")
+    precision = (
+        "--config.rollout.precision",
+        "float32",
+        "--config.rollout.compute_dtype",
+        "float32",
+        "--config.task.prompt_suffix",
+        "",
+    )
     evaluate.main([
-        "evaluate", str(hf_dir), "--tasks", task, "--samples", "1", "--max_completion_tokens", "40", *precision,
+        "evaluate", str(hf_dir), TASK, task, SAMPLES, "1", TOKENS, "40", *precision,
         "--out", str(out), *options,
     ])  # fmt: skip
     [result] = json.loads(out.read_text())["tasks"].values()
@@ -42,9 +50,9 @@ def _run(hf_dir, out, *options):
 @pytest.mark.long
 def test_greedy_answers_are_those_of_the_embedded_engine(hf_dir, tmp_path):
     """Scores, lengths and truncations."""
-    greedy = ("--temperature", "0")
-    local = _run(hf_dir, tmp_path / "local.json", "--engine", "local", *greedy)
-    vllm = _run(hf_dir, tmp_path / "vllm.json", "--engine", "vllm", *greedy)
+    greedy = (TEMPERATURE, "0")
+    local = _run(hf_dir, tmp_path / "local.json", "--config.rollout.engine", "local", *greedy)
+    vllm = _run(hf_dir, tmp_path / "vllm.json", "--config.rollout.engine", "vllm", *greedy)
     assert vllm == local
     assert 1 < local["length_mean"] < 40
     assert local["truncated_fraction"] < 1

@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.evaluate import main
 from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.evaluation import resumable
 from dcmdp_jax.models.hf_weights import save_params
-from tests.support.coin_model import coin_model, coin_params, evaluation_fails
+from dcmdp_jax.run import model_run
+from tests.support.coin_model import (
+    ROWS,
+    SAMPLES,
+    SEED,
+    TASK,
+    TEMPERATURE,
+    TOKENS,
+    coin_model,
+    coin_params,
+    evaluation_fails,
+)
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +56,7 @@ def tasks(tmp_path_factory):
 
 
 def _words(hf_dir, tasks, out):
-    words = ["--tasks", tasks, "--samples", 4, "--max_completion_tokens", 4, "--problems_per_part", 2]
+    words = [TASK, tasks, SAMPLES, 4, TOKENS, 4, ROWS, 2]
     return [str(word) for word in (hf_dir, *words, "--out", out)]
 
 
@@ -126,8 +136,10 @@ def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, task
         patch.setattr(resumable, "evaluate", stop_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             main(["evaluate", *_words(hf_dir, tasks, out)])
-    got = evaluation_fails(capsys, *_words(hf_dir, tasks, out), "--seed", 1)
-    assert got.startswith(f"{tmp_path}/o.problems.jsonl: holds an unfinished evaluation with seed=0, this one has 1")
+    got = evaluation_fails(capsys, *_words(hf_dir, tasks, out), SEED, 1)
+    assert got.startswith(
+        f"{tmp_path}/o.problems.jsonl: holds an unfinished evaluation with training.seed=0, this one has 1"
+    )
 
 
 def test_overlap_with_training_data_is_reported_or_left_out(hf_dir, tmp_path, capsys):
@@ -136,15 +148,15 @@ def test_overlap_with_training_data_is_reported_or_left_out(hf_dir, tmp_path, ca
     (tmp_path / "train.jsonl").write_text(
         '{"prompt": "other", "answer": "1"}\n{"prompt": "What is 2+2 ?", "label": "4"}\n'
     )
-    words = [hf_dir, "--tasks", tmp_path / "t.jsonl", "--samples", 1, "--max_completion_tokens", 4, "--temperature", 0]
-    words = ["evaluate", *map(str, words), "--train_data", str(tmp_path / "train.jsonl")]
+    words = [hf_dir, TASK, tmp_path / "t.jsonl", SAMPLES, 1, TOKENS, 4, TEMPERATURE, 0]
+    words = ["evaluate", *map(str, words), "--config.task.train", str(tmp_path / "train.jsonl")]
     # The model says 4: right on the problem that is in the training data, and on that alone.
-    main([*words, "--out", str(tmp_path / "a.json")])
+    main([*words, "--overlap=report", "--out", str(tmp_path / "a.json")])
     line = f"overlap of t with {tmp_path}/train.jsonl: 1 problems; avg@1 is 50.0, without them 0.0"
     assert line in capsys.readouterr().out.splitlines()
     task = json.loads((tmp_path / "a.json").read_text())["tasks"]["t"]
     assert task["overlap"] == [{"problem": 0, "train_problem": 1, "same_text": True, "share": 1.0}]
-    main([*words, "--drop_overlap", "--out", str(tmp_path / "b.json")])
+    main([*words, "--overlap=drop", "--out", str(tmp_path / "b.json")])
     assert "1 problems, left out" in capsys.readouterr().out
     task = json.loads((tmp_path / "b.json").read_text())["tasks"]["t"]
     assert (task["problems"], task["problem_rows"], task["average"]) == (1, [1], 0.0)
@@ -152,7 +164,7 @@ def test_overlap_with_training_data_is_reported_or_left_out(hf_dir, tmp_path, ca
 
 def test_one_table_over_finished_evaluations(hf_dir, tasks, tmp_path, capsys):
     for name, method, seed in (("a", "GRPO", 0), ("b", "DC-GRPO", 0), ("c", "DC-GRPO", 1)):
-        main(["evaluate", *_words(hf_dir, tasks, tmp_path / f"{name}.json"), "--method", method, "--seed", str(seed)])
+        main(["evaluate", *_words(hf_dir, tasks, tmp_path / f"{name}.json"), "--method", method, SEED, str(seed)])
     capsys.readouterr()
     main(["evaluate", "--table", *(str(tmp_path / f"{name}.json") for name in "abc")])
     cells = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
@@ -168,23 +180,24 @@ def test_one_table_over_finished_evaluations(hf_dir, tasks, tmp_path, capsys):
         ((), "MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL"),
         (("{hf}", "--table", "a.json"), "MODEL is missing; name a directory"),
         (("--table", "{tmp}/none.json"), "No such file or directory: {tmp}/none.json"),
-        (("{hf}", "--tasks", "{task}", "--drop_overlap"), "--drop_overlap: goes with --train_data"),
-        (("{hf}", "--tasks", "{task}", "--train_data", "{tmp}/no.jsonl"), "data {tmp}/no.jsonl: no such file"),
-        (("{hf}", "--tasks", "{task}", "--problems_per_part", "0"), "argument --problems_per_part: got 0, must be at"),
         (
-            ("{hf}", "--tasks", "{tmp}/odd.jsonl"),
-            "{tmp}/odd.jsonl:2: no prompt in any of the fields prompt, problem, question; the row has instruction, "
-            "output",
+            ("{hf}", TASK, "{task}", "--overlap=drop", "--config.task.train", "{tmp}/no.jsonl"),
+            "config.task.train: data {tmp}/no.jsonl: no such file",
         ),
         (
-            ("{hf}", "--tasks", "{tmp}/half.jsonl"),
-            "{tmp}/half.jsonl:1: no answer in any of the fields reward_model, final_answer, expected_answer, "
-            "ground_truth, answer, solution, label; the row has question, target",
+            ("{hf}", TASK, "{tmp}/odd.jsonl"),
+            "config.evaluation.task: {tmp}/odd.jsonl:2: no prompt in any of the fields prompt, problem, question; the "
+            "row has instruction, output",
+        ),
+        (
+            ("{hf}", TASK, "{tmp}/half.jsonl"),
+            "config.evaluation.task: {tmp}/half.jsonl:1: no answer in any of the fields reward_model, final_answer, "
+            "expected_answer, ground_truth, answer, solution, label; the row has question, target",
         ),
     ],
 )
 def test_bad_input_is_one_line(hf_dir, tasks, tmp_path, capsys, monkeypatch, argv, line):
-    monkeypatch.setattr(evaluate, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(model_run, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     (tmp_path / "odd.jsonl").write_text('{"problem": "p", "answer": "4"}\n{"instruction": "p", "output": "4"}\n')
     (tmp_path / "half.jsonl").write_text('{"question": "p", "target": "4"}\n')
     places = {"tmp": tmp_path, "hf": hf_dir, "task": tasks.split(",")[0]}

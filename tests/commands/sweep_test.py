@@ -113,7 +113,10 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
         return 0
 
     monkeypatch.setattr(sweep._Commands, "call", call)
-    evaluation = ("--tasks", _task(tmp_path / "x.jsonl"), "--max_completion_tokens=16")
+    evaluation = (
+        f"--config.evaluation.task={_task(tmp_path / 'x.jsonl')}",
+        "--config.rollout.max_completion_tokens=16",
+    )
     study = tmp_path / "s.py"
     study.write_text(
         _HEAD + "    arms = {'a': Arm('configs/demo.py'), 'b': Arm('configs/demo.py', {'algorithm.tolerance': 0.5})}\n"
@@ -210,6 +213,9 @@ def test_the_papers_grids(study, setting, values):
     assert _varied(f"configs/studies/{study}.py:paper", setting) == values
 
 
+_TASK = "--config.evaluation.task="
+
+
 def _evaluated(*evaluation):
     return f"    return Study('S', {{'a': Arm('configs/demo.py')}}, 'a', (0, 1), {evaluation})\n"
 
@@ -238,16 +244,22 @@ def _evaluated(*evaluation):
             "    return Study('S', {'a': Arm('c', [1])}, 'a', (0,))\n",
             "--study: {file}: an arm's settings are [1], must",
         ),
-        (_evaluated("--taks=x"), "study: evaluation of a, seed 0: --taks=x: no such argument; did you mean --tasks?"),
-        (_evaluated("--samples=0"), "study: evaluation of a, seed 0: argument --samples: got 0, must be at least 1"),
+        (_evaluated("--stp=1"), "study: evaluation of a, seed 0: --stp=1: no such argument; did you mean --step?"),
+        (_evaluated("--tasks=x"), "study: evaluation of a, seed 0: --tasks is a setting: --config.evaluation.task="),
         (_evaluated("--step=999"), "study: evaluation of a, seed 0: --step: got 999, the run has training.steps=40"),
-        (_evaluated("--precision=fp4"), "study: evaluation of a, seed 0: --precision: got 'fp4', allowed with"),
-        (_evaluated("--tasks=none.jsonl"), "study: evaluation of a, seed 0: data none.jsonl: no such file"),
-        (_evaluated("--tasks={bad}"), "study: evaluation of a, seed 0: {bad}:2: no answer in any of the fields"),
-        (_evaluated("--train_data=none.jsonl"), "study: evaluation of a, seed 0: data none.jsonl: no such file"),
-        # The demo's model has room for 64 + 24 tokens; the default of --max_completion_tokens is 32,768.
-        (_evaluated("--tasks={good}"), "study: evaluation of a, seed 0: --max_completion_tokens: got 32768, with the"),
-        (_evaluated("--tasks={good}", "--out=x"), "--study: {file}: evaluation has --out=x, which the study gives"),
+        (_evaluated("--config.rollout.precision=fp4"), "study: evaluation of a, seed 0: config.rollout.precision: got"),
+        (_evaluated(f"{_TASK}none.jsonl"), f"study: evaluation of a, seed 0: {_TASK[2:-1]}: data none.jsonl: no such"),
+        (_evaluated(f"{_TASK}{{bad}}"), f"study: evaluation of a, seed 0: {_TASK[2:-1]}: {{bad}}:2: no answer in any"),
+        (
+            _evaluated(f"{_TASK}{{good}}", "--overlap=drop", "--config.task.train=none.jsonl"),
+            "study: evaluation of a, seed 0: config.task.train: data none.jsonl: no such file",
+        ),
+        # The debug model has room for its own completions.
+        (
+            _evaluated(f"{_TASK}{{good}}"),
+            "study: evaluation of a, seed 0: config.rollout.max_completion_tokens: got 32768, with the",
+        ),
+        (_evaluated(f"{_TASK}{{good}}", "--out=x"), "--study: {file}: evaluation has --out=x, which the study gives"),
     ],
 )
 def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(body, message, tmp_path, capsys, monkeypatch):

@@ -96,7 +96,9 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
 
     server.asked.clear()
     out = tmp_path / "evaluation.json"
-    _run(evaluate.main, capsys, run, "--tasks", _TASK, "--samples", "2", "--max_completion_tokens", "8", "--out", out)
+    asked = {"evaluation.task": _TASK, "evaluation.samples": 2, "rollout.max_completion_tokens": 8}
+    words = [f"--config.{name}={value}" for name, value in asked.items()]
+    _run(evaluate.main, capsys, run, *words, "--out", out)
     [result] = json.loads(out.read_text())["tasks"].values()
     assert result["length_mean"] == 5 and [what for what, _ in server.asked].count("sample") == 4
 

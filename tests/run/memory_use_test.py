@@ -207,7 +207,7 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
             mesh=lambda tensor, expert: make_mesh(data=2, devices=jax.devices()[:2]),
         )  # fmt: skip
         load = Workload(8, 1, [5], 4, "float32", training=False)
-        plan = plan_evaluation(ENGINES["local"], arguments, load, Machine(platform, 2, None, None), {})
+        plan = plan_evaluation(ENGINES["local"], arguments, load, Machine(platform, 2, None, None))
         place = "first" if platform == "gpu" else "host"
         assert part_of(plan, "engine's weights").on(place) == kept
         found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]

@@ -13,6 +13,8 @@ from dcmdp_jax.models.params import param_shapes
 
 TOKENIZER = build_tokenizer()
 VOCABULARY = len(TOKENIZER)
+TASK, SAMPLES, TEMPERATURE = (f"--config.evaluation.{name}" for name in ("task", "samples", "temperature"))
+TOKENS, ROWS, SEED = "--config.rollout.max_completion_tokens", "--config.rollout.max_rows", "--config.training.seed"
 
 
 def coin_model(context=256):

@@ -78,10 +78,10 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
 
 @pytest.mark.long
 def test_a_recorded_run_evaluates(run_environment, run_dir):
-    short = ("--samples", 2, "--max_completion_tokens", 16)
+    short = ("--config.evaluation.samples=2", "--config.rollout.max_completion_tokens=16")
     _run(run_environment, "bin.evaluate", run_dir, *short, "--out", run_dir / "scores.json")
     scores = json.loads((run_dir / "scores.json").read_text())
-    assert scores["step"] == 2 and scores["settings"]["precision"] == "fp8"
+    assert scores["step"] == 2 and scores["settings"]["rollout.precision"] == "fp8"
     (task,) = scores["tasks"].values()
     assert len(task["problem_rows"]) == 2  # evaluation.task of the run: count=2
     assert 0 <= scores["average"] <= 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class HttpSettings:
-    """The server of `dcmdp evaluate --engine=http`.
+    """The server of `dcmdp evaluate --config.rollout.engine=http`.
 
     Attributes:
         server: http(s)://HOST:PORT, or the path of a Unix socket.

@@ -54,8 +54,8 @@ class Study:
         arms: label -> config; a label is also a directory.
         baseline: label that the others are compared with, seed by seed.
         seeds: of every arm.
-        evaluation: arguments of `dcmdp evaluate` for each finished run, `--tasks` among them, without --method and
-            --out; empty: the runs' own held-out scores are compared alone.
+        evaluation: arguments of `dcmdp evaluate` for each finished run, without --method and --out;
+            empty: the runs' own held-out scores are compared alone.
         doses: label -> charge and lambda of the arms of a study of dose and response; empty: it is none.
         control: label of the arm that differs from the baseline by a perturbation alone; empty: there is none.
     """
