@@ -11,12 +11,22 @@ import pytest
 from scipy.stats import nct
 
 from dcmdp_jax.evaluation.estimators import t_half_width, t_p_value, t_quantile
-from dcmdp_jax.lab.studies.dose import ascent_table, dose_claims, dose_table, holm, measure_doses, p_values
+from dcmdp_jax.lab.oracle.page import draw_oracle
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.oracle_order import oracle_order, oracle_panels, rank_correlation
 from dcmdp_jax.lab.studies.results import tables
 from dcmdp_jax.number_format import markdown_table
-from dcmdp_jax.observe.study_figures import draw_oracle
+from docs.dose_tables import (
+    CONTROL,
+    ascent_table,
+    dose_claims,
+    dose_table,
+    holm,
+    measure_doses,
+    oracle_order,
+    oracle_panels,
+    p_values,
+    rank_correlation,
+)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGE, _APPENDIX = (_ROOT / "docs" / name for name in ("evidence.md", "evidence_appendix.md"))
@@ -75,7 +85,7 @@ def test_dose_and_response_is_that_of_the_kept_metrics():
     page = _APPENDIX.read_text()
     assert dose_table(runs, study.baseline).strip() in page
     assert ascent_table(runs, study.baseline).strip() in page
-    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+    assert "\n".join(dose_claims(runs, study.baseline, CONTROL)) in page
     # What the text says with an interval is a difference of these runs.
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found = [arm[1] for arms in measure_doses(present, study.baseline).values() for arm in arms.values()]
@@ -191,7 +201,7 @@ def test_other_doses_are_those_of_the_kept_metrics(argument, arms, seeds):
     assert all(sorted(each) == _seeds(argument, arm, seeds) for arm, each in runs.items())
     page = _APPENDIX.read_text()
     assert dose_table(runs, study.baseline).strip() in page
-    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+    assert "\n".join(dose_claims(runs, study.baseline, CONTROL)) in page
 
 
 def test_dual_ascent_against_vllm_and_its_runs_on_another_processor_are_those_of_the_kept_metrics():
@@ -227,7 +237,7 @@ def test_the_one_sided_state_is_that_of_the_kept_metrics():
     assert all(sorted(each) == list(range(10)) for each in runs.values())
     page = _APPENDIX.read_text()
     assert dose_table(runs, study.baseline).strip() in page
-    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+    assert "\n".join(dose_claims(runs, study.baseline, CONTROL)) in page
 
 
 @pytest.mark.parametrize("setting", _MAP)
@@ -238,7 +248,7 @@ def test_the_map_is_that_of_the_kept_metrics(setting):
     assert all(sorted(seeds) == _seeds(setting, arm) for arm, seeds in runs.items())
     page = _APPENDIX.read_text()
     assert dose_table(runs, study.baseline).strip() in page
-    assert "\n".join(dose_claims(runs, study.baseline, study.control)) in page
+    assert "\n".join(dose_claims(runs, study.baseline, CONTROL)) in page
     # The control's own delta is that of products of different shapes, far below the engine's.
     control, engine = (runs[arm][0]["discrepancy/mean"][1].mean() for arm in ("exact", "grpo"))
     assert control < 1e-5 < 1e-3 < engine

@@ -2,7 +2,7 @@
 
     dcmdp sweep --study=configs/studies/dose_response.py --one_process=docs/evidence/dose_response.jsonl.gz \
         --config.model.path=runs/evidence/policy
-    dcmdp sweep --study=configs/studies/dose_response.py --redraw=docs/evidence/dose_response.jsonl.gz
+    python -m docs.dose_tables docs/evidence/dose_response.jsonl.gz
 
 Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run. lambda is fixed
 (eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the
@@ -50,7 +50,6 @@ has above c moves it by 30 in 32 steps, to where the token's charge acts."""
 _VLLM_TOLERANCE = 0.0049
 """c against vLLM: 0.9 times GRPO's mean delta over the last half of its steps, 0.00542 on an Intel Xeon. On an AMD EPYC
 GRPO has 0.0050, and it hardly binds."""
-_CONTROL = "grpo_perturbed"
 _ENDING = {"two": "", "one": "_one"}
 _INT4 = {"rollout.precision": "int4"}
 FIXED = {"algorithm.method": "dc_grpo", "algorithm.dual_learning_rate": 0.0, "algorithm.multiplier_max": 1e6}
@@ -90,10 +89,10 @@ def get_study(arg: str = "") -> Study:
             name: Arm(DEMO if name == "exact" else VLLM, {**SETTING, **settings}, past=name.startswith("state"))
             for name, settings in arms.items()
         }
-        return Study("Dose and response, vLLM, FP8 cache", found, "grpo", SEEDS[:5], doses=chosen, control=_CONTROL)
+        return Study("Dose and response, vLLM, FP8 cache", found, "grpo", SEEDS[:5])
     found = {
         name: Arm(DEMO, {**SETTING, **_INT4, **settings}, past=name.startswith("state"))
         for name, settings in arms.items()
     }
     title = f"Dose and response, embedded int4 engine{', one-sided' if arg else ''}"
-    return Study(title, found, "grpo", SEEDS, doses=chosen, control=_CONTROL)
+    return Study(title, found, "grpo", SEEDS)

@@ -42,4 +42,4 @@ def get_study(arg: str = "") -> Study:
     if arg == "corrections":
         arms = {name: arm for name, arm in arms.items() if name.split("_", 1)[1] in _CORRECTIONS and "lag2" not in name}
     engine = "embedded FP8 engine" if arg == "local" else "vLLM, FP8 key-value cache"
-    return Study(f"Lag of sampling ({engine})", arms, "lag0_grpo", SEEDS, control="lag0_grpo_perturbed")
+    return Study(f"Lag of sampling ({engine})", arms, "lag0_grpo", SEEDS)

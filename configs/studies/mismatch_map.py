@@ -51,4 +51,4 @@ def get_study(arg: str = "") -> Study:
             charge = {"algorithm.level": level, "algorithm.multiplier": float(strength)}
             arms[f"{level}_{strength}"] = {**engine, **FIXED, **charge}
     found = {name: Arm(DEMO, settings) for name, settings in arms.items()}
-    return Study(f"Map of regimes, {arg}", found, "grpo", tuple(range(5)), control="grpo_perturbed")
+    return Study(f"Map of regimes, {arg}", found, "grpo", tuple(range(5)))

@@ -22,7 +22,7 @@ from dcmdp_jax.commands import probe_recordings
 from dcmdp_jax.commands.arguments import output_directory, real, temperature, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.commands.flags import parse as parse_config
-from dcmdp_jax.commands.studies import load_study
+from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.engine import settings_beside_a_run
@@ -101,7 +101,7 @@ def _parser() -> Parser:
     live("--remedies", action="store_true", help="compare the gradients that remedies give with an exact engine's")
     live(
         "--study", metavar="FILE[:ARGUMENT]",
-        help="for --remedies: compare a study's doses, else its arms, in place of every remedy",
+        help="for --remedies: compare the arms of a study in place of every remedy",
     )  # fmt: skip
     live(
         "--batches", type=whole(4), default=16, metavar="N", help="of each engine for --remedies (default: %(default)s)"
@@ -149,12 +149,13 @@ def _compare_remedies(arguments: argparse.Namespace) -> None:
 
 
 def _arms(given: str) -> dict[str, AlgorithmSettings]:
-    """The algorithm of a study's doses, else of its arms; without those that are no longer run."""
-    study = load_study(given)
-    chosen = {arm: study.arms[arm] for arm in study.doses or study.arms}
-    return {
-        arm: parse_config(["train", *one.arguments()]).config.algorithm for arm, one in chosen.items() if not one.past
-    }
+    """Each different algorithm of a study's arms, by the first arm that has it; without those no longer run."""
+    found: dict[str, AlgorithmSettings] = {}
+    for arm, one in load_study(given).arms.items():
+        algorithm = None if one.past else parse_config(["train", *one.arguments()]).config.algorithm
+        if algorithm is not None and algorithm not in found.values():
+            found[arm] = algorithm
+    return found
 
 
 def _session(arguments: argparse.Namespace) -> tuple[Session, list[ProbeSpec], AlgorithmSettings]:

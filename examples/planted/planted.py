@@ -182,4 +182,4 @@ def get_study(arg: str = "") -> Study:
         arms[f"reward_undivided_{strength}"] = Arm(
             f"{path}:reward,{strength}", quiet | {"algorithm.normalize_std": False}
         )
-    return Study("A planted mismatch with a way out", arms, "grpo", SEEDS, control="grpo_perturbed")
+    return Study("A planted mismatch with a way out", arms, "grpo", SEEDS)

@@ -16,6 +16,7 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.sweep import main
 from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.studies import study_runs
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.each import check_each
@@ -98,21 +99,25 @@ def test_a_stopped_study_continues_and_compares(tmp_path):
 def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys, monkeypatch):
     called = []
 
-    def call(_, run, words, label):
-        called.append((run.label, words[0]))
-        if run.arm == "a":
+    def call(words, log):
+        directory = log.with_suffix("")
+        arm, seed = directory.parent.name, int(directory.name.removeprefix("seed"))
+        called.append((f"{arm}, seed {seed}", words[0]))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        if arm == "a":
             return 1
         if words[0] == "train":
-            run.directory.mkdir(parents=True)
-            (run.directory / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+            directory.mkdir(parents=True)
+            (directory / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
             return 0
-        out = run.directory / "evaluation.json"
-        assert words[1:] == [str(run.directory), *evaluation, "--method", "b", "--out", str(out)]
-        score = {0: 0.25, 1: 0.75}[run.seed]
+        out = directory / "evaluation.json"
+        assert words[1:] == [str(directory), *evaluation, "--method", "b", "--out", str(out)]
+        score = {0: 0.25, 1: 0.75}[seed]
         out.write_text(json.dumps({"method": "b", "tasks": {"x": {"average": score, "samples": 8}}}))
         return 0
 
-    monkeypatch.setattr(sweep._Commands, "call", call)
+    monkeypatch.setattr(study_runs, "run_command", call)
     evaluation = (
         f"--config.evaluation.task={_task(tmp_path / 'x.jsonl')}",
         "--config.rollout.max_completion_tokens=16",
@@ -166,7 +171,7 @@ def test_every_study_file_has_runs_that_can_be_made(tmp_path, capsys):
 @pytest.mark.parametrize("argument", ["", ":vllm", ":paper"])
 def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(argument):
     study = sweep.load_study(f"configs/studies/remedies.py{argument}")
-    runs, configs = sweep._resolve(study, Path("runs/none"), [])
+    runs, configs = sweep.resolve(study, Path("runs/none"))
     configs = {run.arm: config for run, config in zip(runs, configs, strict=True) if run.seed == 0}
     assert {arm: config.algorithm.method for arm, config in configs.items()} == {
         **{method: method for method in ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")},
@@ -192,7 +197,7 @@ def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(ar
 def _varied(study, name):
     """Values of one setting over a study file's arms."""
     found = sweep.load_study(study)
-    configs = sweep._resolve(found, Path("runs/none"), [])[1]
+    configs = sweep.resolve(found, Path("runs/none"))[1]
     section, _, field = name.partition(".")
     return sorted({to_dict(config)[section][field] for config in configs})
 
@@ -263,7 +268,7 @@ def _evaluated(*evaluation):
     ],
 )
 def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(body, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep._Commands, "call", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(study_runs, "run_command", lambda *_: pytest.fail("a run was started"))
     file, bad, good = (tmp_path / name for name in ("s.py", "bad.jsonl", "good.jsonl"))
     bad.write_text('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?"}\n')
     places = {"{file}": file, "{bad}": bad, "{good}": _task(good)}
@@ -356,7 +361,7 @@ def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
 def test_a_directory_that_holds_another_run_is_refused(tmp_path, capsys):
     file, out = tmp_path / "s.py", tmp_path / "out"
     file.write_text(_HEAD + "    return Study('S', {'a': Arm('configs/demo.py')}, 'a', (0,))\n")
-    config = sweep._resolve(sweep.load_study(str(file)), out, ["--config.algorithm.tolerance=0.5"])[1][0]
+    config = sweep.resolve(sweep.load_study(str(file)), out, ["--config.algorithm.tolerance=0.5"])[1][0]
     (out / "a" / "seed0").mkdir(parents=True)
     (out / "a" / "seed0" / "config.json").write_text(json.dumps(to_dict(config)))
     got = _fails(capsys, f"--study={file}", f"--out={out}")

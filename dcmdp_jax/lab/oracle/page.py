@@ -6,17 +6,17 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.oracle.moments import ZERO, Quality
 from dcmdp_jax.lab.oracle.oracle import Verdict, Verdicts, summary
 from dcmdp_jax.number_format import number, text_table
-from dcmdp_jax.observe.page_kit import json_values
-from dcmdp_jax.observe.study_figures import draw_oracle
+from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, json_values, make_figure, style_axes
 
 JSON_FILE, FIGURE_FILE = "remedies.json", "remedies.png"
 _NO_WIDTH = Quality(*(math.nan,) * 5)
@@ -67,6 +67,35 @@ def draw(verdicts: Verdicts) -> Figure:
         for one in verdicts.remedies
     }  # fmt: skip
     return draw_oracle(title, {f"{verdicts.engine} on {verdicts.model}": points})
+
+
+def draw_oracle(title: str, panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Figure:
+    """Plot an oracle's errors, and bias^2 and variance: a row of panels for each engine, a gradient of zero as a line.
+
+    Args:
+        title: heading.
+        panels: engine -> remedy, in order -> error, half of its interval, bias^2, half of its interval, variance.
+    """
+    sizes = [len(points) + 4 for points in panels.values()]
+    figure, places = make_figure(
+        9.6, 0.17 * sum(sizes) + 0.6, rows=len(panels), columns=2, sharey="row", height_ratios=sizes
+    )
+    for left, right, (engine, points) in zip(places[::2], places[1::2], panels.items(), strict=True):
+        error, width, squared, spread, variance = np.array(list(points.values()), float).T
+        rows = np.arange(len(points))
+        for axes, values, widths in ((left, error, width), (right, squared, spread)):
+            axes.errorbar(values, rows, xerr=widths, fmt="o", color=COLORS[0], markersize=4, elinewidth=0.8)
+            axes.axvline(1, color=COLORS[1], linestyle="--", linewidth=1.2, label="a gradient of zero")
+        right.plot(variance, rows, "x", color=INK, markersize=4, label="variance of one batch")
+        right.set_xscale("symlog", linthresh=1)
+        left.set_xlim(min(0.0, np.nanmin(error, initial=0.0)) - 0.05, 1.25)
+        left.invert_yaxis()
+        style_axes(left, f"{engine}\nerror at the best length, 95% interval")
+        style_axes(right, "bias^2 with its 95% interval; x: variance")
+        left.set_yticks(rows, list(points), fontsize=7)
+    places[1].legend(**LEGEND)
+    figure.suptitle(title, fontsize=9, color=INK, x=0.01, ha="left")
+    return figure
 
 
 def write(results: Sequence[Verdicts], out_dir: Path) -> list[Path]:

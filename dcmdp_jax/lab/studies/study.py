@@ -56,8 +56,6 @@ class Study:
         seeds: of every arm.
         evaluation: arguments of `dcmdp evaluate` for each finished run, without --method and --out;
             empty: the runs' own held-out scores are compared alone.
-        doses: label -> charge and lambda of the arms of a study of dose and response; empty: it is none.
-        control: label of the arm that differs from the baseline by a perturbation alone; empty: there is none.
     """
 
     title: str
@@ -65,8 +63,6 @@ class Study:
     baseline: str
     seeds: Sequence[int]
     evaluation: Sequence[str] = ()
-    doses: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
-    control: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -143,9 +139,13 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
 
 
 _OF_THE_ASCENT = (
-    "multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_quantile",
+    "multiplier",
+    "dual_learning_rate",
+    "multiplier_max",
+    "tolerance_steps",
+    "tolerance_quantile",
     "tolerance_factor",
-)  # fmt: skip
+)
 
 
 def _used(algorithm: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,10 +177,6 @@ def _check_types(study: Study) -> None:
 def _check_grid(study: Study) -> None:
     if not study.arms or not study.seeds:
         raise UserError(f"{len(study.arms)} arms and {len(study.seeds)} seeds, must have at least one of each")
-    if strangers := [label for label in study.doses if label not in study.arms]:
-        raise UserError(f"doses names {strangers[0]!r}, which is none of its arms {', '.join(study.arms)}")
-    if study.control and study.control not in study.arms:
-        raise UserError(f"the control {shorten(study.control)} is none of its arms {', '.join(study.arms)}")
     if study.baseline not in list(study.arms):
         raise UserError(f"the baseline {shorten(study.baseline)} is none of its arms {', '.join(study.arms)}")
     for place, seed in enumerate(study.seeds):

@@ -1,4 +1,7 @@
-"""Dose and response: what a fixed lambda does, charge by charge, and the discrepancy at equal entropy.
+"""The tables and figures of evidence_appendix.md: what a fixed lambda does, charge by charge, at equal entropy.
+
+    python -m docs.dose_tables docs/evidence/dose_response.jsonl.gz --out=runs/evidence/dose
+    python -m docs.dose_tables docs/evidence/dose_response.jsonl.gz --oracle=docs/evidence/oracle.json
 
 Two estimators stand beside each other, since delta follows the policy's entropy H and nobody knows how exactly:
 
@@ -11,18 +14,33 @@ Two estimators stand beside each other, since delta follows the policy's entropy
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from configs.studies.dose_response import doses
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_p_value
-from dcmdp_jax.lab.studies.results import Estimate, Table, estimate, held_out
+from dcmdp_jax.lab.oracle.entries import NOTHING
+from dcmdp_jax.lab.oracle.page import draw_oracle
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, held_out, recorded
+from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of, plot_curve
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.page_kit import INK, LEGEND, make_figure, style_axes
 
+BASELINE, CONTROL = "grpo", "grpo_perturbed"
+"""Arm without a charge, and the one that differs from it by a perturbation alone."""
 _FEWEST_RUNS = 5
 _LOGARITHMS = ("excess", "per_nat")
 Doses = Mapping[str, tuple[str, float]]
@@ -220,7 +238,7 @@ def _late_mean(series: Series) -> float:
 
 
 def dose_panels(runs: Table, baseline: str, doses: Doses) -> dict[str, tuple[float, float, dict[str, np.ndarray]]]:
-    """What `study_figures.draw_doses` draws: values of each charge by lambda; logarithms as a difference to 0."""
+    """What `draw_doses` draws: values of each charge by lambda; logarithms as a difference to 0."""
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found, panels = measure_doses(present, baseline), {}
     for name, (heading, _) in responses(fit_relation(present[baseline])).items():
@@ -255,3 +273,191 @@ def _number(found: Estimate, sign: str) -> str:
         return "-"
     text = f"{found.mean:{sign}.3g}"
     return f"{text} ± {found.half_width:.2g}" if math.isfinite(found.half_width) else text
+
+
+_ENDS = {"reward": "reward", "held_out": "held-out score", "discrepancy": "delta"}
+
+
+def rank_correlation(first: Mapping[str, float], second: Mapping[str, float]) -> float:
+    """Spearman's: the correlation of the ranks of two numbers over the names that both have; equal ones share a rank.
+
+    Raises:
+        ValueError: with fewer than three names, or where one of the two is constant.
+    """
+    names = [name for name in first if name in second]
+    ranks = [_ranks(np.array([values[name] for name in names])) for values in (first, second)]
+    if len(names) < 3 or any(np.ptp(each) == 0 for each in ranks):
+        raise ValueError(f"rank correlation of {len(names)} names: needs three that differ")
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    return np.array([np.sum(values < value) + (np.sum(values == value) - 1) / 2 for value in values])
+
+
+def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
+    """Lines of Markdown: an oracle's table, and the rank correlation of its errors with training results.
+
+    Args:
+        path: remedies.json of `dcmdp probe --remedies --study`.
+        runs: of the study.
+        baseline: the arm without a charge, which the oracle calls no remedy.
+
+    Raises:
+        UserError: if the file can't be read, or has fewer than three of the study's arms.
+    """
+    try:
+        oracles = json.loads(path.read_text(encoding="utf-8"))
+        errors = [
+            {one["name"]: one["quality"]["error"] for one in oracle["remedies"] if one["quality"]["error"] is not None}
+            for oracle in oracles
+        ]
+        lines = [*_table(oracles), ""]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--oracle: {path}: can't be read as remedies.json of dcmdp probe ({error})") from error
+    found = measure_doses({arm: seeds for arm, seeds in runs.items() if seeds}, baseline)
+    for oracle, squared in zip(oracles, errors, strict=True):
+        squared = {baseline if name == NOTHING else name: value for name, value in squared.items()}
+        ends = {
+            label: {arm: own.mean for arm, (own, _) in found[name].items() if arm in squared}
+            for name, label in _ENDS.items()
+        }
+        count = len(ends["reward"])
+        if count < 3:
+            raise UserError(f"--oracle: {path} has {count} of the study's arms, needs three; give dcmdp probe --study")
+        words = ", ".join(f"{label} {rank_correlation(squared, values):+.2f}" for label, values in ends.items())
+        lines.append(f"- `{oracle['engine']}` on {oracle['model']}, {count} arms: rank correlation with {words}.")
+    return lines
+
+
+def oracle_panels(path: Path) -> dict[str, dict[str, tuple[float | None, ...]]]:
+    """What `draw_oracle` draws of a file that `oracle_order` read."""
+    return {
+        oracle["engine"]: {one["name"]: _judged(one) for one in oracle["remedies"]}
+        for oracle in json.loads(path.read_text(encoding="utf-8"))
+    }
+
+
+def _judged(one: Mapping[str, Any]) -> tuple[float | None, ...]:
+    """error, half of its interval, bias^2, half of its interval, variance of a remedy in remedies.json."""
+    found, width = one["quality"], one["half_width"]
+    return found["error"], width["error"], found["squared_bias"], width["squared_bias"], found["variance"]
+
+
+def _table(oracles: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row for each remedy in the order of the first engine: error and bias^2 with their 95% intervals, of each."""
+    rows = []
+    for first in oracles[0]["remedies"]:
+        cells = []
+        for oracle in oracles:
+            (one,) = (one for one in oracle["remedies"] if one["name"] == first["name"])
+            error, width, squared, spread = ("-" if value is None else f"{value:.2f}" for value in _judged(one)[:4])
+            cells += [f"{error} ± {width}", f"{squared} ± {spread}"]
+        rows.append([f"`{first['name']}`", *cells])
+    engines = [heading for oracle in oracles for heading in (f"{oracle['engine']}: error", "bias^2")]
+    return markdown_table(["charge", *engines], rows)
+
+
+def draw_doses(
+    title: str, baseline: str, panels: Mapping[str, tuple[float, float, Mapping[str, np.ndarray]]]
+) -> Figure:
+    """Plot what a fixed lambda does: a panel for each response, a line for each charge, the baseline in gray.
+
+    Args:
+        title: heading.
+        baseline: label of the runs without a charge.
+        panels: heading -> the baseline's mean and half width, and charge -> [n, 3]: lambda, mean, half width.
+    """
+    columns = math.ceil(len(panels) / 2)
+    figure, places = make_figure(3.2 * columns + 0.4, 5.8, title, rows=2, columns=columns)
+    for axes, (heading, panel) in zip(places, panels.items(), strict=False):
+        _doses(axes, heading, baseline, panel)
+    axes.legend(**LEGEND)
+    return figure
+
+
+def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, Mapping[str, np.ndarray]]) -> None:
+    """One response by fixed lambda."""
+    mean, half, charges = panel
+    axes.axhline(mean, color=BASELINE_COLOR, linewidth=1.5, label=baseline)
+    if math.isfinite(half):
+        axes.axhspan(mean - half, mean + half, color=BASELINE_COLOR, alpha=0.25, linewidth=0)
+    for charge, points in charges.items():
+        strength, values, widths = points.T
+        widths = np.where(np.isfinite(widths), widths, 0)
+        axes.errorbar(
+            strength, values, yerr=widths, color=color_of(charge), marker="o", markersize=4, capsize=3, linewidth=1.5,
+            label=charge, linestyle="--" if charge.endswith("_one") else "-",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    style_axes(axes, heading, x="lambda, fixed")
+
+
+def draw_answer(
+    title: str,
+    baseline: str,
+    panels: Mapping[str, tuple[float, float, Mapping[str, np.ndarray]]],
+    multipliers: Mapping[str, np.ndarray],
+    discrepancies: Mapping[str, np.ndarray],
+    budget: float,
+) -> Figure:
+    """Plot whether the charge lowers the discrepancy: by fixed lambda above, by dual ascent below.
+
+    Args:
+        title: heading.
+        baseline: label of the runs without a charge.
+        panels: two of `draw_doses`.
+        multipliers, discrepancies: label -> [n, 3]: step, mean, half width, of arms with dual ascent; the second has
+            the baseline too.
+        budget: c of these arms.
+    """
+    figure, places = make_figure(8.6, 6.2, title, rows=2, columns=2)
+    for axes, (heading, panel) in zip(places[:2], panels.items(), strict=True):
+        _doses(axes, heading, baseline, panel)
+    places[0].legend(**LEGEND)
+    headings = {"lambda by dual ascent": multipliers, "delta under dual ascent; dashed: c": discrepancies}
+    for axes, (heading, curves) in zip(places[2:], headings.items(), strict=True):
+        for label, curve in curves.items():
+            plot_curve(axes, curve, BASELINE_COLOR if label == baseline else color_of(label))
+            axes.lines[-1].set_label(label)
+        style_axes(axes, heading, x="training step", legend=True)
+    places[3].axhline(budget, color=INK, linestyle=(0, (5, 2)), linewidth=1)
+    return figure
+
+
+def main() -> None:
+    """Print the tables of a file of kept metrics, and draw the figures."""
+    parser = argparse.ArgumentParser(description="Tables and figures of charges at fixed lambdas.")
+    parser.add_argument("kept", type=Path, help="metrics.jsonl.gz of a study that has grpo and grpo_perturbed")
+    parser.add_argument("--oracle", type=Path, help="remedies.json of dcmdp probe --remedies: its order against theirs")
+    parser.add_argument("--out", type=Path, default=Path("runs/evidence/dose"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    runs = {arm: seeds for arm, seeds in read_kept_metrics(arguments.kept, None).items() if seeds}
+    print(f"Differences to {BASELINE}, seed by seed, over the last half of the steps.\n\n{dose_table(runs, BASELINE)}")
+    chosen = doses("one" if any("_one_" in arm for arm in runs) else "two")
+    moving = ascending({arm: seeds for arm, seeds in runs.items() if arm not in chosen})
+    if moving:
+        print(f"Dual ascent.\n\n{ascent_table(runs, BASELINE)}")
+    print(f"Carried by the runs, and larger than what the perturbation of {CONTROL} does:\n")
+    print("\n".join(dose_claims(runs, BASELINE, CONTROL)))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    panels = dose_panels(runs, BASELINE, chosen)
+    title = "Dose and response"
+    draw_doses(title, BASELINE, panels).savefig(arguments.out / "doses.png", dpi=DPI)
+    if moving:
+        multipliers, discrepancies = (
+            curves({arm: runs[arm] for arm in arms}, functools.partial(recorded, name=name))
+            for name, arms in (("dual/multiplier", moving), ("discrepancy/mean", [BASELINE, *moving]))
+        )
+        budget = float(next(iter(runs[moving[0]].values()))["dual/tolerance"][1][-1])
+        first = dict(list(panels.items())[:2])
+        figure = draw_answer(title, BASELINE, first, multipliers, discrepancies, budget)
+        figure.savefig(arguments.out / "answer.png", dpi=DPI)
+    if arguments.oracle is not None:
+        print("\n".join(["", *oracle_order(arguments.oracle, runs, BASELINE)]))
+        figure = draw_oracle("Each charge's gradient against the exact one", oracle_panels(arguments.oracle))
+        figure.savefig(arguments.out / "oracle.png", dpi=DPI)
+
+
+if __name__ == "__main__":
+    main()

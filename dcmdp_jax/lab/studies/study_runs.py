@@ -1,0 +1,139 @@
+"""The runs of a study as processes, one after another, and what they leave: tables, figures and kept metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import dcmdp_jax
+from dcmdp_jax.evaluation.log import write_json
+from dcmdp_jax.evaluation.table import format_comparison, read_scores
+from dcmdp_jax.lab.studies.kept_metrics import write_kept_metrics
+from dcmdp_jax.lab.studies.results import Table, record, tables
+from dcmdp_jax.lab.studies.study import Study, StudyRun
+from dcmdp_jax.lab.studies.study_figures import save_figures
+from dcmdp_jax.observe.metrics_io import read_metrics
+
+EVALUATION = "evaluation.json"
+"""What an evaluated run has in its directory."""
+STOPPED = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+"""Exit codes of a command that a signal ended."""
+_FINISHED = "finished.json"
+_METRICS = "metrics.jsonl.gz"
+
+
+def run_command(words: Sequence[str], log: Path) -> int:
+    """Run `dcmdp WORDS` with its output in `log`; a SIGTERM of ours ends it too.
+
+    Returns:
+        Its exit code, 128 + N for signal N.
+    """
+    # The package of this process, whatever the working directory holds.
+    package_root = str(Path(dcmdp_jax.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "dcmdp_jax", *words]
+    started: list[subprocess.Popen[bytes]] = []
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        for process in started:
+            process.terminate()
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            env = os.environ | {"PYTHONPATH": path}
+            started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env))
+        if stopped:  # the signal came while it was started
+            started[0].terminate()
+        code = started[0].wait()
+    except KeyboardInterrupt:  # the terminal sent it to both
+        started[0].wait()
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if stopped:
+        return 128 + signal.SIGTERM
+    return 128 - code if code < 0 else code
+
+
+def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str) -> int:
+    """Train and evaluate a run as far as it is not done, and say so.
+
+    Args:
+        run: of a study.
+        steps: training steps; a finished run may be told to go on.
+        evaluation: arguments of `dcmdp evaluate` after the run's directory; empty: it is not evaluated.
+        label: of the run, for people.
+
+    Returns:
+        0, or the exit code of the command that failed.
+    """
+    done, evaluated = run.directory / _FINISHED, run.directory / EVALUATION
+    log = run.directory.with_name(f"{run.directory.name}.log")
+    began = time.monotonic()
+    if not done.exists() or json.loads(done.read_text())["steps"] < steps:
+        if code := run_command(["train", *run.arguments], log):
+            return _failed(code, label, log)
+        write_json(done, {"steps": steps})
+        evaluated.unlink(missing_ok=True)
+    words = ["evaluate", str(run.directory), *evaluation, "--out", str(evaluated)]
+    if evaluation and not evaluated.exists() and (code := run_command(words, log)):
+        return _failed(code, f"{label}, evaluation", log)
+    print(f"{label}: finished ({time.monotonic() - began:.0f} s)", flush=True)
+    return 0
+
+
+def _failed(code: int, label: str, log: Path) -> int:
+    if code not in STOPPED:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        print(f"{label}: failed with exit code {code}: {lines[-1] if lines else ''} (log: {log})", flush=True)
+    return code
+
+
+def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], out: Path) -> None:
+    """Write tables, figures and kept metrics of the runs that are finished."""
+    finished = [run for run in runs if (run.directory / _FINISHED).exists()]
+    notes = [f"Failed: {', '.join(run.label for run in failed)}."] if failed else []
+    if waiting := len(runs) - len(finished) - len(failed):
+        notes.append(f"Not finished: {waiting} of {len(runs)} runs.")
+    series: Table = {
+        arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm} for arm in study.arms
+    }
+    evaluated = [path for run in finished if (path := run.directory / EVALUATION).exists()]
+    write_results(study, series, out, notes, evaluated)
+    if finished:
+        write_kept_metrics(out / _METRICS, series)
+
+
+def write_results(
+    study: Study, series: Table, out: Path, notes: Sequence[str] = (), evaluated: Sequence[Path] = ()
+) -> None:
+    """Print the tables, and write results.md, results.json and figures/ into `out`.
+
+    Args:
+        study: what was run.
+        series: metrics of its finished runs.
+        out: directory; made.
+        notes: lines under the tables.
+        evaluated: evaluation files of the runs.
+    """
+    text = tables(study.title, series, study.baseline, notes)
+    if evaluated:
+        text += f"\n```\n{format_comparison([read_scores(path) for path in evaluated])}\n```\n"
+    print(text)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.md").write_text(text, encoding="utf-8")
+    write_json(out / "results.json", record(study.title, series, study.baseline, notes))
+    if any(series.values()):
+        save_figures(study.title, study.baseline, series, out / "figures")
+        print(f"wrote {out}/results.md, results.json and {out / 'figures'}/*.png")
