@@ -416,8 +416,8 @@ def draw_answer(
         _doses(axes, heading, baseline, panel)
     places[0].legend(**LEGEND)
     headings = {"lambda by dual ascent": multipliers, "delta under dual ascent; dashed: c": discrepancies}
-    for axes, (heading, curves) in zip(places[2:], headings.items(), strict=True):
-        for label, curve in curves.items():
+    for axes, (heading, found) in zip(places[2:], headings.items(), strict=True):
+        for label, curve in found.items():
             plot_curve(axes, curve, BASELINE_COLOR if label == baseline else color_of(label))
             axes.lines[-1].set_label(label)
         style_axes(axes, heading, x="training step", legend=True)

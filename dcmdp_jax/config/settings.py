@@ -426,10 +426,11 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
         UserError: as `from_config_dict`.
     """
     values = to_dict(config)
-    if "rollout.engine" in overrides:
-        values["rollout"]["engine_args"] = ""
     # The run's split of its devices was for a trainer beside the engine.
     alone = {"rollout.lag": 0, "rollout.router_replay": False, "rollout.fitted_rows": 0, "mesh.cpu_devices": 0}
+    # Of the engine and the functions that the run had.
+    alone |= {"rollout.engine_args": ""} if "rollout.engine" in overrides else {}
+    alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}
     values["rollout"]["local"] = {}
     for name, value in {**alone, **overrides}.items():
         replace_value(values, name, value)

@@ -248,7 +248,7 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
         (("--stepp", "4"), "--stepp: no such argument; did you mean --step?"),
         (
             ("--config.rollout.precison", "4"),
-            "config.rollout.precison: no such setting; did you mean rollout.precision?",
+            "config.rollout.precison: no such setting; did you mean 'rollout.precision'?",
         ),
         (("--tasks", "x.jsonl"), "--tasks is a setting: --config.evaluation.task=..."),
         (("--precision=fp8",), "--precision is a setting: --config.rollout.precision=..."),
@@ -277,7 +277,7 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
             ("--config.rollout.engine=htp",),
             "config.rollout.engine: got 'htp', allowed are local, vllm, http, module:NAME and path.py:NAME; did you",
         ),
-        (("--config.rollout.engine_args={}",), "config.rollout.engine_args: goes with an engine by path; local has"),
+        (("--config.rollout.engine_args=[]",), "config.rollout.engine_args: goes with an engine by path; local has"),
         (
             ("--config.rollout.engine=http", '--config.rollout.engine_args={{"server": "{tmp}/none"}}'),
             "config.rollout.engine_args.server: {tmp}/none is no Unix socket",

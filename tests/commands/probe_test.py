@@ -12,7 +12,7 @@ import pytest
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS
 from dcmdp_jax.algorithm.penalties import PENALTIES
-from dcmdp_jax.commands import evaluate, probe
+from dcmdp_jax.commands import probe
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.errors import UserError
@@ -21,6 +21,7 @@ from dcmdp_jax.lab.oracle.oracle import ask
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.run.model_run import find_model
 from tests.support.sampled_columns import columns
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
@@ -200,7 +201,7 @@ def test_a_model_of_the_hub_takes_the_place_of_a_directory(model, monkeypatch, c
         capsys, "--model", "some/one@v2", *_ASK, "--a", "local", "--max-completion-tokens", "4", "--out", tmp_path
     )
     assert code == 0, error
-    found = evaluate._find_model(Path("some/other"), None)
+    found = find_model(Path("some/other"))
     assert asked == [("some/one", "v2"), ("some/other", None)] and found.name == "other"
     model_directory.cache_clear()
 
@@ -208,9 +209,9 @@ def test_a_model_of_the_hub_takes_the_place_of_a_directory(model, monkeypatch, c
 def test_the_arms_of_a_study_take_the_place_of_the_remedies():
     arms = probe._arms("configs/studies/dose_response.py")
     assert arms["token_100"].multiplier == 100 and arms["reward_10"].level == "reward"
-    assert len(arms) == 12 and not any(arm.startswith("state") for arm in arms)
+    assert len(arms) == 16 and not any(arm.startswith("state") for arm in arms)
     one_sided = probe._arms("configs/studies/dose_response.py:one")
-    assert len(one_sided) == 12 and {one.sided for one in one_sided.values()} == {"one"}
+    assert len(one_sided) == 14 and {one.sided for one in one_sided.values()} == {"one"}
     assert set(probe._arms("configs/studies/methods.py")) == {"grpo", "dual_grpo", "threshold_grpo", "dc_grpo"}
 
 

@@ -38,7 +38,7 @@ def test_what_overlaps_can_be_left_out():
     rest = leave_out(prompts, [Overlap(1, 9, True, 1.0)], task="t")
     assert [problem.prompt for problem in rest.problems] == ["a", "c"] and rest.dropped == 4
     assert [ids.tolist() for ids in rest.token_ids] == [[0], [2]]
-    with pytest.raises(UserError, match="every problem of t is in --train_data"):
+    with pytest.raises(UserError, match="every problem of t is in config.task.train"):
         leave_out(prompts, [Overlap(place, 0, True, 1.0) for place in range(3)], task="t")
 
 
