@@ -38,8 +38,8 @@ _MAY_IMPORT = {
         "training",
     },
     "commands": {
-        "config", "data", "engines", "environments", "evaluation", "lab", "models", "observe", "parallel",
-        "plan", "rewards", "run", "training",
+        "config", "data", "engines", "evaluation", "lab", "models", "observe", "parallel", "plan", "rewards",
+        "run", "training",
     },
 }  # fmt: skip
 _BESIDE = "modules beside the rooms"
@@ -49,7 +49,7 @@ _LIBRARIES = {
     "ml_collections": ("dcmdp_jax.config.settings", "configs", "dcmdp_jax.commands"),
     "absl": (),
     "optax": ("dcmdp_jax.training",),
-    "orbax": ("dcmdp_jax.training.checkpoint",),
+    "orbax": ("dcmdp_jax.run.checkpoint",),
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "gguf": ("dcmdp_jax.models.gguf_weights",),

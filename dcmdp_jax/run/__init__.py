@@ -1,1 +1,1 @@
-"""A run as one value: the parts that every command takes, each made and checked once."""
+"""A run as one value: the parts that every command takes, each made and checked once; its directory and checkpoints."""

@@ -90,7 +90,7 @@ class SavedModel:
         """Read the weights: a checkpoint's as they are, others in the given dtype."""
         if self.step is None:
             return load_params(self.path, self.shape, dtype=dtype)
-        from dcmdp_jax.training.checkpoint import load_params_only
+        from dcmdp_jax.run.checkpoint import load_params_only
 
         return load_params_only(self.path, self.step)[0]
 
@@ -113,7 +113,7 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
     resolved = path.resolve()
     if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
         # Orbax takes seconds to import; only a checkpoint needs it.
-        from dcmdp_jax.training.checkpoint import load_model_config
+        from dcmdp_jax.run.checkpoint import load_model_config
 
         shape, step, tokenizer = load_model_config(resolved, step)
         run_dir = tokenizer.parent

@@ -1,1 +1,1 @@
-"""The step, the loop around it, and the checkpoints of a run."""
+"""The step, and the loop around it."""

@@ -19,9 +19,9 @@ from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.run.checkpoint import Checkpoints, WindowedDual
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.checkpoint import Checkpoints, WindowedDual
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     WARMUP_SCALE,

@@ -24,13 +24,13 @@ from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.scoring import reward_metrics
+from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.across_hosts import data_facts, gather_evaluation
 from dcmdp_jax.training.batch_metrics import PhaseTimer, rollout_metrics
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.build import StepPrograms, make_step_programs, reference_params, start
-from dcmdp_jax.training.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_metrics import RECORDED
 from dcmdp_jax.training.step_rollout import recorded_completions, shown_samples, trainer_state

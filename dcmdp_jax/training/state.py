@@ -22,7 +22,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.models.products import PRECISE
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings, to_global
-from dcmdp_jax.training.checkpoint import WindowedDual
+from dcmdp_jax.run.checkpoint import WindowedDual
 from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, Rows, TrainState
 
 

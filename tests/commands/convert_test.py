@@ -22,7 +22,7 @@ from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.training import checkpoint
+from dcmdp_jax.run import checkpoint
 from dcmdp_jax.training.state import new_state
 from tests.support.waiting import HANGS_S
 

@@ -21,7 +21,7 @@ from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import memory_use, model_run
-from dcmdp_jax.training.checkpoint import Checkpoints
+from dcmdp_jax.run.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
 from tests.support.coin_model import (
     ROWS,

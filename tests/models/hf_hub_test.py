@@ -119,7 +119,7 @@ def run_dir(tmp_path_factory):
     import optax
 
     from dcmdp_jax.algorithm.dual import dual_init
-    from dcmdp_jax.training import checkpoint
+    from dcmdp_jax.run import checkpoint
     from dcmdp_jax.training.state import new_state
 
     model = ModelConfig("qwen3", 104, 8, 12, 2, 4, 2, 4)

@@ -57,7 +57,7 @@ def load_model(path: Path) -> Model:
     resolved = path.resolve()
     if run_directory(path) is not None:
         # Orbax takes seconds to import; only a checkpoint needs it.
-        from dcmdp_jax.training.checkpoint import load_params_only
+        from dcmdp_jax.run.checkpoint import load_params_only
 
         params, config, step, tokenizer = load_params_only(resolved)
         name = f"{tokenizer.parent.name} step {step}"

@@ -19,8 +19,8 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.training import checkpoint
-from dcmdp_jax.training.checkpoint import (
+from dcmdp_jax.run import checkpoint
+from dcmdp_jax.run.checkpoint import (
     CheckpointError,
     Checkpoints,
     PolicyScore,
@@ -291,7 +291,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(opened, two, c
         checkpoints = opened()
         restored = checkpoints.restore(_abstract(_state()), _MODEL)
     _same_bits(_state(1), restored)
-    said = [record.getMessage() for record in caplog.records if record.name == "dcmdp_jax.training.checkpoint"]
+    said = [record.getMessage() for record in caplog.records if record.name == "dcmdp_jax.run.checkpoint"]
     assert len(said) == 1 and "\n" not in said[0]
     assert said[0].startswith(f"checkpoint 2 of {two} is damaged (")
     assert (two / "damaged" / "2").is_dir()
