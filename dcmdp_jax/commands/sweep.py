@@ -33,6 +33,7 @@ from dcmdp_jax.lab.studies.study_runs import EVALUATION, STOPPED, compare, finis
 from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
+_show = functools.partial(print, flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
             raise UserError(
                 "--redraw: the metrics are kept already; leave out --seeds, --dry_run, --one_process and --config.*"
             )
-        write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), out)
+        print(write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), out))
         return 0
     runs, configs = resolve(study, out, overrides, arguments.arms)
     if arguments.dry_run:
@@ -63,16 +64,15 @@ def main(argv: list[str]) -> int:
         return 0
     if arguments.one_process is not None:
         return _in_one_process(study, runs, configs, arguments.one_process, out)
-    failed: list[StudyRun] = []
-    code = 0
+    code, failed = 0, []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
         label = f"[{number}/{len(runs)}] {run.label}"
-        code = finish_run(run, config.training.steps, _evaluation_words(study, run), label)
+        code = finish_run(run, config.training.steps, _evaluation_words(study, run), label, _show)
         if code in STOPPED:
             print("stopped; the same command continues", flush=True)
             break
         failed += [run] if code else []
-    compare(study, runs, failed, out)
+    print(compare(study, runs, failed, out))
     return code if code in STOPPED else int(bool(failed))
 
 
@@ -86,12 +86,12 @@ def _in_one_process(study: Study, runs: Sequence[StudyRun], configs: Sequence[Co
 
     code = 0
     try:
-        run_in_one_process(runs, configs, kept, functools.partial(print, flush=True))
+        run_in_one_process(runs, configs, kept, _show)
     except Interrupted as stopped:
         print(f"stopped; the same command continues after the runs in {kept}", flush=True)
         code = 128 + stopped.signal_number
     if kept.exists():
-        write_results(study, read_kept_metrics(kept, list(study.arms)), out)
+        print(write_results(study, read_kept_metrics(kept, list(study.arms)), out))
     return code
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dcmdp_jax
@@ -66,14 +66,15 @@ def run_command(words: Sequence[str], log: Path) -> int:
     return 128 - code if code < 0 else code
 
 
-def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str) -> int:
+def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str, show: Callable[[str], None]) -> int:
     """Train and evaluate a run as far as it is not done, and say so.
 
     Args:
-        run: of a study.
+        run: one run of a study.
         steps: training steps; a finished run may be told to go on.
         evaluation: arguments of `dcmdp evaluate` after the run's directory; empty: it is not evaluated.
-        label: of the run, for people.
+        label: the run's name for people.
+        show: gets a line of what became of it.
 
     Returns:
         0, or the exit code of the command that failed.
@@ -83,25 +84,25 @@ def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str)
     began = time.monotonic()
     if not done.exists() or json.loads(done.read_text())["steps"] < steps:
         if code := run_command(["train", *run.arguments], log):
-            return _failed(code, label, log)
+            return _failed(code, label, log, show)
         write_json(done, {"steps": steps})
         evaluated.unlink(missing_ok=True)
     words = ["evaluate", str(run.directory), *evaluation, "--out", str(evaluated)]
     if evaluation and not evaluated.exists() and (code := run_command(words, log)):
-        return _failed(code, f"{label}, evaluation", log)
-    print(f"{label}: finished ({time.monotonic() - began:.0f} s)", flush=True)
+        return _failed(code, f"{label}, evaluation", log, show)
+    show(f"{label}: finished ({time.monotonic() - began:.0f} s)")
     return 0
 
 
-def _failed(code: int, label: str, log: Path) -> int:
+def _failed(code: int, label: str, log: Path, show: Callable[[str], None]) -> int:
     if code not in STOPPED:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        print(f"{label}: failed with exit code {code}: {lines[-1] if lines else ''} (log: {log})", flush=True)
+        show(f"{label}: failed with exit code {code}: {lines[-1] if lines else ''} (log: {log})")
     return code
 
 
-def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], out: Path) -> None:
-    """Write tables, figures and kept metrics of the runs that are finished."""
+def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], out: Path) -> str:
+    """Write tables, figures and kept metrics of the runs that are finished; return the tables."""
     finished = [run for run in runs if (run.directory / _FINISHED).exists()]
     notes = [f"Failed: {', '.join(run.label for run in failed)}."] if failed else []
     if waiting := len(runs) - len(finished) - len(failed):
@@ -110,15 +111,15 @@ def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], 
         arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm} for arm in study.arms
     }
     evaluated = [path for run in finished if (path := run.directory / EVALUATION).exists()]
-    write_results(study, series, out, notes, evaluated)
     if finished:
         write_kept_metrics(out / _METRICS, series)
+    return write_results(study, series, out, notes, evaluated)
 
 
 def write_results(
     study: Study, series: Table, out: Path, notes: Sequence[str] = (), evaluated: Sequence[Path] = ()
-) -> None:
-    """Print the tables, and write results.md, results.json and figures/ into `out`.
+) -> str:
+    """Write results.md, results.json and figures/ into `out`; return the tables, and what was written.
 
     Args:
         study: what was run.
@@ -130,10 +131,10 @@ def write_results(
     text = tables(study.title, series, study.baseline, notes)
     if evaluated:
         text += f"\n```\n{format_comparison([read_scores(path) for path in evaluated])}\n```\n"
-    print(text)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.md").write_text(text, encoding="utf-8")
     write_json(out / "results.json", record(study.title, series, study.baseline, notes))
     if any(series.values()):
         save_figures(study.title, study.baseline, series, out / "figures")
-        print(f"wrote {out}/results.md, results.json and {out / 'figures'}/*.png")
+        text += f"\nwrote {out}/results.md, results.json and {out / 'figures'}/*.png"
+    return text
