@@ -10,7 +10,7 @@ from tests.demo_multiplier import broken_rule
 # rests for two steps, then 0.125 + 2 (1 - 0.78125) = 0.5625, + 2 (0.25 - 0.78125) = -0.5, cut to 0.
 _CONFIG = {
     "algorithm.multiplier": 0.125, "algorithm.multiplier_max": 1.0,
-    "algorithm.dual_learning_rate": 2.0, "algorithm.tolerance_steps": 2, "algorithm.tolerance_quantile": 0.5,
+    "algorithm.dual_learning_rate": 2.0, "algorithm.tolerance_steps": 2,
     "algorithm.tolerance_factor": 1.25,
 }  # fmt: skip
 _RECORD = {

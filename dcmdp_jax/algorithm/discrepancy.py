@@ -32,7 +32,7 @@ Charge = Literal["token", "sequence", "reward"]
 """What is charged; see `signals.row_signals`."""
 
 RATIO_LIMIT = 10.0
-"""Largest |p / q - 1| of a token, unless it is given."""
+"""Largest |p / q - 1| of a token. Ours: the paper has no bound; its measure, diff, is at most 1."""
 
 
 def token_discrepancy(
@@ -42,21 +42,20 @@ def token_discrepancy(
     completion_mask: Array | None = None,
     measure: Measure = "diff",
     sided: Sided = "two",
-    ratio_limit: float = RATIO_LIMIT,
 ) -> jax.Array:
     """delta_{i,t}, the discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1, "Discrepancy").
 
     With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
 
-        diff   |p - q|        ratio   min(|p / q - 1|, ratio_limit)        log   |log p - log q|,
+        diff   |p - q|        ratio   min(|p / q - 1|, 10)        log   |log p - log q|,
 
     the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice. One-sided charges
     only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
 
     Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` at most 20, `ratio` at
-    most `ratio_limit`, without which one token of q near 0 would be charged up to e^20 - 1 = 4.85e8. So q = 0 (-inf)
-    gives p, `ratio_limit`, 20; -inf in both gives 0. NaN stays NaN. `diff` is
-    formed as max(p, q) (1 - e^-|d|), which keeps float32's relative precision when p and q nearly agree.
+    most `RATIO_LIMIT`, without which one token of q near 0 would be charged up to e^20 - 1 = 4.85e8. So q = 0 (-inf)
+    gives p, 10, 20; -inf in both gives 0. NaN stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|), which keeps
+    float32's relative precision when p and q nearly agree.
 
     Args:
         train_logprobs: any shape, nats, training stack, weights that made the batch: log p^Train.
@@ -65,7 +64,6 @@ def token_discrepancy(
             ignored. None: all are.
         measure: "diff", "ratio" or "log".
         sided: "two" or "one".
-        ratio_limit: most that `ratio` gives a token, above 0. A value below 1 also bounds tokens with p below q.
 
     Returns:
         Same shape, float32 (float64 for float64 with x64), >= 0, exactly 0 where the two log-probs are equal. No
@@ -77,7 +75,6 @@ def token_discrepancy(
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
-    require_number("ratio_limit", ratio_limit, minimum=0, open_minimum=True)
     train_logprobs, rollout_logprobs = as_float(train_logprobs), as_float(rollout_logprobs)
     if measure == "diff":
         train_logprobs, rollout_logprobs = jnp.minimum(train_logprobs, 0.0), jnp.minimum(rollout_logprobs, 0.0)
@@ -88,7 +85,7 @@ def token_discrepancy(
         larger = jnp.exp(jnp.maximum(train_logprobs, rollout_logprobs))
         values = larger * -jnp.expm1(-jnp.abs(log_ratio))
     elif measure == "ratio":
-        values = jnp.minimum(jnp.abs(jnp.expm1(log_ratio)), ratio_limit)
+        values = jnp.minimum(jnp.abs(jnp.expm1(log_ratio)), RATIO_LIMIT)
     else:
         values = jnp.abs(log_ratio)
     if completion_mask is not None:
@@ -107,7 +104,6 @@ def discrepancy(
     measure: Measure,
     sided: Sided,
     level: Level,
-    ratio_limit: float = RATIO_LIMIT,
 ) -> jax.Array:
     """delta_{i,t} of each sampled token, 0 outside the mask (Eq. 3; Algorithm 1, "Discrepancy").
 
@@ -125,7 +121,6 @@ def discrepancy(
         measure: "diff", "ratio" or "log"; see `token_discrepancy`.
         sided: "two", or "one" to charge p^Train > p^Inf only.
         level: "token" or "sequence".
-        ratio_limit: most that "ratio" gives a token.
 
     Returns:
         [R, L] float32, >= 0, in the measure's unit. No gradient flows.
@@ -141,7 +136,7 @@ def discrepancy(
     )
     require_option("level", level, get_args(Level))
     mask = jnp.asarray(completion_mask, bool)
-    values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided, ratio_limit=ratio_limit)
+    values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided)
     if level == "sequence":
         return sequence_discrepancy(values, mask, completion_index, num_completions)
     return jnp.where(mask, values, 0.0)

@@ -84,12 +84,10 @@ def dual_update(
     return jnp.where(jnp.isfinite(mean_discrepancy), moved, multiplier)
 
 
-def measured_tolerance(
-    mean_discrepancies: Array, noise_floors: Array, *, quantile: float, factor: float = 1.0
-) -> jax.Array:
-    """c measured on the run itself: a quantile over its first steps. Ours, not in the paper.
+def measured_tolerance(mean_discrepancies: Array, noise_floors: Array, *, factor: float = 1.0) -> jax.Array:
+    """c measured on the run itself: the median over its first steps. Ours, not in the paper.
 
-        c = factor quantile_k max(dbar_k, f_k)
+        c = factor median_k max(dbar_k, f_k)
 
     over the first steps k, with dbar_k the mean discrepancy and f_k the engine's noise floor: no policy meets a budget
     below that. A factor below 1 asks the policy for less than it began with, and may ask for less than the floor.
@@ -97,15 +95,14 @@ def measured_tolerance(
     Args:
         mean_discrepancies: [n] float, dbar_k; those that are not finite are left out.
         noise_floors: [n] float, f_k; 0 where it was not measured.
-        quantile: in [0, 1].
         factor: above 0.
 
     Returns:
         [] float32; 0 if no mean is finite.
 
     Raises:
-        ValueError: if the shapes differ or `quantile` is outside [0, 1].
+        ValueError: if the shapes differ.
     """
     require_same_shape(mean_discrepancies=mean_discrepancies, noise_floors=noise_floors)
     means, floors = jnp.asarray(mean_discrepancies, jnp.float32), jnp.asarray(noise_floors, jnp.float32)
-    return masked_quantile(jnp.maximum(means, floors), jnp.isfinite(means), quantile) * jnp.float32(factor)
+    return masked_quantile(jnp.maximum(means, floors), jnp.isfinite(means), 0.5) * jnp.float32(factor)

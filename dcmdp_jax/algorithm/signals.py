@@ -94,7 +94,7 @@ def row_signals(
         tokens: log-probs, advantages without penalty, mask, completions, multiplier (lambda_k from before this step's
             dual update) and tolerance.
         weights: [N] float32, from `losses.aggregation_weights`.
-        measure: keyword arguments of `discrepancy.discrepancy`: measure, sided, ratio_limit.
+        measure: keyword arguments of `discrepancy.discrepancy`: measure, sided.
         level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": no
             charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
         penalty: function of `penalties` that charges the discrepancy.

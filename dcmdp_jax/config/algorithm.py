@@ -12,7 +12,7 @@ from typing import Any, get_args
 import jax
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, TRUNCATIONS
-from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Charge, Level, Measure, Sided
+from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation, surrogate
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
@@ -51,17 +51,15 @@ class AlgorithmSettings:
         measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.
             Source: paper: diff.
         sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
-        ratio_limit: Most that measure=ratio gives a token: without it one token of p_inf near 0 would be charged up
-            to 4.85e8. Source: ours: the paper has no bound; its measure, diff, is at most 1.
         level: What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that mean,
             in the reward, before the group's mean is taken (one forward pass more). Source: paper: token.
         multiplier: lambda_0, the multiplier of the first step. Source: paper [6.1]: 0.1 (8B), 0.05 (30B-A3B).
         tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B).
-        tolerance_steps: Measure c on this many first steps: lambda stays at lambda_0 and c at `tolerance`; then c
-            is a quantile of their mean discrepancies, each at least the engine's noise floor in that step. 0: c is
-            `tolerance`. Only with dc_grpo. Source: paper: c is given.
-        tolerance_quantile: Quantile of tolerance_steps. Source: ours.
-        tolerance_factor: Times that quantile. Below 1: less than the policy began with. Source: ours: the rule of
+        tolerance_steps: Calibrate c on this many first steps, during which lambda stays at lambda_0 and c at
+            `tolerance`. Then c is tolerance_factor times the median over these steps of the mean discrepancy, or of
+            the engine's noise floor where that is larger. 0: c is `tolerance`. Only with dc_grpo. Source: paper: c is
+            given.
+        tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source: ours: the rule of
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
         multiplier_max: Upper end of lambda; the lower one is 0. Source: ours: not stated in the paper.
@@ -104,12 +102,10 @@ class AlgorithmSettings:
     )  # fmt: skip
     measure: str = setting("diff", choices=get_args(Measure))
     sided: str = setting("two", choices=get_args(Sided))
-    ratio_limit: float = setting(RATIO_LIMIT, minimum=1e-6)
     level: str = setting("token", choices=get_args(Charge))
     multiplier: float = setting(0.1, unit="advantage per discrepancy")
     tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
     tolerance_steps: int = setting(0, unit="steps", minimum=0, limit=(10_000, "lambda rests in all of them"))
-    tolerance_quantile: float = setting(0.5, minimum=0, maximum=1)
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
     multiplier_max: float = setting(1.0)

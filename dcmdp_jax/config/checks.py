@@ -71,8 +71,8 @@ def may_change(name: str, config: Any) -> bool:
     if name == "training.steps" and config.optimizer.schedule != "constant":
         # The learning rate ends with the last step.
         return False
-    if name in ("algorithm.tolerance_quantile", "algorithm.tolerance_factor") and not config.algorithm.tolerance_steps:
-        return True  # c is given: they do nothing, and an earlier version had other defaults
+    if name == "algorithm.tolerance_factor" and not config.algorithm.tolerance_steps:
+        return True  # c is given: it does nothing, and an earlier version had another default
     return declared(type(config))[name].about.free
 
 

@@ -14,7 +14,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten, replace_value
 from dcmdp_jax.inputs import shorten
 
-VERSION = 5
+VERSION = 6
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
@@ -23,16 +23,18 @@ class Removed:
     """A setting that older runs have.
 
     Attributes:
-        version: the first without it.
-        meaningless: the values that do what is done without the setting.
-        why: the reason, or the remedy.
-        values: the values that went, of a setting that stays; empty: the setting itself went.
+        version: First version without the setting.
+        meaningless: Values that do what is done without the setting. None: all, since it never changed what is learned.
+        why: Reason, or remedy.
+        values: Removed values of a setting that stays. Empty: the setting itself was removed.
+        needs: Setting without which the removed one did nothing. Empty: none.
     """
 
     version: int
-    meaningless: tuple[Any, ...]
+    meaningless: tuple[Any, ...] | None
     why: str
     values: tuple[Any, ...] = ()
+    needs: str = ""
 
 
 REMOVED = {
@@ -64,6 +66,15 @@ REMOVED = {
     "model.architecture.rope_theta": Removed(5, (10000.0,), "fresh models have 10000; others their config.json"),
     "model.architecture.tie_word_embeddings": Removed(5, (True,), "fresh models have one matrix for both ends"),
     "model.architecture.norm_topk_prob": Removed(5, (True,), "fresh models normalize the experts' probabilities"),
+    "algorithm.ratio_limit": Removed(6, (10.0,), "measure=ratio gives a token at most 10"),
+    "algorithm.tolerance_quantile": Removed(
+        6, (0.5,), "c is tolerance_factor times the median of the first steps", needs="algorithm.tolerance_steps"
+    ),
+    "training.max_skipped_in_row": Removed(6, None, "8 skipped updates in a row stop a run"),
+    "task.verifier_budget": Removed(6, None, "answers that are undecided after 120 seconds get reward 0"),
+    "observe.rollouts_max_gib": Removed(6, None, "rollouts/ holds 1 GiB; set rollouts_every_steps"),
+    "rollout.vllm.max_restarts": Removed(6, None, "the sixth failure in a row ends a run"),
+    "rollout.vllm.stall_timeout_s": Removed(6, None, "a sidecar silent for 300 seconds is restarted"),
     **{
         f"algorithm.{name}": Removed(4, (), "write trust_region=clip(low=0.2,high=0.24,dual=0) with the numbers")
         for name in ("clip_low", "clip_high", "dual_clip")
@@ -92,7 +103,10 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
         said = f"config.{name}: got {shorten(flat[name])}"
         if flat[name] in removed.values:
             raise UserError(f"{said}, which is gone; {removed.why}")
-        if not removed.values and flat.pop(name) not in removed.meaningless:
+        if removed.values:
+            continue
+        value, did_nothing = flat.pop(name), removed.needs and not flat.get(removed.needs)
+        if removed.meaningless is not None and value not in removed.meaningless and not did_nothing:
             raise UserError(f"{said}, no setting any more; {removed.why}")
     for name, value in flat.items():
         replace_value(kept, name, value)

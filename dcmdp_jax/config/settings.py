@@ -122,8 +122,6 @@ class TaskSettings:
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
         verifier_workers: Processes that judge answers.
         verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
-        verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
-            Source: ours.
     """
 
     train: str = setting("")
@@ -136,7 +134,6 @@ class TaskSettings:
     on_bad_row: str = setting("error", choices=("error", "skip"))
     verifier_workers: int = setting(2, unit="processes", minimum=1, limit=(1024, "each is a process"), free=True)
     verifier_timeout: float = setting(5.0, unit="seconds", minimum=0.01)
-    verifier_budget: float = setting(120.0, unit="seconds", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +194,6 @@ class TrainingSettings:
         segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other segments, else 1.
             cudnn skips them with 2 to 32, and has a mask in memory with more.
         seed: Seed of the initial weights, the sampling and the order of problems.
-        max_skipped_in_row: Updates with a gradient that is not finite are skipped; this many in a row stop the run.
-            Source: ours.
     """
 
     steps: int = setting(500, unit="steps", minimum=1, free=True)
@@ -208,7 +203,6 @@ class TrainingSettings:
     row_lengths: tuple[int, ...] = setting((), unit="tokens", free=True)
     segments_per_row: int = setting(0, unit="completions", minimum=0, free=True)
     seed: int = setting(0, minimum=0)
-    max_skipped_in_row: int = setting(8, unit="updates", minimum=1, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,8 +330,8 @@ class ObserveSettings:
     Attributes:
         samples_every_steps: Steps between sample completions in samples.jsonl.
         rollouts_every_steps: Steps between recordings of all tokens with both probabilities in
-            rollouts/step_N.parquet, for the probe; about 13 bytes a token. 0: none.
-        rollouts_max_gib: Size of rollouts/. The oldest recordings above it are deleted.
+            rollouts/step_N.parquet, for the probe; about 13 bytes a token. Above 1 GiB the oldest are deleted.
+            0: none.
         samples: Sample completions written each time.
         on_alarm: What an alarm does (docs/probe.md lists them). warn: a line on the console. stop: it also saves
             the state and ends the run; the same command goes on.
@@ -347,7 +341,6 @@ class ObserveSettings:
 
     samples_every_steps: int = setting(10, unit="steps", minimum=1, free=True)
     rollouts_every_steps: int = setting(10, unit="steps", minimum=0, free=True)
-    rollouts_max_gib: float = setting(1.0, unit="GiB", minimum=0, limit=(2**20, "a petabyte"), free=True)
     samples: int = setting(4, unit="completions", minimum=0, free=True)
     on_alarm: str = setting("warn", choices=("warn", "stop"), free=True)
     wandb_project: str = setting("", free=True)

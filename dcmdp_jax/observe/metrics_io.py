@@ -59,7 +59,7 @@ class MetricsWriter:
         wandb_project, trackio_project: where to mirror scalars and samples to (`trackers`); None for neither.
         resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
-        rollouts_every_steps, rollouts_max_bytes: of `RolloutWriter`; by default nothing is recorded.
+        rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
@@ -76,7 +76,6 @@ class MetricsWriter:
         resume_step: int | None = None,
         listener: Callable[[int, Mapping[str, float]], None] | None = None,
         rollouts_every_steps: int = 0,
-        rollouts_max_bytes: float = 0,
     ) -> None:
         if resume_step is not None and resume_step < 0:
             raise ValueError(f"resume_step is {resume_step}; allowed: 0 or more, or None for a new run")
@@ -95,9 +94,7 @@ class MetricsWriter:
             self._metrics = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
             self._samples = open(run_dir / SAMPLES_FILE, "a", encoding="utf-8")  # noqa: SIM115
             self._held_out = open(run_dir / HELD_OUT_FILE, "a", encoding="utf-8")  # noqa: SIM115
-            self._rollouts = RolloutWriter(
-                run_dir, every_steps=rollouts_every_steps, max_bytes=rollouts_max_bytes, resume_step=resume_step
-            )
+            self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
         record_start(run_dir, resume_step or 0)

@@ -60,7 +60,9 @@ class RolloutWriter:
             deleted. None: a new run; recordings of an earlier attempt are moved to rollouts.previous.
     """
 
-    def __init__(self, run_dir: str | Path, *, every_steps: int, max_bytes: float, resume_step: int | None) -> None:
+    def __init__(
+        self, run_dir: str | Path, *, every_steps: int, max_bytes: float = 2**30, resume_step: int | None
+    ) -> None:
         self._directory, self._every, self._max_bytes = Path(run_dir) / ROLLOUTS_DIRECTORY, every_steps, max_bytes
         if resume_step is None:
             if self._files():

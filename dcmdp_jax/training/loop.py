@@ -333,6 +333,5 @@ def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: boo
             resume_step=step if resumed else None,
             listener=progress.update,
             rollouts_every_steps=config.observe.rollouts_every_steps,
-            rollouts_max_bytes=config.observe.rollouts_max_gib * 2**30,
         )
     )

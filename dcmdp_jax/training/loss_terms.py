@@ -37,7 +37,7 @@ SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
 
 def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
     """How the discrepancy is measured, as keyword arguments."""
-    return {"measure": settings.measure, "sided": settings.sided, "ratio_limit": settings.ratio_limit}
+    return {"measure": settings.measure, "sided": settings.sided}
 
 
 def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
@@ -145,7 +145,7 @@ def charged_rewards(
     charged rewards: in a group of equal rewards the discrepancy alone decides, and lambda, above 0, cancels.
 
     Args:
-        settings: level, measure, sided, ratio_limit.
+        settings: level, measure, sided.
         remedies: the penalty is used; it sees advantages, discrepancy, multiplier and tolerance alone.
         dual: lambda_k and c.
         rewards: [M, N] float32.

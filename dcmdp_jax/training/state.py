@@ -61,8 +61,7 @@ def measure_tolerance(settings: AlgorithmSettings, mean_discrepancies: Array, no
     """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite discrepancy."""
     if not np.any(np.isfinite(mean_discrepancies)):
         return np.float32(settings.tolerance)
-    rule = {"quantile": settings.tolerance_quantile, "factor": settings.tolerance_factor}
-    measure = jax.jit(functools.partial(measured_tolerance, **rule))
+    measure = jax.jit(functools.partial(measured_tolerance, factor=settings.tolerance_factor))
     return np.float32(measure(np.float32(mean_discrepancies), np.float32(noise_floors)))
 
 

@@ -407,9 +407,7 @@ class NoiseFloor:
         algorithm = plan.config.algorithm
         # Compiled as one: each operation alone would be a program of its own.
         self._discrepancy = jax.jit(
-            functools.partial(
-                token_discrepancy, measure=algorithm.measure, sided=algorithm.sided, ratio_limit=algorithm.ratio_limit
-            )
+            functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided)
         )
 
     def metrics(self, episodes: Sequence[Episode], step: int, *, wanted: bool, first: int = 0) -> dict[str, float]:

@@ -21,7 +21,7 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
 from dcmdp_jax.observe.metrics_io import METRICS_FILE
 
-_MOST_SKIPPED = 0.2
+_MOST_SKIPPED, _MOST_IN_ROW = 0.2, 8
 WINDOW = 20
 """Steps that `optimizer/skipped_share` looks back on."""
 
@@ -119,7 +119,7 @@ class SkippedUpdates:
             config: when to give up, the updates of a step, and where the metrics are.
             step: finished steps.
         """
-        self._settings, self._updates = config.training, config.mini_batches
+        self._updates = config.mini_batches
         skipped = {
             record.get("step"): record["optimizer/skipped_updates"] or 0
             for record in jsonl.read(Path(config.run_dir) / METRICS_FILE)
@@ -148,11 +148,10 @@ class SkippedUpdates:
         """Give up where gradients stay broken.
 
         Raises:
-            TrainingStopped: after `max_skipped_in_row`, or over a fifth of those of `WINDOW` steps.
+            TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of those of `WINDOW` steps.
         """
-        limit = self._settings.max_skipped_in_row
-        if int(metrics["optimizer/skipped_in_row"]) >= limit:
-            found = f"{limit} updates in a row had a gradient that is not finite (training.max_skipped_in_row)"
+        if int(metrics["optimizer/skipped_in_row"]) >= _MOST_IN_ROW:
+            found = f"{_MOST_IN_ROW} updates in a row had a gradient that is not finite"
         elif len(self._last) == WINDOW and metrics["optimizer/skipped_share"] > _MOST_SKIPPED:
             found = (
                 f"{metrics['optimizer/skipped_share']:.0%} of the updates of the last {WINDOW} steps had a gradient "

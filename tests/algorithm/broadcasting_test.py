@@ -124,7 +124,7 @@ CASES = {
     ),
     "dual.dual_update": (dual.dual_update, {"multiplier": ONE, "mean_discrepancy": ONE, "tolerance": ONE} | ASCENT),
     "dual.measured_tolerance": (
-        _part(dual.measured_tolerance, quantile=0.5), {"mean_discrepancies": REWARDS, "noise_floors": REWARDS},
+        dual.measured_tolerance, {"mean_discrepancies": REWARDS, "noise_floors": REWARDS},
     ),
     **{
         f"stats.{kind.__name__}": (

@@ -56,7 +56,7 @@ def test_a_recording_of_another_framework_shows_each_token_with_both_probabiliti
 
 def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
     """Ids as text, without a tokenizer: the prompt 5 6, then 7 with p 0.5 and q 0.25, and an 8 that was given."""
-    with MetricsWriter(tmp_path / "run", rollouts_every_steps=1, rollouts_max_bytes=1e9) as writer:
+    with MetricsWriter(tmp_path / "run", rollouts_every_steps=1) as writer:
         writer.write(1, {"reward/mean": 0.5})
         half = np.log(np.array([0.5, 1], np.float32))
         writer.write_rollouts(1, [{

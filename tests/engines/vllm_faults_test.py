@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar import segments, weights
+from dcmdp_jax.engines.sidecar import process, segments, weights
 from dcmdp_jax.engines.sidecar.process import Sidecar
+from dcmdp_jax.engines.sidecar.supervisor import Supervisor
 from tests.support.sampling import sample
 from tests.support.vllm_tools import (
     STOP,
@@ -25,7 +26,6 @@ from tests.support.vllm_tools import (
     random_params,
     sidecars,
     small_model,
-    vllm_settings,
 )
 from tests.support.waiting import wait_until
 
@@ -257,11 +257,13 @@ def test_a_start_that_takes_too_long_ends(start):
         ("no_checksums", "checksums of shape"),
     ],
 )
-def test_nonsense_is_never_believed(start, fault, message):
+def test_nonsense_is_never_believed(start, fault, message, monkeypatch):
     """A sidecar that always answers wrongly: restarts up to the limit, then one clear end with its last lines."""
+    monkeypatch.setattr(Supervisor, "max_restarts", 1)
+    if fault == "hangs":
+        monkeypatch.setattr(process, "STALL_TIMEOUT_S", 2.0)
     with pytest.raises(EngineError, match=message) as caught:
-        settings = {"stall_timeout_s": 2.0} if fault == "hangs" else {}
-        engine = start(small_model(), script=FAULTY, probe=False, max_restarts=1, **settings, **_fault(fault))
+        engine = start(small_model(), script=FAULTY, probe=False, **_fault(fault))
         engine.push_weights(random_params(engine.config, 7), 7)
         sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert "failed 2 times in a row" in str(caught.value)
@@ -345,7 +347,3 @@ def test_the_look_itself_sees_something(engine):
         assert str(path) in left_behind()
     finally:
         path.unlink()
-
-
-def test_settings_of_the_tests_are_those_of_the_program():
-    assert vllm_settings().max_restarts == 5

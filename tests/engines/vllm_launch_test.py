@@ -716,18 +716,13 @@ def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
     assert _error(engine=engine, **_dtypes(*dtypes)).startswith(f"config.rollout.{line}")
 
 
-def test_no_restart_is_a_choice():
-    made = _config(engine="vllm", vllm__max_restarts=0, vllm__stall_timeout_s=1, vllm__kv_cache_gib=0).rollout.vllm
-    assert (made.max_restarts, made.stall_timeout_s, made.kv_cache_gib) == (0, 1.0, 0.0)
-
-
 def test_names_and_types_of_the_sidecar():
     assert _error(vllm__memory_shar=0.4) == (
         "config.rollout.vllm.memory_shar: no such setting; did you mean 'rollout.vllm.memory_share'?"
     )
     # In the wrong section.
-    assert _error(max_restarts=1) == (
-        "config.rollout.max_restarts: no such setting; did you mean 'rollout.vllm.max_restarts'?"
+    assert _error(start_timeout_s=1) == (
+        "config.rollout.start_timeout_s: no such setting; did you mean 'rollout.vllm.start_timeout_s'?"
     )
     assert _error(vllm__engine_args={"block_size": 64}) == (
         "config.rollout.vllm.engine_args: got {'block_size': 64} (dict), must be str"

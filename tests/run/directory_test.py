@@ -177,7 +177,6 @@ def test_what_does_not_change_what_is_learned_may_change(run_dir):
     check_run_directory(
         _config(
             run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
-            task__verifier_budget=9.0,
             training__steps=99, evaluation__samples=(3,), rollout__max_rows=2, rollout__on_non_finite="drop",
             training__micro_batch_tokens=160, training__row_lengths=(96,), training__segments_per_row=2,
         )
@@ -227,40 +226,48 @@ def test_a_run_that_lacks_a_whole_section_has_its_defaults(run_dir):
     check_run_directory(_config(run_dir))
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value"),
-    [(("rollout",), "top_p", 1.0), (("rollout", "vllm"), "expert_parallel", False)],
-)
-def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir, section, name, value):
+def _as_older(run_dir, **changes):
+    """Change settings of a run's config, section__name=value, as version 0 would have saved them."""
+
     def older(saved):
-        del saved["config_version"]
-        functools.reduce(lambda values, key: values[key], section, saved)[name] = value
+        saved.pop("config_version", None)
+        for name, value in changes.items():
+            *sections, last = name.split("__")
+            functools.reduce(lambda values, key: values[key], sections, saved)[last] = value
 
     _save(run_dir, older)
+
+
+def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir):
+    _as_older(
+        run_dir, rollout__top_p=1.0, rollout__vllm__expert_parallel=False, algorithm__ratio_limit=10.0,
+        # Never a matter of what is learned.
+        rollout__vllm__max_restarts=9, task__verifier_budget=0, training__max_skipped_in_row=3,
+        # Without effect, as c was given.
+        algorithm__tolerance_quantile=0.9,
+    )  # fmt: skip
     check_run_directory(_config(run_dir))
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "line"),
-    [
-        (("rollout",), "top_p", 0.9, "config.rollout.top_p: got 0.9, no setting any more; training samples from the"),
+def test_a_removed_setting_with_a_meaning_is_named(run_dir):
+    kept = (run_dir / "config.json").read_text()
+    for name, value, line in (
+        ("rollout.top_p", 0.9, "got 0.9, no setting any more; training samples from the"),
         (
-            ("rollout", "vllm"), "expert_parallel", True,
-            "config.rollout.vllm.expert_parallel: got True, no setting any more; vLLM's expert parallelism is not "
-            "supported",
+            "rollout.vllm.expert_parallel",
+            True,
+            "got True, no setting any more; vLLM's expert parallelism is not supported",
         ),
-        (("algorithm",), "level", "state", "config.algorithm.level: got 'state', which is gone; its study is kept"),
-        (("algorithm",), "method", "excess_grpo", "config.algorithm.method: got 'excess_grpo', which is gone; docs/"),
-    ],
-)  # fmt: skip
-def test_a_removed_setting_with_a_meaning_is_named(run_dir, section, name, value, line):
-    def older(saved):
-        del saved["config_version"]
-        functools.reduce(lambda values, key: values[key], section, saved)[name] = value
-
-    _save(run_dir, older)
-    with pytest.raises(ValueError, match=re.escape(f"{run_dir}/config.json: can't be read ({line}")):
-        check_run_directory(_config(run_dir))
+        ("algorithm.level", "state", "got 'state', which is gone; its study is kept"),
+        ("algorithm.method", "excess_grpo", "got 'excess_grpo', which is gone; docs/"),
+        ("algorithm.ratio_limit", 5.0, "got 5.0, no setting any more; measure=ratio gives a token at most 10"),
+        ("algorithm.tolerance_quantile", 0.9, "got 0.9, no setting any more; c is tolerance_factor times the median"),
+    ):
+        _as_older(run_dir, algorithm__tolerance_steps=8, **{name.replace(".", "__"): value})
+        refused = re.escape(f"{run_dir}/config.json: can't be read (config.{name}: {line}")
+        with pytest.raises(ValueError, match=refused):
+            check_run_directory(_config(run_dir))
+        (run_dir / "config.json").write_text(kept)
 
 
 @pytest.mark.parametrize(

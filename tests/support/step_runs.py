@@ -192,7 +192,7 @@ def algorithm_one(
         p, q = np.exp(train), np.exp(engine.astype(np.float64))
         d = {"diff": p - q, "ratio": p / q - 1, "log": np.log(p / q)}[settings.measure]
         d = np.abs(d) if settings.sided == "two" else np.maximum(d, 0)
-        delta.append(np.minimum(d, settings.ratio_limit) if settings.measure == "ratio" else d)
+        delta.append(np.minimum(d, 10.0) if settings.measure == "ratio" else d)
     mean_delta = np.concatenate(delta).mean()
     used = [np.full_like(d, d.mean()) for d in delta] if settings.level == "sequence" else delta
 

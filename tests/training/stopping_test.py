@@ -87,10 +87,11 @@ def test_few_skips_stop_nothing(tmp_path):
 
 
 def test_updates_skipped_in_a_row_end_the_run_at_once(tmp_path):
-    counted, _ = _skipped(tmp_path, max_skipped_in_row=3)
-    metrics = _metrics(3, in_row=3)
-    with pytest.raises(TrainingStopped, match=r"^3 updates in a row .* \(training.max_skipped_in_row\); export"):
-        counted.check(metrics | counted.record(1, metrics))
+    counted, _ = _skipped(tmp_path)
+    seven, eight = _metrics(4, in_row=7), _metrics(4, in_row=8)
+    counted.check(seven | counted.record(1, seven))
+    with pytest.raises(TrainingStopped, match="^8 updates in a row .* not finite; export"):
+        counted.check(eight | counted.record(2, eight))
 
 
 def test_a_resumed_run_remembers_the_steps_before_its_checkpoint(tmp_path, caplog):

@@ -31,6 +31,8 @@ _LOG, _TEMPORARY = "sidecar.log", "tmp"
 # A socket's name has at most 107 bytes; vLLM's begin with this directory and end with 37 more.
 _LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
+STALL_TIMEOUT_S = 300.0
+"""A sidecar without a sign of life for this long during a request is broken."""
 _END_S = 5.0
 _CANCEL_S = 30.0
 # One thread that lives as long as the trainer: a sidecar asks the kernel to be killed with the thread that started it.
@@ -56,7 +58,6 @@ class Launch:
         environment: variables set for it besides the trainer's own.
         temporary_variables: variables set to its directory of temporary files, besides TMPDIR.
         start_timeout_s: limit from the start of the process to an engine that is ready.
-        stall_timeout_s: without any sign of life during a request.
     """
 
     name: str
@@ -67,7 +68,6 @@ class Launch:
     environment: Mapping[str, str]
     temporary_variables: tuple[str, ...]
     start_timeout_s: float
-    stall_timeout_s: float
 
 
 class Stopped(Exception):  # noqa: N818 - nothing is wrong
@@ -152,7 +152,7 @@ class Sidecar:
         Args:
             op, header, arrays: the request.
             answer: the operation of the answer.
-            timeout_s: limit between two messages; None: the launch's `stall_timeout_s`.
+            timeout_s: limit between two messages; None: `STALL_TIMEOUT_S`.
             stopped: once set, the request is cancelled; a sidecar that does not cancel in time is killed.
             on_progress: called with each sign of progress.
 
@@ -161,7 +161,7 @@ class Sidecar:
             SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
             Stopped: if `stopped` was set.
         """
-        limit = timeout_s or self._launch.stall_timeout_s
+        limit = timeout_s or STALL_TIMEOUT_S
         try:
             self._connection.send(op, header, arrays, timeout_s=limit)
             heard = time.monotonic()

@@ -91,18 +91,19 @@ class Supervisor:
 
     Attributes:
         sidecar: the one that works; None before it is ready, and while a new one is started.
-        max_restarts: restarts in a row without success, after which the run ends.
+        max_restarts: Restarts in a row without success, after which the run ends.
     """
 
-    def __init__(self, name: str, start: Callable[[], Sidecar], *, max_restarts: int) -> None:
+    max_restarts = 5
+
+    def __init__(self, name: str, start: Callable[[], Sidecar]) -> None:
         """Store the arguments; `start` comes next.
 
         Args:
             name: name of its engine, in errors and logs.
             start: starts a sidecar's process.
-            max_restarts: see the class.
         """
-        self._name, self._start, self.max_restarts = name, start, max_restarts
+        self._name, self._start = name, start
         self.sidecar: Sidecar | None = None
 
     def start(self, calls: Calls) -> None:

@@ -40,8 +40,6 @@ class VllmSettings:
         engine_args: Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.
         start_timeout_s: Longest start of an engine; the first one that takes longer ends the run, a later one is
             tried again.
-        stall_timeout_s: Time without a sign of life during a request, after which the engine is restarted.
-        max_restarts: Restarts in a row without success, after which the run ends.
         probe_tolerance: Largest mean |difference| of log-probs between trainer and engine on fixed sequences after
             each push; above it the push failed. 0: 0.01 for float32, 0.2 for float16, 1 for bfloat16, 4 for 8-bit
             weights or cache. Source: ours.
@@ -57,8 +55,6 @@ class VllmSettings:
     cpu_threads: int = setting(1, unit="threads", minimum=1, free=True)
     engine_args: str = setting("")
     start_timeout_s: float = setting(600.0, unit="seconds", minimum=1, free=True)
-    stall_timeout_s: float = setting(300.0, unit="seconds", minimum=1, free=True)
-    max_restarts: int = setting(5, unit="restarts", minimum=0, free=True)
     probe_tolerance: float = setting(
         0.0, unit="nats", minimum=0, limit=(20, "log-ratios are clamped to 20 nats"), free=True
     )

@@ -88,12 +88,11 @@ class VllmEngine:
                     environment=launch.environment(arguments, names),
                     start_timeout_s=settings.start_timeout_s,
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
-                    stall_timeout_s=settings.stall_timeout_s,
                 )
                 one.directory.mkdir(exist_ok=True)
                 self.replicas.append(
                     Replica(
-                        self._supervisor(one, settings.max_restarts), self.weights,
+                        self._supervisor(one), self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments), sleep_level=settings.sleep,
                         routed_experts=arguments.routed_experts,
                     )
@@ -103,14 +102,10 @@ class VllmEngine:
             self.close()
             raise
 
-    def _supervisor(self, how_to_start: Launch, max_restarts: int) -> Supervisor:
+    def _supervisor(self, how_to_start: Launch) -> Supervisor:
         weights = self.weights
         listed = [list(tensor) for tensor in weights.bridge.manifest]
-        return Supervisor(
-            how_to_start.name,
-            lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes),
-            max_restarts=max_restarts,
-        )
+        return Supervisor(how_to_start.name, lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes))
 
     def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
         """New calls of the replicas; those that were left open end."""

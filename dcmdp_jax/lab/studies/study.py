@@ -138,14 +138,7 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         seen.append((run, content))
 
 
-_OF_THE_ASCENT = (
-    "multiplier",
-    "dual_learning_rate",
-    "multiplier_max",
-    "tolerance_steps",
-    "tolerance_quantile",
-    "tolerance_factor",
-)
+_OF_THE_ASCENT = ("multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_factor")
 
 
 def _used(algorithm: Mapping[str, Any]) -> dict[str, Any]:
