@@ -71,7 +71,6 @@ REMOVED = {
         6, (0.5,), "c is tolerance_factor times the median of the first steps", needs="algorithm.tolerance_steps"
     ),
     "training.max_skipped_in_row": Removed(6, None, "8 skipped updates in a row stop a run"),
-    "task.verifier_budget": Removed(6, None, "answers that are undecided after 120 seconds get reward 0"),
     "observe.rollouts_max_gib": Removed(6, None, "rollouts/ holds 1 GiB; set rollouts_every_steps"),
     "rollout.vllm.max_restarts": Removed(6, None, "the sixth failure in a row ends a run"),
     "rollout.vllm.stall_timeout_s": Removed(6, None, "a sidecar silent for 300 seconds is restarted"),

@@ -122,6 +122,8 @@ class TaskSettings:
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
         verifier_workers: Processes that judge answers.
         verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
+        verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
+            Source: ours.
     """
 
     train: str = setting("")
@@ -134,6 +136,7 @@ class TaskSettings:
     on_bad_row: str = setting("error", choices=("error", "skip"))
     verifier_workers: int = setting(2, unit="processes", minimum=1, limit=(1024, "each is a process"), free=True)
     verifier_timeout: float = setting(5.0, unit="seconds", minimum=0.01)
+    verifier_budget: float = setting(120.0, unit="seconds", minimum=0, free=True)
 
 
 @dataclasses.dataclass(frozen=True)

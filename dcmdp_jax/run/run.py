@@ -331,10 +331,8 @@ class Run:
     def verifier(self) -> Verifier:
         """The judge of answers, for the reward `math` and for evaluation."""
         task = self.asked.task
-        extraction = self.asked.rewards.answer_extraction
-        return self._lasting.enter_context(
-            Verifier(task.verifier_workers, task.verifier_timeout, extraction=extraction)
-        )
+        limits = task.verifier_workers, task.verifier_timeout, task.verifier_budget
+        return self._lasting.enter_context(Verifier(*limits, self.asked.rewards.answer_extraction))
 
     @cached_property
     def scorer(self) -> RewardScorer:
