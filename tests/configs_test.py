@@ -10,7 +10,7 @@ import pytest
 from configs import base, remedies
 from dcmdp_jax.algorithm.losses import clip
 from dcmdp_jax.config.settings import from_config_dict, to_dict
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import encode_prompts
 from tests.support.each import check_each

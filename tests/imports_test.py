@@ -53,15 +53,15 @@ _LIBRARIES = {
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
     "gguf": ("dcmdp_jax.models.gguf_weights",),
-    "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.plain_math_verify"),
+    "math_verify": ("dcmdp_jax.rewards.math", "dcmdp_jax.rewards.answer_rewards"),
     "jinja2": ("dcmdp_jax.observe.page_kit",),
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
     "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.data",),
-    "reasoning_gym": ("dcmdp_jax.data.reasoning_gym_task", "dcmdp_jax.rewards.reasoning_gym_score"),
-    "verifiers": ("dcmdp_jax.rewards.verifiers_score",),
+    "reasoning_gym": ("dcmdp_jax.data.reasoning_gym_task",),
+    "verifiers": ("dcmdp_jax.data.verifiers_task",),
     "torch": (
         "dcmdp_jax.integrations",
         "dcmdp_jax.lab.mismatch.formats",
@@ -222,7 +222,7 @@ _JAX = {"jax", "flax", "optax", "orbax", "ml_collections"}
 
 
 def test_problems_and_prompts_need_no_accelerator():
-    for module in ("problems", "prompts", "arithmetic", "arithmetic_tokenizer"):
+    for module in ("problems", "prompts", "arithmetic"):
         assert "jax" not in _roots(f"data.{module}"), module
 
 

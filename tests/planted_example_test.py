@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dcmdp_jax import process_memory
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).parents[1]

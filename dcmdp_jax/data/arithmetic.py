@@ -16,11 +16,22 @@ import dataclasses
 import random
 import re
 import zlib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.rewards.protocol import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD_TOKEN, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
+WHOLE_PIECES = (r"\boxed{", "system", "user", "assistant")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 _HELD_OUT_SHARE = 8
 """One problem in this many, by the checksum of its text, is held out."""
@@ -231,3 +242,32 @@ def _spoiled(numbers: list[int], operators: list[str], level: _Level, noise: ran
 def _solution(steps: list[_Step]) -> str:
     worked = "".join(f"{left}{operator}{right}={result};" for left, operator, right, result in steps)
     return rf"{worked}\boxed{{{steps[-1][3]}}}"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    r"""Build the task's tokenizer, in Hugging Face format, with one token per character; its ids are always the same.
+
+    Printable ASCII characters and the line break are one token each, and so are `\boxed{` and the chat roles. Three
+    special tokens are named as in Qwen. Decoding an encoding returns the same text.
+
+    The end-of-sequence token is `<|im_end|>`, padding `<|endoftext|>`. A character outside printable ASCII and the line
+    break becomes the unknown token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = (PAD_TOKEN, TURN_START, TURN_END, UNKNOWN)
+    pieces = (*special, *WHOLE_PIECES, "\n", *map(chr, range(32, 127)))
+    backend = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=UNKNOWN))
+    whole = "|".join(piece.replace("\\", r"\\").replace("{", r"\{") for piece in WHOLE_PIECES)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=TURN_END,
+        pad_token=PAD_TOKEN,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -110,7 +110,7 @@ def _built_in(location: str, *, keep_columns: bool) -> list[Problem]:
 
         return arithmetic_problems(parse_spec(location), keep_columns=keep_columns)
     if location.startswith("calculator"):
-        from dcmdp_jax.data.calculator_task import calculator_problems
+        from dcmdp_jax.data.calculator import calculator_problems
 
         return calculator_problems(location)
     if location.startswith("verifiers"):

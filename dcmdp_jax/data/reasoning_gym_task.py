@@ -1,4 +1,4 @@
-"""Tasks of the library reasoning-gym: procedural problems, made offline from a seed.
+"""Tasks and reward of the library reasoning-gym: procedural problems, made offline from a seed.
 
     reasoning_gym:NAME,size=1000,seed=0,KEY=VALUE,...
 
@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.rewards.math.answers import last_boxed
+from dcmdp_jax.rewards.protocol import Problem, completion_text
 
 _DEFAULT_SIZE, _DEFAULT_SEED = 1000, 0
 _LARGEST_SIZE = 10**7
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym_problems(location: str) -> list[Problem]:
@@ -88,3 +93,52 @@ def _parse(location: str) -> tuple[str, dict[str, Any]]:
         if type(config[key]) is not int or not low <= config[key] <= high:
             raise UserError(f"task {location}: {key} = {config[key]!r} must be a whole number from {low} to {high}")
     return name, config
+
+
+def reasoning_gym(
+    completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any] | None], **columns: Any
+) -> list[float | None]:
+    r"""The dataset's `score_answer`, mostly from 0 to 1; None for a problem that is none of the library's.
+
+    The answer of a completion is its last `<answer>...</answer>`, else its last `\boxed{}`; without either the score is
+    that of no answer.
+
+    Args:
+        completions: texts, or lists of messages.
+        reasoning_gym: the dataset's name and configuration, and the entry's index and answer, of each problem.
+        columns: not used.
+    """
+    del columns
+    return [
+        None if made_by is None else _score(completion_text(completion), made_by)
+        for completion, made_by in zip(completions, reasoning_gym, strict=True)
+    ]
+
+
+def answer_of(text: str) -> str | None:
+    """The answer that a completion gives, None without one."""
+    tagged = _ANSWER.findall(text)
+    return tagged[-1].strip() if tagged else last_boxed(text)
+
+
+def _score(text: str, made_by: Mapping[str, Any]) -> float:
+    config = json.dumps(made_by["config"], sort_keys=True)
+    entry = _entry(made_by["dataset"], config, made_by["index"])
+    if entry["answer"] != made_by["answer"]:
+        raise ValueError(
+            f"{made_by['dataset']} makes another problem {made_by['index']} in this process than in the trainer's; its "
+            "answers can't be scored"
+        )
+    return float(_dataset(made_by["dataset"], config).score_answer(answer_of(text), entry))
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(name: str, config: str) -> Any:
+    from reasoning_gym import factory
+
+    return factory.create_dataset(name, **json.loads(config))
+
+
+@functools.lru_cache(maxsize=65536)
+def _entry(name: str, config: str, index: int) -> Mapping[str, Any]:
+    return _dataset(name, config)[index]

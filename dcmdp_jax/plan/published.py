@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
 from dcmdp_jax.run.files import fresh_model

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.batch_shapes import abstract_batch
 from dcmdp_jax.data.columns import columns_of_run
+from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute

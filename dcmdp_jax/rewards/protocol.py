@@ -10,7 +10,12 @@ one whose prompt is messages there; `completion_ids` has lists of token ids. Eve
 argument as it is, and so are `answer`, `source` and `reference_answer` (`scoring.OWN_COLUMNS`). All have one element
 per completion. The function may be `async def`.
 
-A function with the signature of verl's `compute_score` works too (`verl_signature`).
+A function with the signature of verl's `compute_score` works too, called once for each completion:
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
+
+Its arguments come from the columns of verl's schema: `data_source`, `reward_model["ground_truth"]` (any JSON) and
+`extra_info`; without a `reward_model`, from a column `ground_truth`.
 
 None means that the completion has no value of this reward. As in TRL, it adds nothing to the weighted sum, and a
 completion without any value gets 0.
@@ -28,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.rewards.verl_signature import from_verl, has_verl_signature
 from dcmdp_jax.user_code import load_function
 
 MATH = "math"
@@ -38,10 +42,10 @@ ENVIRONMENT = "environment"
 """The sum of what the environment of `task.environment` gave to the turns of a completion."""
 
 BUILT_IN_REWARDS = {
-    "last_number": "dcmdp_jax.rewards.last_number:last_number",
-    "math_verify": "dcmdp_jax.rewards.plain_math_verify:math_verify",
-    "reasoning_gym": "dcmdp_jax.rewards.reasoning_gym_score:reasoning_gym",
-    "verifiers": "dcmdp_jax.rewards.verifiers_score:verifiers",
+    "last_number": "dcmdp_jax.rewards.answer_rewards:last_number",
+    "math_verify": "dcmdp_jax.rewards.answer_rewards:math_verify",
+    "reasoning_gym": "dcmdp_jax.data.reasoning_gym_task:reasoning_gym",
+    "verifiers": "dcmdp_jax.data.verifiers_task:verifiers",
 }
 """Reward functions with short names."""
 
@@ -51,6 +55,7 @@ NEED_ANSWERS = (MATH, "last_number", "math_verify")
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 """Keyword arguments of every call, besides the columns."""
 
+_VERL_COLUMNS = ("data_source", "reward_model", "ground_truth", "extra_info")
 _LARGEST = 1e9
 _LONGEST_NAME = 200
 
@@ -211,8 +216,8 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
         signature = inspect.signature(loaded)
     except ValueError:  # some functions written in C have no signature
         return loaded
-    if has_verl_signature(signature):
-        return from_verl(loaded)
+    if "solution_str" in signature.parameters:  # no function of TRL's signature has it
+        return _from_verl(loaded, signature)
     try:
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
     except TypeError as error:
@@ -221,6 +226,41 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
             "parameters with **columns, and name only columns of the data"
         ) from None
     return loaded
+
+
+def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) -> RewardFunction:
+    """A function of TRL's signature that calls one of verl's with those of its four arguments that it takes.
+
+    The other values of a dict that `compute_score` returns are logged by `log_extra`, under the names that they have.
+    """
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+
+    def reward(
+        completions: Sequence[Any], log_extra: Callable[[str, list[Any]], None], **columns: Sequence[Any]
+    ) -> list[Any]:
+        scores: list[Any] = []
+        for row, completion in enumerate(completions):
+            cells = {name: column[row] for name, column in columns.items() if name in _VERL_COLUMNS}
+            model = cells.pop("reward_model", None)
+            arguments = {
+                "data_source": cells.get("data_source"),
+                "solution_str": completion_text(completion),
+                "ground_truth": model.get("ground_truth") if isinstance(model, Mapping) else cells.get("ground_truth"),
+                "extra_info": cells.get("extra_info"),
+            }
+            taken = {k: value for k, value in arguments.items() if takes_all or k in signature.parameters}
+            scores.append(compute_score(**taken))
+        parts = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
+        for name in dict.fromkeys(name for part in parts for name in part if name != "score"):
+            log_extra(str(name), [part.get(name) for part in parts])
+        return [part.get("score") for part in parts]
+
+    return reward
+
+
+def completion_text(completion: str | Sequence[Message]) -> str:
+    """Text of a completion as reward functions get it: itself, or its messages' contents."""
+    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def call_reward(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config.arguments import EVALUATION, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import (

@@ -32,7 +32,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import base, demo
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import Episode, single_turn
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams

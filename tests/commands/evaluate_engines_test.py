@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dcmdp_jax.commands import evaluate
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
 from tests.support.coin_model import SAMPLES, TASK, TEMPERATURE, TOKENS
 from tests.support.vllm_tools import random_params, small_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.commands.evaluate import main
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.evaluation import resumable
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run import model_run

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dcmdp_jax.data.arithmetic import LEVELS, ArithmeticSpec, arithmetic_problems
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import LEVELS, ArithmeticSpec, arithmetic_problems, build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.data.batch_shapes import abstract_batch
-from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.packing import abstract_batch, pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from tests.support.sampling import counted_rollout
 

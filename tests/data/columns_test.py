@@ -5,10 +5,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dcmdp_jax.data.batch_shapes import abstract_batch
 from dcmdp_jax.data.columns import COLUMNS, Column, columns_of_run, over_sequence
 from dcmdp_jax.data.episode import single_turn
-from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.packing import abstract_batch, pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.rewards.scoring import BatchScores

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.prompts import encode_prompts, end_token_ids, load_tokenizer, save_tokenizer
 from dcmdp_jax.rewards.protocol import Problem
 from tests.support.our_log import our_log

@@ -8,8 +8,8 @@ import pytest
 import reasoning_gym as gym
 
 from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.reasoning_gym_task import answer_of, reasoning_gym
 from dcmdp_jax.rewards.protocol import Reward
-from dcmdp_jax.rewards.reasoning_gym_score import answer_of, reasoning_gym
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 
 _LOCATION = "reasoning_gym:basic_arithmetic,size=6,seed=4,max_terms=3,allow_parentheses=false"

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.engines.http import client as http_client
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import unusable_completions

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from dcmdp_jax.data.calculator import Calculator, value_of
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.environments.calculator import Calculator, value_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.config import checks
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.problems import load_problems
@@ -16,8 +16,7 @@ from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.environments.pool import EnvironmentPool
-from dcmdp_jax.environments.protocol import BUILT_IN_ENVIRONMENTS
+from dcmdp_jax.environments.pool import BUILT_IN_ENVIRONMENTS, EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
 from dcmdp_jax.rewards.protocol import RewardError
 from tests.environments import planted_environments

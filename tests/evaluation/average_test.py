@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.evaluation.average import describe, evaluate, join

@@ -27,8 +27,11 @@ from dcmdp_jax.algorithm.discrepancy import token_discrepancy  # noqa: E402
 from dcmdp_jax.algorithm.dual import dual_update  # noqa: E402
 from dcmdp_jax.algorithm.penalties import dc_grpo as charge  # noqa: E402
 from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
-from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows  # noqa: E402
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer  # noqa: E402
+from dcmdp_jax.data.arithmetic import (  # noqa: E402
+    ArithmeticSpec,
+    arithmetic_rows,
+    build_tokenizer,  # noqa: E402
+)
 from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo  # noqa: E402
 from dcmdp_jax.integrations.trl_trainer import DcGrpoTrainer  # noqa: E402
 from dcmdp_jax.record import Recorder, record_trl  # noqa: E402

@@ -14,7 +14,7 @@ import jax
 import pytest
 from safetensors.numpy import load_file
 
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig

@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.evaluate import main
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import param_shapes
 

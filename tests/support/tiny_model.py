@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
 

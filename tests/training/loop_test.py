@@ -260,7 +260,7 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     import jax.numpy as jnp
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from dcmdp_jax.data.arithmetic_tokenizer import build_tokenizer
+    from dcmdp_jax.data.arithmetic import build_tokenizer
     from dcmdp_jax.models import decoder
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.run.checkpoint import load_params_only

@@ -15,10 +15,9 @@ from fractions import Fraction
 
 from dcmdp_jax.rewards.math import algebra
 from dcmdp_jax.rewards.math.answers import compare_literals, split_tolerance
-from dcmdp_jax.rewards.math.intervals import as_intervals
-from dcmdp_jax.rewards.math.labels import equation_parts, is_name, named_elements, split_label
 from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, split_tuple, unwrap_text, without_spaces
 from dcmdp_jax.rewards.math.numbers import parse_number
+from dcmdp_jax.rewards.math.relations import as_intervals, equation_parts, is_name, named_elements, split_label
 from dcmdp_jax.rewards.math.units import factors, measures
 
 _OPEN, _CLOSE = "([{", ")]}"

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from dcmdp_jax.rewards.math import answers, notation, numbers, unicode_math, units
+from dcmdp_jax.rewards.math import answers, notation, numbers, units
 from dcmdp_jax.rewards.math.answers import MAX_ANSWER_CHARACTERS, answer_defect, compare_literals, extract_answer
 
 _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "verifier"
@@ -45,7 +45,7 @@ _LINEAR: tuple[Callable[[str], object], ...] = (
     lambda text: extract_answer(rf"\boxed{{{text}}}"),
     lambda text: extract_answer(f"Answer: {text}"),
     notation.normalize_answer,
-    unicode_math.to_latex,
+    notation.to_latex,
     lambda text: notation.normalize_answer(f"5{text}=3"),
     notation.without_spaces,
     notation.unwrap_text,

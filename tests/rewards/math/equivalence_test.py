@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dcmdp_jax.rewards.answer_rewards import math_verify
 from dcmdp_jax.rewards.math.equivalence import equivalent
-from dcmdp_jax.rewards.plain_math_verify import math_verify
 from tests.rewards.math.judging import judge
 
 _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "verifier"
