@@ -48,51 +48,45 @@ class TurnLimits:
 
 @dataclasses.dataclass
 class _Play:
-    """A completion that is played."""
+    """A completion that is played.
+
+    Attributes:
+        prompt: token ids, the first observation included.
+        parts: token ids, whether they are sampled, log-probs and policy versions of each stretch after the prompt.
+    """
 
     prompt: np.ndarray
+    parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
     messages: list[Message] = dataclasses.field(default_factory=list)
-    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-    sampled: list[np.ndarray] = dataclasses.field(default_factory=list)
-    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
-    versions: list[np.ndarray] = dataclasses.field(default_factory=list)
-    used: int = 0
     turns: int = 0
     reward: float | None = 0.0
     done: bool = False
     finish_reason: str = "stop"
 
-    def add(self, ids: np.ndarray, logprobs: np.ndarray | None = None, versions: np.ndarray | None = None) -> None:
-        """Append tokens, sampled if they have log-probs."""
-        given = logprobs is None
-        self.tokens.append(np.asarray(ids, np.int32))
-        self.sampled.append(np.full(len(ids), not given))
-        self.logprobs.append(np.zeros(len(ids), np.float32) if given else logprobs)
-        self.versions.append(np.full(len(ids), -1, np.int32) if given else versions)
-        self.used += len(ids)
+    def arrays(self) -> list[np.ndarray]:
+        """Those of `parts`, joined behind the prompt."""
+        return [np.concatenate(each) for each in zip(_given(self.prompt), *self.parts, strict=True)]
 
-    def context(self) -> np.ndarray:
-        """All tokens so far."""
-        return np.concatenate([self.prompt, *self.tokens])
+    @property
+    def completion_ids(self) -> np.ndarray:
+        """Token ids after the prompt."""
+        return self.arrays()[0][len(self.prompt) :]
 
     def episode(self, group: int, member: int) -> Episode:
         """The whole completion."""
-        given = len(self.prompt)
-        return Episode(
-            token_ids=self.context(),
-            sampled_mask=np.concatenate([np.zeros(given, bool), *self.sampled]),
-            group=group,
-            member=member,
-            finish_reason=self.finish_reason,
-            columns={
-                "rollout_logprobs": np.concatenate([np.zeros(given, np.float32), *self.logprobs]).astype(np.float32),
-                "policy_versions": np.concatenate([np.full(given, -1, np.int32), *self.versions]),
-            },
-        )
+        ids, sampled, logprobs, versions = self.arrays()
+        columns = {"rollout_logprobs": logprobs.astype(np.float32), "policy_versions": versions}
+        return Episode(ids, sampled, group, member, self.finish_reason, columns)
+
+
+def _given(ids: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A stretch of tokens that were not sampled."""
+    count = len(ids)
+    return np.asarray(ids, np.int32), np.zeros(count, bool), np.zeros(count, np.float32), np.full(count, -1, np.int32)
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, observation: str, role: str, variables: Mapping[str, Any]) -> str:
-    """What the template writes between the end token of one turn of the policy and the begin of the next.
+    """The template's text between the end token of one turn of the policy and the begin of the next.
 
     Raises:
         RewardError: in one line, if it can't, or leaves one of the two out.
@@ -119,13 +113,13 @@ class TurnSampler:
     """Samples completions in turns. After `generate` was iterated, `played` has what the environment gave.
 
     Args:
-        engine: with the weights of the step.
+        engine: has the weights of the step.
         pool: the environments.
-        tokenizer: of the policy.
+        tokenizer: the policy's.
         columns: names of the columns that environments get.
-        limits: of a completion.
-        prompt_suffix: of the user's last message.
-        variables: of the chat template.
+        limits: where completions end at the latest.
+        prompt_suffix: end of the user's last message.
+        variables: variables of the chat template.
         stop_on_error: whether a failure of the environment raises. Otherwise completions that were being played end
             without a reward.
     """
@@ -167,7 +161,7 @@ class TurnSampler:
             prompts: token ids of each problem.
             problems: the problem of each prompt.
             sampling: G, temperature, stop tokens; `max_completion_tokens` bounds all turns and answers together.
-            seed, step, first_prompt: as of `Engine.generate`.
+            seed, step, first_prompt: see `Engine.generate`.
             check_stop: called while waiting; what it raises ends the sampling.
 
         Raises:
@@ -179,20 +173,19 @@ class TurnSampler:
         every = [problem for problem in problems for _ in range(size)]
         plays = [_Play(prompt) for prompt in prompts for _ in range(size)]
         live = list(range(len(plays)))
-        role = self._begin(plays, every, size, live, check_stop)
+        role = self._begin(plays, every, size, check_stop)
         turn_tokens = min(self._limits.turn_tokens, limit)
         for turn in range(self._limits.turns):
             if not live:
                 break
-            together = turn == 0 and len(live) == len(plays)
-            asked = dataclasses.replace(
-                sampling, max_completion_tokens=turn_tokens, group_size=size if together else 1
-            )  # fmt: skip
-            contexts = [plays[row].context() for row in (live[::size] if together else live)]
+            together = size if turn == 0 else 1
             sampled = self._engine.generate(
-                contexts, asked, seed=seed + turn * _TURN_SEED_OFFSET, step=step,
-                first_prompt=first_prompt if together else first_prompt * size,
-            )  # fmt: skip
+                [plays[row].arrays()[0] for row in live[::together]],
+                dataclasses.replace(sampling, max_completion_tokens=turn_tokens, group_size=together),
+                seed=seed + turn * _TURN_SEED_OFFSET,
+                step=step,
+                first_prompt=first_prompt * size // together,
+            )
             episodes = []
             with contextlib.closing(sampled) as groups:
                 for group in groups:
@@ -201,79 +194,74 @@ class TurnSampler:
                     yield []
             spoken: list[int] = []
             for row, episode in zip(live, collect(episodes), strict=True):
-                start, play = episode.prompt_length, plays[row]
-                play.add(episode.completion_ids, episode.rollout_logprobs[start:], episode.policy_versions[start:])
+                start, play, ids = episode.prompt_length, plays[row], episode.completion_ids
+                logprobs, versions = episode.rollout_logprobs[start:], episode.policy_versions[start:]
+                play.parts.append((ids, np.ones(len(ids), bool), logprobs, versions))
+                play.messages.append({"role": "assistant", "content": self._text(ids)})
                 play.turns, play.finish_reason = turn + 1, episode.finish_reason
                 if episode.finish_reason == "stop":
                     spoken.append(row)
-                else:
-                    play.messages.append({"role": "assistant", "content": self._text(episode.completion_ids)})
             live = self._answer(plays, spoken, role, turn, limit - turn_tokens, check_stop)
         self._finish(plays)
         yield [play.episode(row // size, row % size) for row, play in enumerate(plays)]
 
     def _begin(
-        self, plays: list[_Play], problems: Sequence[Problem], size: int, live: list[int],
-        check_stop: Callable[[], None],
-    ) -> str | None:  # fmt: skip
+        self, plays: list[_Play], problems: Sequence[Problem], size: int, check_stop: Callable[[], None]
+    ) -> str | None:
         """Reset the environments, and add what they say first to the prompts.
 
         Returns:
             The role of what they say later; None if they failed.
         """
+        given = [problem.given for problem in problems]
         try:
-            observations, role = self._pool.reset(
-                [problem.given for problem in problems], columns_of(problems, self._columns), check_stop
-            )
+            observations, role = self._pool.reset(given, columns_of(problems, self._columns), check_stop)
         except RewardError as failure:
-            self._failed(failure, plays, live)
+            self._failed(failure, plays)
             return None
-        for row, text in enumerate(observations):
+        for row, (play, problem, text) in enumerate(zip(plays, problems, observations, strict=True)):
+            where = f"row {problem.index} of {problem.source}"
             if text != observations[row - row % size]:
                 raise RewardError(
-                    f"environment {self._pool.name}: reset says other things to the completions of one prompt (row "
-                    f"{problems[row].index} of {problems[row].source}); it must depend on its arguments alone"
+                    f"environment {self._pool.name}: reset says other things to the completions of one prompt "
+                    f"({where}); it must depend on its arguments alone"
                 )
-            if text:
-                plays[row].prompt = self._with_observation(problems[row], text)
+            if not text:
+                continue
+            asked = chat_messages(dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}"), self._suffix)
+            play.prompt = self._ids(render_chat(self._tokenizer, asked, problem.tools, **self._variables))
+            if len(play.prompt) > self._limits.prompt_tokens:
+                raise RewardError(
+                    f"environment {self._pool.name}: the prompt of {where} has {len(play.prompt)} tokens with the "
+                    f"first observation, task.max_prompt_tokens is {self._limits.prompt_tokens}"
+                )
         return role
 
-    def _with_observation(self, problem: Problem, text: str) -> np.ndarray:
-        asked = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
-        rendered = render_chat(
-            self._tokenizer, chat_messages(asked, self._suffix), problem.tools, **self._variables
-        )  # fmt: skip
-        ids = self._ids(rendered)
-        if len(ids) > self._limits.prompt_tokens:
-            raise RewardError(
-                f"environment {self._pool.name}: the prompt of row {problem.index} of {problem.source} has {len(ids)} "
-                f"tokens with the first observation, task.max_prompt_tokens is {self._limits.prompt_tokens}"
-            )
-        return ids
-
     def _answer(
-        self, plays: list[_Play], spoken: list[int], role: str | None, turn: int, room: int,
+        self,
+        plays: list[_Play],
+        spoken: list[int],
+        role: str | None,
+        turn: int,
+        room: int,
         check_stop: Callable[[], None],
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Let the environment answer those who ended their turn; the rows that have another one.
 
         Args:
             plays: all completions.
             spoken: rows that wait for an answer.
-            role: of the answers, None if there are none any more.
+            role: role of the answers, None if there are none any more.
             turn: number of this turn.
             room: most tokens that a completion may have where another turn begins.
             check_stop: called while waiting.
         """
-        texts = [self._text(plays[row].tokens[-1]) for row in spoken]
-        for row, text in zip(spoken, texts, strict=True):
-            plays[row].messages.append({"role": "assistant", "content": text})
-        if role is None:
+        if role is None or not spoken:
             return []
         try:
-            steps = self._pool.step(spoken, texts, check_stop) if spoken else []
+            steps = self._pool.step(spoken, [plays[row].messages[-1]["content"] for row in spoken], check_stop)
         except RewardError as failure:
-            self._failed(failure, plays, spoken)
+            self._failed(failure, [plays[row] for row in spoken])
             return []
         going_on = []
         for row, answered in zip(spoken, steps, strict=True):
@@ -282,10 +270,10 @@ class TurnSampler:
             if answered.done or turn + 1 == self._limits.turns:
                 continue
             ids = self._ids(answer_text(self._tokenizer, answered.observation, role, self._variables))
-            if play.used + len(ids) > room:
+            if len(play.completion_ids) + len(ids) > room:
                 play.finish_reason = "length"
                 continue
-            play.add(ids)
+            play.parts.append(_given(ids))
             play.messages.append({"role": role, "content": answered.observation})
             going_on.append(row)
         return going_on
@@ -296,13 +284,13 @@ class TurnSampler:
     def _text(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _failed(self, failure: RewardError, plays: list[_Play], rows: list[int]) -> None:
+    def _failed(self, failure: RewardError, plays: list[_Play]) -> None:
         """Stop, or end the completions that were played, without a reward."""
         if self._stop_on_error:
             where = "" if failure.row is None else f" (completion {failure.row} of the batch)"
             raise RewardError(f"{failure}{where}") from failure
-        for row in rows:
-            plays[row].reward = None
+        for play in plays:
+            play.reward = None
         if "failed" not in self._warned:
             self._warned.add("failed")
             _LOG.warning("%s; the completions that were played get no reward. Later failures are only counted", failure)
@@ -316,14 +304,8 @@ class TurnSampler:
                 "share that it ended",
                 *(self._pool.name, endless, len(plays), self._limits.turns),
             )
-        self.played = {
-            row: Played(
-                reward=play.reward,
-                messages=play.messages,
-                text=self._text(np.concatenate(play.tokens)) if play.tokens else "",
-                ids=np.concatenate(play.tokens) if play.tokens else np.zeros(0, np.int32),
-                turns=play.turns,
-                done=play.done,
-            )
-            for row, play in enumerate(plays)
-        }
+        self.played = {}
+        for row, play in enumerate(plays):
+            ids = play.completion_ids
+            text = self._text(ids) if len(ids) else ""
+            self.played[row] = Played(play.reward, play.messages, text, ids, play.turns, play.done)

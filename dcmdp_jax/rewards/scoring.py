@@ -58,7 +58,7 @@ class BatchScores:
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     def extra_of(self, index: int) -> dict[str, Any]:
-        """What functions logged about one completion, by name."""
+        """Values that functions logged about one completion, by name."""
         return {name: values[index] for name, values in self.extra.items()}
 
     def of_completion(self, index: int) -> dict[str, float | None]:
@@ -113,13 +113,13 @@ def columns_of(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, l
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What a completion was that an environment answered.
+    """A completion in turns, which an environment answered.
 
     Attributes:
         reward: the sum over its turns; None if the environment failed.
         messages: the turns and the answers.
         text, ids: all after the prompt, answers included.
-        turns: of the policy.
+        turns: number of the policy's turns.
         done: whether the environment ended it.
     """
 
@@ -205,54 +205,6 @@ class RewardScorer:
             _LOG.warning("%s. Later failures are only counted", problem)
 
 
-class Grading:
-    """Texts and rewards of the completions that one call of an engine's `generate` samples.
-
-    Args:
-        verifier: grades the texts.
-        tokenizer: turns token ids into text.
-        answers: the right answer of each row, `prompt * group_size + member`; None for a row without one.
-    """
-
-    def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str | None]) -> None:
-        self._verifier, self._tokenizer = verifier, tokenizer
-        self._texts: dict[int, str] = {}
-        self._answers = answers
-        self.tokens = self.beyond = 0
-        """Tokens decoded, and those of them that are ids beyond the tokenizer's, which have no text."""
-
-    @property
-    def judged(self) -> list[int]:
-        """The rows that have an answer."""
-        return [row for row, answer in enumerate(self._answers) if answer is not None]
-
-    def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
-        """Start to grade completions, each row once."""
-        texts = self.decode(rows, completion_ids)
-        known = [
-            (text, answer) for row, text in zip(rows, texts, strict=True) if (answer := self._answers[row]) is not None
-        ]
-        self._verifier.begin([text for text, _ in known], [answer for _, answer in known])
-
-    def decode(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> list[str]:
-        """Texts of completions, each row once; they are kept for `texts`."""
-        # transformers decodes an empty batch to one empty text.
-        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if rows else []
-        self._texts |= zip(rows, texts, strict=True)
-        self.tokens += sum(map(len, completion_ids))
-        self.beyond += sum(int(np.sum(np.asarray(ids) >= len(self._tokenizer))) for ids in completion_ids)
-        return texts
-
-    def texts(self) -> list[str]:
-        """Texts of all rows, in their order, once each was decoded."""
-        return [self._texts[row] for row in range(len(self._answers))]
-
-    def grade(self) -> Grades:
-        """Rewards of the rows of `judged`, in their order."""
-        texts, rows = self.texts(), self.judged
-        return self._verifier.grade([texts[row] for row in rows], [self._answers[row] for row in rows])
-
-
 class BatchScoring:
     """Texts and rewards of the completions that one call of an engine's `generate` samples.
 
@@ -263,30 +215,43 @@ class BatchScoring:
         scorer: calls the functions.
         tokenizer: turns token ids into text.
         problems: the problem of each row, `prompt * group_size + member`. `math` has no value for one without answer.
-        state: of the run.
+        state: what functions learn about the run.
     """
 
     def __init__(
-        self, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem],
+        self,
+        scorer: RewardScorer,
+        tokenizer: PreTrainedTokenizerBase,
+        problems: Sequence[Problem],
         state: TrainerState = BEGINNING,
-    ) -> None:  # fmt: skip
-        self._scorer, self._problems, self._state = scorer, problems, state
-        self._grading = Grading(scorer.verifier, tokenizer, [problem.answer for problem in problems])
-        self._completion_ids: dict[int, np.ndarray] = {}
+    ) -> None:
+        self._scorer, self._tokenizer, self._problems, self._state = scorer, tokenizer, problems, state
+        self._texts: dict[int, str] = {}
+        self._ids: dict[int, np.ndarray] = {}
         self._played: Mapping[int, Played] = {}
+        self._tokens = self._beyond = 0  # tokens decoded, and those of them that are ids beyond the tokenizer's
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """Start to score completions, each row once, while others are still sampled."""
+        # transformers decodes an empty batch to one empty text.
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if rows else []
+        self._texts |= zip(rows, texts, strict=True)
+        self._ids |= zip(rows, completion_ids, strict=True)
+        self._tokens += sum(map(len, completion_ids))
+        self._beyond += sum(int(np.sum(np.asarray(ids) >= len(self._tokenizer))) for ids in completion_ids)
         if MATH in self._scorer.names:
-            self._grading.begin(rows, completion_ids)
-        else:
-            self._grading.decode(rows, completion_ids)
-        self._completion_ids |= zip(rows, completion_ids, strict=True)
+            _, *texts_and_answers = self._with_answers(rows)
+            self._scorer.verifier.begin(*texts_and_answers)
+
+    def _with_answers(self, rows: Sequence[int]) -> tuple[list[int], list[str], list[str]]:
+        """Those of some rows that have an answer, their texts and their answers."""
+        answers = {row: answer for row in rows if (answer := self._problems[row].answer) is not None}
+        return list(answers), [self._texts[row] for row in answers], list(answers.values())
 
     def add_played(self, played: Mapping[int, Played]) -> None:
         """Take what an environment made of the rows, before `finish`: functions get the answers too."""
         self._played = played
-        self._completion_ids |= {row: one.ids for row, one in played.items()}
+        self._ids |= {row: one.ids for row, one in played.items()}
 
     def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], BatchScores]:
         """Texts and scores of all rows, in their order, once `begin` got each.
@@ -297,75 +262,89 @@ class BatchScoring:
         Raises:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
-        scorer = self._scorer
-        if not self._problems:
+        scorer, rows = self._scorer, range(len(self._problems))
+        if not rows:
             return [], scorer.no_scores()
-        texts = self._grading.texts()
-        completions = [problem.as_completion(text) for problem, text in zip(self._problems, texts, strict=True)]
-        for row, played in self._played.items():
-            texts[row] = played.text
-            completions[row] = played.messages if self._problems[row].messages else played.text
+        texts = [self._played[row].text if row in self._played else self._texts[row] for row in rows]
         scorer.pool.begin(
-            [problem.given for problem in self._problems], completions,
-            [self._completion_ids[row] for row in range(len(texts))],
-            columns_of(self._problems, scorer.columns), self._state,
-        )  # fmt: skip
-        grades = self._grading.grade() if MATH in scorer.names else None
+            [problem.given for problem in self._problems],
+            [self._completion(row) for row in rows],
+            [self._ids[row] for row in rows],
+            columns_of(self._problems, scorer.columns),
+            self._state,
+        )
+        grades = self._grade(rows) if MATH in scorer.names else None
         results = scorer.pool.collect(on_wait)
         if grades is not None:
-            given: list[float | None] = [None] * len(texts)
-            for row, value in zip(self._grading.judged, grades.rewards.tolist(), strict=True):
-                given[row] = value
-            results[MATH] = Returned(given)
-        own: dict[str, tuple[float, int]] = {}
-        if beyond := self._grading.beyond:
-            own[_BEYOND] = (float(beyond), self._grading.tokens)
-            scorer.warn_once(
-                _BEYOND,
-                f"{beyond:,} of {self._grading.tokens:,} sampled tokens are ids beyond the "
-                "tokenizer's: they have no text",
-            )
-        if played := [self._played[row] for row in range(len(texts)) if row in self._played]:
-            results[ENVIRONMENT] = Returned([one.reward for one in played])
-            own["environment/turns_mean"] = (float(sum(one.turns for one in played)), len(played))
-            own["environment/done_fraction"] = (float(sum(one.done for one in played)), len(played))
-        values: list[list[float | None]] = []
+            given = dict(zip(self._with_answers(rows)[0], grades.rewards.tolist(), strict=True))
+            results[MATH] = Returned([given.get(row) for row in rows])
+        if self._played:
+            results[ENVIRONMENT] = Returned([self._played[row].reward for row in rows])
+        returned: dict[str, Returned] = {}
         failed: dict[str, int] = {}
         extra: dict[str, list[Any]] = {}
-        for reward in scorer.rewards:
-            result, name = results[reward.function], scorer.names[reward.function]
-            if isinstance(result, RewardError):
-                self._failed(reward.function, result)
-                result = Returned([None] * len(texts))
-                failed[name] = len(texts)
-            elif reward.function != MATH:
-                failed[name] = sum(one.reward is None for one in played) if reward.function == ENVIRONMENT else 0
-            values.append(result.rewards)
+        for function, name in scorer.names.items():
+            returned[name] = self._returned(function, results[function])
             # Two functions may log under one name.
-            extra |= {f"{name}/{key}" if key in extra else key: column for key, column in result.extra.items()}
-        totals = weighted_total(values, [reward.weight for reward in scorer.rewards])
-        by_name = zip(scorer.names.values(), values, strict=True)
+            extra |= {f"{name}/{key}" if key in extra else key: column for key, column in returned[name].extra.items()}
+            if function != MATH:
+                uncounted = function != ENVIRONMENT and not isinstance(results[function], RewardError)
+                failed[name] = 0 if uncounted else returned[name].rewards.count(None)
+        values = {name: one.rewards for name, one in returned.items()}
+        logged = [
+            {key: (math.fsum(numbers), len(numbers)) for key, numbers in one.metrics.items()}
+            for one in returned.values()
+        ]
         return texts, BatchScores(
-            totals=np.array(totals, np.float32),
-            values={name: np.array(column, np.float32) for name, column in by_name},
+            totals=np.array(
+                weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards]), np.float32
+            ),
+            values={name: np.array(column, np.float32) for name, column in values.items()},
             failed=failed,
             grades=grades,
             sources=tuple(problem.source for problem in self._problems) if scorer.by_source else None,
-            logged=own | add_logged([
-                {key: (math.fsum(numbers), len(numbers)) for key, numbers in result.metrics.items()}
-                for result in results.values() if isinstance(result, Returned)
-            ]),
+            logged=self._own_numbers() | add_logged(logged),
             extra=extra,
-        )  # fmt: skip
+        )
 
-    def _failed(self, function: str, failure: RewardError) -> None:
-        problem = str(failure)
-        if failure.row is not None:
-            row = self._problems[failure.row]
-            problem += f" (completion {failure.row} of the batch, of row {row.index} of {row.source})"
+    def _completion(self, row: int) -> str | list[Message]:
+        """A completion as functions get it."""
+        problem, played = self._problems[row], self._played.get(row)
+        if played is None:
+            return problem.as_completion(self._texts[row])
+        return played.messages if problem.messages else played.text
+
+    def _grade(self, rows: Sequence[int]) -> Grades:
+        _, texts, answers = self._with_answers(rows)
+        return self._scorer.verifier.grade(texts, answers)
+
+    def _own_numbers(self) -> dict[str, tuple[float, int]]:
+        """Sums and counts of what the scoring itself logs."""
+        own: dict[str, tuple[float, int]] = {}
+        if self._beyond:
+            own[_BEYOND] = float(self._beyond), self._tokens
+            self._scorer.warn_once(
+                _BEYOND,
+                f"{self._beyond:,} of {self._tokens:,} sampled tokens are ids beyond the tokenizer's: they have no "
+                "text",
+            )
+        if played := list(self._played.values()):
+            own["environment/turns_mean"] = float(sum(one.turns for one in played)), len(played)
+            own["environment/done_fraction"] = float(sum(one.done for one in played)), len(played)
+        return own
+
+    def _returned(self, function: str, result: Returned | RewardError) -> Returned:
+        """What a function gave; nothing where it failed, if failures are counted."""
+        if isinstance(result, Returned):
+            return result
+        problem = str(result)
+        if result.row is not None:
+            row = self._problems[result.row]
+            problem += f" (completion {result.row} of the batch, of row {row.index} of {row.source})"
         if self._scorer.stop_on_error:
             raise RewardError(problem)
         self._scorer.warn_once(function, f"{problem}; its completions get no value of this reward")
+        return Returned([None] * len(self._problems))
 
 
 _BEYOND = "completion/beyond_vocabulary_fraction"

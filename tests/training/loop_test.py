@@ -22,11 +22,11 @@ _PROGRAM = """
 import os, signal, sys
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.rewards.scoring import Grading
+from dcmdp_jax.rewards.scoring import BatchScoring
 
 *where, number = sys.argv.pop(1).split()
 calls = []
-push, generate, begin = LocalEngine.push_weights, LocalEngine.generate, Grading.begin
+push, generate, begin = LocalEngine.push_weights, LocalEngine.generate, BatchScoring.begin
 
 def noted_push(self, params, policy_version):
     print("pushed", policy_version, "beside old weights" if self.weights else "", flush=True)
@@ -42,7 +42,7 @@ def interrupted_begin(self, rows, completion_ids):
         os.kill(os.getpid(), signal.SIGTERM)
     begin(self, rows, completion_ids)
 
-LocalEngine.push_weights, LocalEngine.generate, Grading.begin = noted_push, noted_generate, interrupted_begin
+LocalEngine.push_weights, LocalEngine.generate, BatchScoring.begin = noted_push, noted_generate, interrupted_begin
 cli.run_main(train.main)
 """
 

@@ -29,10 +29,10 @@ _SIGNALLED = """
 import os, sys
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.rewards.scoring import Grading
+from dcmdp_jax.rewards.scoring import BatchScoring
 
 number, step = map(int, sys.argv.pop(1).split())
-generate, begin, now = LocalEngine.generate, Grading.begin, []
+generate, begin, now = LocalEngine.generate, BatchScoring.begin, []
 
 def noted_generate(self, *arguments, seed, step, **options):
     now[:] = [step, seed]
@@ -43,7 +43,7 @@ def signalled_begin(self, rows, completion_ids):
         os.kill(os.getpid(), number)
     begin(self, rows, completion_ids)
 
-LocalEngine.generate, Grading.begin = noted_generate, signalled_begin
+LocalEngine.generate, BatchScoring.begin = noted_generate, signalled_begin
 cli.run_main(train.main)
 """
 _PLAIN = ("-m", "bin.train")
