@@ -4,7 +4,7 @@ Two expressions are the same function if they agree at points that an answer can
 both answers, and their sizes reach beyond every constant in them, on both sides of zero. What is not smooth (absolute
 values, floors, ...) is no matter of points: each such part must have its equal in the other expression.
 
-math-verify and sympy are imported on first use (about a second). Nothing here limits time or memory.
+Nothing here limits time or memory; sympy takes about a second to import, so only the worker processes do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import hashlib
 import logging
 import random
 import re
-from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
+
+import math_verify
+import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 
 from dcmdp_jax.rewards.math.units import vocabulary
 
@@ -25,6 +29,17 @@ _MAX_DECADES = 2000
 _MAX_EXACT_DIGITS = 1_000_000
 _MAX_SPREAD = 200
 _MAX_SPREAD_OF_EXPONENTS = 3
+# The library warns once per process that its own time limit (SIGALRM in the calling thread) is off; the process that
+# runs this is killed from outside instead, which also works inside C code.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+# Its removal of units would take the variables m, t and c for meter, tonne and cent.
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+_EXTRACTION = [math_verify.LatexExtractionConfig(normalization_config=_NORMALIZATION)]
+_KINKS = tuple(
+    getattr(sympy, name) for name in vocabulary("Abs sign floor ceiling frac Mod Max Min Heaviside re im arg conjugate")
+)
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.])")
 _EULER_LOOKALIKE = re.compile(r"(?<![\\a-zA-Z])E(?![a-zA-Z])|(?<=[0-9a-zA-Z} ])(?<!\\)E(?=[_^ ]|$)")
 _NAMED_INDEX = re.compile(r"_ ?(?:\{ ?\\(odot|oplus|max|min) ?\}|\\(odot|oplus|max|min)(?![a-zA-Z]))")
@@ -62,7 +77,7 @@ _GREEK = vocabulary(
 )
 
 
-def same_value(left: str, right: str, factor: Any = 1) -> bool:
+def same_value(left: str, right: str, factor: Fraction | int = 1) -> bool:
     """Whether two answers in `notation.normalize_answer`'s notation are equal by algebra.
 
     Args:
@@ -94,8 +109,7 @@ def same_value(left: str, right: str, factor: Any = 1) -> bool:
         return any(decided)
     if factor != 1 or not left_values or not right_values:
         return False
-    _, verify = _math_verify()
-    return bool(verify(right_values, left_values, timeout_seconds=None, strict=True, raise_on_error=True))
+    return bool(math_verify.verify(right_values, left_values, timeout_seconds=None, strict=True, raise_on_error=True))
 
 
 def within(left: str, right: str, tolerance: float) -> bool:
@@ -112,7 +126,6 @@ def within(left: str, right: str, tolerance: float) -> bool:
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> list[Any]:
     """Parse an answer with math-verify: sympy objects, an empty list where it can't be parsed."""
-    read, _ = _math_verify()
     text = _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
     if _PERIODIC.search(text):
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
@@ -123,14 +136,12 @@ def parse(text: str) -> list[Any]:
     text = _EULER_LOOKALIKE.sub(r"\\Xi ", _NAMED_INDEX.sub(lambda m: f"_{{{m[1] or m[2]}}}", text))
     # What it can't read it returns as text, stripped of what it takes for ornament, and what it misreads may have no
     # value at all: no ground for a reward.
-    values = read(f"${text}$", raise_on_error=True)
+    values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
     return [value for value in values if not isinstance(value, str) and not _is_undefined(value)]
 
 
 def _is_undefined(value: Any) -> bool:
-    from sympy import nan, zoo
-
-    return getattr(value, "has", None) is not None and bool(value.has(nan, zoo))
+    return getattr(value, "has", None) is not None and bool(value.has(sympy.nan, sympy.zoo))
 
 
 def _is_readable(text: str) -> bool:
@@ -175,22 +186,25 @@ def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
 
 
 def _is_expression(value: Any) -> bool:
-    from sympy import Expr, MatrixExpr
-
-    return isinstance(value, Expr) and not isinstance(value, MatrixExpr)
+    return isinstance(value, sympy.Expr) and not isinstance(value, sympy.MatrixExpr)
 
 
 def _is_relation(value: Any) -> bool:
-    from sympy.core.relational import Relational
-
-    return isinstance(value, Relational) and _is_expression(value.lhs) and _is_expression(value.rhs)
+    return (
+        isinstance(value, sympy.core.relational.Relational) and _is_expression(value.lhs) and _is_expression(value.rhs)
+    )
 
 
 def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
     """Equations and inequalities are the same if the differences of their sides are proportional (by more than 0)."""
-    from sympy import Eq, Ge, Gt, Le, Lt, Ne
-
-    kinds = {Eq: (Eq, 1), Ne: (Ne, 1), Lt: (Lt, 1), Gt: (Lt, -1), Le: (Le, 1), Ge: (Le, -1)}
+    kinds = {
+        sympy.Eq: (sympy.Eq, 1),
+        sympy.Ne: (sympy.Ne, 1),
+        sympy.Lt: (sympy.Lt, 1),
+        sympy.Gt: (sympy.Lt, -1),
+        sympy.Le: (sympy.Le, 1),
+        sympy.Ge: (sympy.Le, -1),
+    }
     if type(left) not in kinds or type(right) not in kinds:
         return None
     (left_kind, left_sign), (right_kind, right_sign) = kinds[type(left)], kinds[type(right)]
@@ -209,33 +223,15 @@ def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
         return None
     # b(point) a(x) = a(point) b(x) for every x
     same = _same_expression(a / at_point[0], b / at_point[1], seed, exact=exact)
-    if same and left_kind in (Lt, Le):
+    if same and left_kind in (sympy.Lt, sympy.Le):
         ratio = (at_point[0] / at_point[1]).evalf(_DIGITS)
         return bool(ratio.is_real and ratio > 0)
-    return bool(same) if left_kind is Ne else same or None
-
-
-@functools.cache
-def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
-    import math_verify
-    from latex2sympy2_extended.math_normalization import NormalizationConfig
-
-    # The library warns once per process that its own time limit (SIGALRM in the calling thread) is off; the process
-    # that runs this is killed from outside instead, which also works inside C code.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # Its removal of units would take the variables m, t and c for meter, tonne and cent.
-    normalization = NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
-    )
-    config = [math_verify.LatexExtractionConfig(normalization_config=normalization)]
-    return functools.partial(math_verify.parse, extraction_config=config, parsing_timeout=None), math_verify.verify
+    return bool(same) if left_kind is sympy.Ne else same or None
 
 
 def _plain_symbols(value: Any) -> Any:
     """The parser gives one letter different assumptions from one text to the next; the imaginary unit is a letter."""
-    from sympy import I, Symbol
-
-    return value.xreplace({s: I if s.name == "i" else Symbol(s.name) for s in value.free_symbols})
+    return value.xreplace({s: sympy.I if s.name == "i" else sympy.Symbol(s.name) for s in value.free_symbols})
 
 
 def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None = None) -> bool | None:
@@ -285,39 +281,29 @@ def _same_integers(left: Any, right: Any) -> bool:
 
 def _is_exact(left: Any, right: Any) -> bool:
     """Whether two expressions must agree in every digit: no decimal in them is the rounding of something else."""
-    from sympy import Float
-
-    return not (left.has(Float) or right.has(Float)) or _is_terminating(right)
+    return not (left.has(sympy.Float) or right.has(sympy.Float)) or _is_terminating(right)
 
 
 def _has_powers(*values: Any) -> bool:
     """Whether a variable stands in an exponent."""
-    from sympy import Pow
-
-    return any(power.exp.free_symbols for value in values for power in value.atoms(Pow))
+    return any(power.exp.free_symbols for value in values for power in value.atoms(sympy.Pow))
 
 
 def _is_terminating(value: Any) -> bool:
     """Whether decimals can write every constant of an expression without rounding, and none of them is one."""
-    from sympy import Float
-
-    return not value.has(Float) and all(_terminates(part) for part in _parts(value))
+    return not value.has(sympy.Float) and all(_terminates(part) for part in _parts(value))
 
 
 def _terminates(constant: Any) -> bool:
     """Whether a constant has finitely many decimals. The parser leaves `10^{15}` and `15!` as they are written."""
-    from sympy import Rational
-
     if constant.is_integer or _decades(constant, constant) > _MAX_DECADES:
         return bool(constant.is_integer)
     value = constant.doit()
-    return isinstance(value, Rational) and 10 ** value.q.bit_length() % value.q == 0
+    return isinstance(value, sympy.Rational) and 10 ** value.q.bit_length() % value.q == 0
 
 
 def _with_exact_decimals(value: Any) -> Any:
-    from sympy import Float, Rational
-
-    return value.xreplace({part: Rational(str(part)) for part in value.atoms(Float) if part.is_finite})
+    return value.xreplace({part: sympy.Rational(str(part)) for part in value.atoms(sympy.Float) if part.is_finite})
 
 
 def _agree_at(left: Any, right: Any, point: dict[Any, Any], *, digits: int, exact: bool) -> bool | None:
@@ -335,22 +321,18 @@ def _agree_at(left: Any, right: Any, point: dict[Any, Any], *, digits: int, exac
 
 
 def _tolerance(digits: int, exact: bool) -> Any:
-    from sympy import Rational
-
-    return Rational(1, 10 ** (digits - 10 if exact else 6))
+    return sympy.Rational(1, 10 ** (digits - 10 if exact else 6))
 
 
 def _has_one_branch(left: Any, right: Any, point: dict[Any, Any]) -> bool:
     """Whether no root at this point is of what is not positive, and logarithms of it are on both sides."""
-    from sympy import Pow, log
-
     values = []
     for value in (left, right):
-        bases = [power.base for power in value.atoms(Pow) if not power.exp.is_Integer and power.base.free_symbols]
+        bases = [power.base for power in value.atoms(sympy.Pow) if not power.exp.is_Integer and power.base.free_symbols]
         if not all(base.evalf(15, subs=point).is_positive for base in bases):
             return False
         values.append(value.evalf(15, subs=point).is_real)
-    logarithms = [log_.args[0] for value in (left, right) for log_ in value.atoms(log)]
+    logarithms = [log_.args[0] for value in (left, right) for log_ in value.atoms(sympy.log)]
     if all(argument.subs(point).evalf(15).is_positive is not False for argument in logarithms):
         return True
     return values[0] != values[1]
@@ -358,17 +340,13 @@ def _has_one_branch(left: Any, right: Any, point: dict[Any, Any]) -> bool:
 
 def _without_noise(value: Any) -> Any:
     """Zero for what evaluates to zero as far as sympy can tell: a Float of one bit."""
-    from sympy import Float, Integer
-
-    return value.xreplace({part: Integer(0) for part in value.atoms(Float) if part._prec == 1})
+    return value.xreplace({part: sympy.Integer(0) for part in value.atoms(sympy.Float) if part._prec == 1})
 
 
 def _sample_points(
     symbols: list[Any], count: int, seed: bytes, *, positive: bool = False, decades: int = 0
 ) -> list[dict[Any, Any]]:
     """Points with rational coordinates: of size 0.5 to 2, or spread evenly over `decades` powers of ten both ways."""
-    from sympy import Integer, Rational
-
     draw = random.Random(seed)
     columns = []
     for _ in symbols:
@@ -378,7 +356,7 @@ def _sample_points(
         draw.shuffle(powers)
         columns.append(
             [
-                sign * Rational(draw.randrange(10**9, 4 * 10**9), 2 * 10**9 - 57) * Integer(10) ** power
+                sign * sympy.Rational(draw.randrange(10**9, 4 * 10**9), 2 * 10**9 - 57) * sympy.Integer(10) ** power
                 for sign, power in zip(signs, powers, strict=True)
             ]
         )
@@ -392,10 +370,8 @@ def _decades(left: Any, right: Any) -> int:
 
 def _size(value: Any) -> float:
     """Number of powers of ten that the constants of an expression span."""
-    from sympy import log
-
     parts = {part for part in _parts(value) if part.is_number and part.is_finite and part != 0}
-    return sum(float(abs(log(abs(part)).evalf(5))) / 2.302585 for part in parts)
+    return sum(float(abs(sympy.log(abs(part)).evalf(5))) / 2.302585 for part in parts)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -407,19 +383,10 @@ def _parts(value: Any) -> list[Any]:
 
 def _replace_kinks(left: Any, right: Any, seed: bytes) -> tuple[Any, Any]:
     """Both with each part that is not smooth as a variable, the same for equal parts."""
-    import sympy
-    from sympy import Symbol
-
-    kinds = tuple(
-        getattr(sympy, name)
-        for name in (
-            "Abs", "sign", "floor", "ceiling", "frac", "Mod", "Max", "Min", "Heaviside", "re", "im", "arg", "conjugate"
-        )
-    )  # fmt: skip
     known: list[tuple[Any, Any]] = []
     for _ in range(64):
-        found = left.atoms(*kinds) | right.atoms(*kinds)
-        inner = [part for part in found if part.free_symbols and not any(a.has(*kinds) for a in part.args)]
+        found = left.atoms(*_KINKS) | right.atoms(*_KINKS)
+        inner = [part for part in found if part.free_symbols and not any(a.has(*_KINKS) for a in part.args)]
         inner.sort(key=sympy.default_sort_key)
         if not inner:
             return left, right
@@ -427,7 +394,7 @@ def _replace_kinks(left: Any, right: Any, seed: bytes) -> tuple[Any, Any]:
         for part in inner:
             match = next((name for other, name in known if _same_kink(part, other, seed)), None)
             if match is None:
-                match = Symbol(f"kink{len(known)}")
+                match = sympy.Symbol(f"kink{len(known)}")
                 known.append((part, match))
             names[part] = match
         left, right = left.xreplace(names), right.xreplace(names)
@@ -435,12 +402,10 @@ def _replace_kinks(left: Any, right: Any, seed: bytes) -> tuple[Any, Any]:
 
 
 def _same_kink(left: Any, right: Any, seed: bytes) -> bool:
-    from sympy import Abs
-
     if left.func is not right.func or len(left.args) != len(right.args):
         return False
     if left == right:
         return True
     if all(_same_expression(a, b, seed) for a, b in zip(left.args, right.args, strict=True)):
         return True
-    return left.func is Abs and bool(_same_expression(left.args[0], -right.args[0], seed))
+    return left.func is sympy.Abs and bool(_same_expression(left.args[0], -right.args[0], seed))

@@ -178,13 +178,7 @@ def _measured(left: str, right: str) -> bool | None:
     if any(a == b for a, b in scales) and _same(left_measure.text, right_measure.text):
         return True
     values = left_measure.text, right_measure.text
-    return any(a != b and algebra.same_value(*values, factor=_rational(a / b)) for a, b in scales)
-
-
-def _rational(value: Fraction) -> object:
-    from sympy import Rational
-
-    return Rational(value.numerator, value.denominator)
+    return any(a != b and algebra.same_value(*values, factor=a / b) for a, b in scales)
 
 
 def _without_approximation(text: str, *, trusted: bool = False) -> str | None:

@@ -20,75 +20,54 @@ def vocabulary(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_LENGTH, _MASS, _TIME, _VOLUME, _MONEY = "length", "mass", "time", "volume", "money"
-# dimension, names separated by spaces, size in the dimension's unit
-_MEASURES: tuple[tuple[str, str, str], ...] = (
-    (_LENGTH, "m meter metre", "1"),
-    (_LENGTH, "mm millimeter millimetre", "1/1000"),
-    (_LENGTH, "cm centimeter centimetre", "1/100"),
-    (_LENGTH, "dm decimeter decimetre", "1/10"),
-    (_LENGTH, "km kilometer kilometre", "1000"),
-    (_LENGTH, "µm um micrometer micrometre micron", "1/1000000"),
-    (_LENGTH, "nm nanometer nanometre", "1/1000000000"),
-    (_LENGTH, "in inch", "0.0254"),
-    (_LENGTH, "ft foot feet", "0.3048"),
-    (_LENGTH, "yd yard", "0.9144"),
-    (_LENGTH, "mi mile", "1609.344"),
-    (_MASS, "g gram", "1"),
-    (_MASS, "mg milligram", "1/1000"),
-    (_MASS, "kg kilogram", "1000"),
-    (_MASS, "Mg megagram tonne", "1000000"),
-    (_MASS, "lb pound", "453.59237"),
-    (_MASS, "oz ounce", "28.349523125"),
-    (_TIME, "s sec second", "1"),
-    (_TIME, "ms millisecond", "1/1000"),
-    (_TIME, "µs us microsecond", "1/1000000"),
-    (_TIME, "ns nanosecond", "1/1000000000"),
-    (_TIME, "min minute", "60"),
-    (_TIME, "h hr hour", "3600"),
-    (_TIME, "d day", "86400"),
-    (_TIME, "week", "604800"),
-    ("months", "month", "1"),
-    ("months", "year yr", "12"),
-    (_VOLUME, "L l liter litre", "1"),
-    (_VOLUME, "mL ml milliliter millilitre", "1/1000"),
-    ("gallons", "gallon gal", "1"),
-    ("gallons", "quart", "1/4"),
-    ("gallons", "pint", "1/8"),
-    ("gallons", "cup", "1/16"),
-    (_MONEY, "dollar USD", "1"),
-    (_MONEY, "cent", "1/100"),
-    ("euro", "euro EUR", "1"),
-    ("sterling", "GBP", "1"),
-    ("yuan", "yuan RMB", "1"),
-    ("yen", "yen JPY", "1"),
-    ("rupee", "rupee Rs", "1"),
-    ("angle", "degree deg", "1"),
-    ("radian", "radian rad", "1"),
-    ("celsius", "celsius", "1"),
-    ("fahrenheit", "fahrenheit", "1"),
-    ("K", "K kelvin", "1"),
-    ("force", "N newton", "1"),
-    ("energy", "J joule", "1"),
-    ("erg", "erg", "1"),
-    ("eV", "eV", "1"),
-    ("power", "W watt", "1"),
-    ("charge", "C coulomb", "1"),
-    ("voltage", "V volt", "1"),
-    ("current", "A ampere", "1"),
-    ("frequency", "Hz hertz", "1"),
-    ("pressure", "Pa pascal", "1"),
-    ("field", "T tesla", "1"),
-    ("amount", "mol mole", "1"),
-    ("acre", "acre", "1"),
-    ("hectare", "hectare", "1"),
-    ("before noon", "am a.m a.m.", "1"),
-    ("after noon", "pm p.m p.m.", "1"),
-)
-_PREFIXES = (
-    ("n", "nano", "1/1000000000"), ("uµ", "micro", "1/1000000"), ("m", "milli", "1/1000"), ("k", "kilo", "1000"),
-    ("M", "mega", "1000000"), ("G", "giga", "1000000000"),
-)  # fmt: skip
+# Dimension -> its units: their names, and their size in the dimension's base unit.
+_MEASURES = {
+    "length": (
+        "m meter metre 1, mm millimeter millimetre 1/1000, cm centimeter centimetre 1/100, "
+        "dm decimeter decimetre 1/10, km kilometer kilometre 1000, µm um micrometer micrometre micron 1/1000000, "
+        "nm nanometer nanometre 1/1000000000, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, "
+        "mi mile 1609.344"
+    ),
+    "mass": (
+        "g gram 1, mg milligram 1/1000, kg kilogram 1000, Mg megagram tonne 1000000, lb pound 453.59237, "
+        "oz ounce 28.349523125"
+    ),
+    "time": (
+        "s sec second 1, ms millisecond 1/1000, µs us microsecond 1/1000000, ns nanosecond 1/1000000000, "
+        "min minute 60, h hr hour 3600, d day 86400, week 604800"
+    ),
+    "months": "month 1, year yr 12",
+    "volume": "L l liter litre 1, mL ml milliliter millilitre 1/1000",
+    "gallons": "gallon gal 1, quart 1/4, pint 1/8, cup 1/16",
+    "money": "dollar USD 1, cent 1/100",
+    "euro": "euro EUR 1",
+    "sterling": "GBP 1",
+    "yuan": "yuan RMB 1",
+    "yen": "yen JPY 1",
+    "rupee": "rupee Rs 1",
+    "angle": "degree deg 1",
+    "radian": "radian rad 1",
+    "celsius": "celsius 1",
+    "fahrenheit": "fahrenheit 1",
+    "K": "K kelvin 1",
+    "force": "N newton 1",
+    "energy": "J joule 1",
+    "erg": "erg 1",
+    "eV": "eV 1",
+    "power": "W watt 1",
+    "charge": "C coulomb 1",
+    "voltage": "V volt 1",
+    "current": "A ampere 1",
+    "frequency": "Hz hertz 1",
+    "pressure": "Pa pascal 1",
+    "field": "T tesla 1",
+    "amount": "mol mole 1",
+    "acre": "acre 1",
+    "hectare": "hectare 1",
+    "before noon": "am a.m a.m. 1",
+    "after noon": "pm p.m p.m. 1",
+}
+_PREFIXES = {" ": 0, "n nano": -9, "uµ micro": -6, "m milli": -3, "k kilo": 3, "M mega": 6, "G giga": 9}
 _PREFIXED = vocabulary("energy power charge voltage current frequency pressure amount force eV")
 """Dimensions whose units take every prefix; in the others the usual ones are listed."""
 _COUNTED = vocabulary(
@@ -100,10 +79,9 @@ _COUNTED = vocabulary(
     "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
     "white woman women word worker dime nickel"
 )
-_SCALES = {
-    "dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7,
-    "billion": 10**9, "trillion": 10**12,
-}  # fmt: skip
+_SCALES = {"dozen": 12, "hundred": 100, "lakh": 10**5, "crore": 10**7} | {
+    name: 1000**power for power, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
+}
 _CHANGES_A_VALUE = vocabulary(
     "about above and approximately at base below between binary but choose cubed decimal divided double either equals "
     "except factorial fewer fifth fourth from greater half halves hex if inf infinite infinity least less log many "
@@ -120,12 +98,12 @@ _CHANGES_A_VALUE = vocabulary(
 def _sizes() -> dict[str, tuple[str, Fraction]]:
     """Dimension and size of every unit by name, with its prefixes."""
     sizes = {}
-    for dimension, names, size in _MEASURES:
-        units = [("", "", "1"), *(_PREFIXES if dimension in _PREFIXED else ())]
-        symbol, *words = names.split()
-        for letters, prefix, factor in units:
-            spelled = [letter + symbol for letter in letters or [""]] + [prefix + word for word in words]
-            sizes |= dict.fromkeys(spelled, (dimension, Fraction(factor) * Fraction(size)))
+    for dimension, unit in ((dimension, unit) for dimension, units in _MEASURES.items() for unit in units.split(", ")):
+        symbol, *words, size = unit.split()
+        for prefix, power in _PREFIXES.items() if dimension in _PREFIXED else ((" ", 0),):
+            letters, _, name = prefix.partition(" ")
+            spelled = [letter + symbol for letter in letters or [""]] + [name + word for word in words]
+            sizes |= dict.fromkeys(spelled, (dimension, Fraction(10) ** power * Fraction(size)))
     return sizes
 
 
@@ -243,8 +221,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
         found = Quantity(text, dimension=((kind, 1),))
     if (together := _sum_of_amounts(text)) is not None:
         return together
-    start = _tail_start(text, letters)
-    for begin in start:
+    for begin in _tail_start(text):
         spaced = text[begin - 1 : begin] == " " or "{ " in text[begin:]  # else a factor
         unit = _read(text[begin:], any_noun=any_noun and spaced, letters=letters)
         value = text[:begin].rstrip()
@@ -276,31 +253,23 @@ def _sum_of_amounts(text: str) -> Quantity | None:
     return Quantity(str(total), dimension=((sizes[0][0], 1),))
 
 
-def _tail_start(text: str, letters: bool) -> list[int]:
+def _tail_start(text: str) -> list[int]:
     """Positions where the unit may start, the longest unit first. One pass; at most `_MAX_PIECES` positions."""
-    starts: list[tuple[int, str]] = []
+    starts: list[int] = []
     previous = ""
     for piece in _PIECE.finditer(text):
-        kind = piece.lastgroup if piece.lastgroup != "scale" else "degree"
+        kind = piece.lastgroup
+        if kind == "space":
+            continue
         if kind == "other":
             starts = []
-        elif kind == "space":
+        # `2x cm`: what follows a variable is a variable.
+        elif kind == "word" and not starts and not (previous.isdigit() or previous in ")}]"):
             pass
-        elif kind in ("exponent", "join"):
-            if not starts:
-                previous = piece[0][-1]
-                continue
-        elif kind == "word":
-            # `2x cm`: what follows a variable is a variable.
-            if not starts and not (previous.isdigit() or previous in ")}]"):
-                previous = piece[0][-1]
-                continue
-            starts.append((piece.start(), kind))
-        else:
-            starts.append((piece.start(), kind or ""))
-        if kind != "space":
-            previous = piece[0][-1]
-    return [begin for begin, _ in starts[:1] + starts[1:][-_MAX_PIECES:]]
+        elif kind not in ("exponent", "join"):
+            starts.append(piece.start())
+        previous = piece[0][-1]
+    return starts[:1] + starts[1:][-_MAX_PIECES:]
 
 
 def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
