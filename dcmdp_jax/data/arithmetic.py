@@ -16,8 +16,9 @@ import dataclasses
 import random
 import re
 import zlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from dcmdp_jax.data.mixtures import task_arguments
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.rewards.protocol import Problem
@@ -100,31 +101,23 @@ class ArithmeticSpec:
         if not 0.0 <= self.error_rate <= 1.0:
             raise UserError(f"arithmetic error_rate = {self.error_rate}: must be from 0 to 1")
 
+    @classmethod
+    def parse(cls, location: str) -> Self:
+        """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
 
-def parse_spec(text: str) -> ArithmeticSpec:
-    """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
-
-    Raises:
-        UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
-    """
-    name, _, settings = text.partition(":")
-    if name != "arithmetic":
-        raise UserError(f"task {text!r}: must begin with 'arithmetic:'")
-    truth = {"true": True, "false": False}
-    types = {"difficulty": int, "count": int, "seed": int, "split": str, "error_rate": float, "chat": bool}
-    values: dict[str, Any] = {}
-    for setting in filter(None, settings.split(",")):
-        key, equals, value = (part.strip() for part in setting.partition("="))
-        if key not in types or not equals:
-            raise UserError(f"task {text!r}: {setting!r} is not key=value with a key of {', '.join(types)}")
-        if key in values:
-            raise UserError(f"task {text!r}: {key} is given twice")
-        try:
-            # int() and float() would take the digits of other scripts too.
-            values[key] = truth[value] if types[key] is bool else types[key](value if value.isascii() else "")
-        except (KeyError, ValueError):
-            raise UserError(f"task {text!r}: {key} = {value!r} is not {types[key].__name__}") from None
-    return ArithmeticSpec(**values)
+        Raises:
+            UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
+        """
+        truth = {"true": True, "false": False}
+        types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in task_arguments(location, location.partition(":")[2], list(types)).items():
+            try:
+                # int() and float() would take the digits of other scripts too.
+                values[key] = truth[value] if types[key] is bool else types[key](value if value.isascii() else "")
+            except (KeyError, ValueError):
+                raise UserError(f"task {location}: {key} = {value!r} is not {types[key].__name__}") from None
+        return cls(**values)
 
 
 def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
@@ -175,11 +168,11 @@ def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> 
     """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, but for `chat`.
 
     Args:
-        spec: which problems.
+        spec: the problems to make.
         keep_columns: whether they have `columns`.
 
     Raises:
-        UserError: as `arithmetic_rows`.
+        UserError: see `arithmetic_rows`.
     """
     return [
         problem_from_row(

@@ -23,31 +23,34 @@ import random
 import re
 from typing import Any
 
-from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows, parse_spec
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_rows
 from dcmdp_jax.rewards.math.answers import last_boxed
 from dcmdp_jax.rewards.protocol import Problem
 
 _CALL = re.compile(r"calc\(([^()]*)\)\s*\Z")
 _EXPRESSION = re.compile(r"\d{1,6}(?:[+*-]\d{1,6}){0,15}")
-_WORKED = re.compile(r",?\s*worked\s*=\s*(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class CalculatorSpec(ArithmeticSpec):
+    """A set of problems of the calculator.
+
+    Attributes:
+        worked: whether they are worked turns to start from.
+    """
+
+    worked: bool = False
 
 
 def calculator_problems(location: str) -> list[Problem]:
     """The problems of a location; each has the columns `prompt` and `ground_truth`'s row of `arithmetic`.
 
     Raises:
-        UserError: as for `arithmetic:`, or if `worked` is neither true nor false.
+        UserError: see `ArithmeticSpec.parse` and `arithmetic_rows`.
     """
-    found = _WORKED.findall(location)
-    if len(found) > 1 or (found and found[0] not in ("true", "false")):
-        raise UserError(f"task {location!r}: worked must be true or false, once")
-    arguments = _WORKED.sub("", location).partition(":")[2].strip(", ")
-    spec = parse_spec(f"arithmetic:{arguments}")
+    spec = CalculatorSpec.parse(location)
     rows = arithmetic_rows(dataclasses.replace(spec, error_rate=0.0))
-    if found == ["true"]:
-        return _worked(rows, spec)
-    return [_problem(row, index) for index, row in enumerate(rows)]
+    return _worked(rows, spec) if spec.worked else [_problem(row, index) for index, row in enumerate(rows)]
 
 
 def _problem(row: dict[str, Any], index: int, **fields: Any) -> Problem:
@@ -63,8 +66,8 @@ def _worked(rows: list[dict[str, Any]], spec: ArithmeticSpec) -> list[Problem]:
     for index, row in enumerate(rows):
         asked, answer = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
         call = f"calc({asked.removesuffix('=?')})"
-        chat = ({"role": "user", "content": asked}, {"role": "assistant", "content": call},
-                {"role": "user", "content": answer})  # fmt: skip
+        turns = (("user", asked), ("assistant", call), ("user", answer))
+        chat = tuple({"role": role, "content": content} for role, content in turns)
         wrong = [noise.random() < spec.error_rate for _ in range(2)]
         problems.append(_problem(row, index, solution=_spoiled(call, noise) if wrong[0] else call))
         said = _spoiled(answer, noise) if wrong[1] else answer

@@ -34,8 +34,8 @@ class Part:
     """A task of a mixture.
 
     Attributes:
-        name: of its problems' source where rows have no `data_source`.
-        location: of its problems.
+        name: source of its problems where rows have no `data_source`.
+        location: where its problems are.
         weight: its share of the prompts, over the sum of all weights.
     """
 
@@ -87,6 +87,29 @@ def split_locations(text: str) -> list[str]:
     return locations
 
 
+def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> dict[str, str]:
+    """The settings of a built-in task, `key=value,...`, as text.
+
+    Args:
+        location: the whole location, for errors.
+        settings: the part of it that holds the settings.
+        keys: the allowed keys; empty: any.
+
+    Raises:
+        UserError: in one line, for a part that is no `key=value`, an unknown key, or one that is given twice.
+    """
+    values: dict[str, str] = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        if not (key in keys if keys else key.isidentifier()) or not equals:
+            known = f" with a key of {', '.join(keys)}" if keys else ""
+            raise UserError(f"task {location}: {setting.strip()!r} is not key=value{known}")
+        if key in values:
+            raise UserError(f"task {location}: {key} is given twice")
+        values[key] = value
+    return values
+
+
 def is_weighted(location: str) -> bool:
     """Whether a location has a weight for certain: behind a file or a built-in task, not a Hub name."""
     found = _WEIGHT.fullmatch(location)
@@ -133,7 +156,7 @@ class PromptStream:
 
     Attributes:
         sizes: problems of each task, which stand one task after the other.
-        weights: of each.
+        weights: weight of each.
     """
 
     sizes: tuple[int, ...]

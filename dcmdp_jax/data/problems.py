@@ -106,9 +106,9 @@ def load_problems(
 def _built_in(location: str, *, keep_columns: bool) -> list[Problem]:
     """Problems of a built-in task."""
     if location.startswith("arithmetic"):
-        from dcmdp_jax.data.arithmetic import arithmetic_problems, parse_spec
+        from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_problems
 
-        return arithmetic_problems(parse_spec(location), keep_columns=keep_columns)
+        return arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)
     if location.startswith("calculator"):
         from dcmdp_jax.data.calculator import calculator_problems
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dcmdp_jax.data.mixtures import task_arguments
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import shorten
@@ -58,33 +59,24 @@ def reasoning_gym_problems(location: str) -> list[Problem]:
         raise UserError(
             f"task {location}: {name} refuses it: {one_line(f'{type(error).__name__}: {error}')}"
         ) from error
-    return [
-        problem_from_row(
-            {
-                "question": entry["question"],
-                "answer": entry["answer"],
-                "reasoning_gym": {"dataset": name, "config": config, "index": index, "answer": entry["answer"]},
-            },
-            source=name, index=index, keep_columns=True, answers="unused",
-        )
+    rows = [
+        {"question": entry["question"], "answer": entry["answer"]}
+        | {"reasoning_gym": {"dataset": name, "config": config, "index": index, "answer": entry["answer"]}}
         for index, entry in enumerate(entries)
-    ]  # fmt: skip
+    ]
+    return [
+        problem_from_row(row, source=name, index=index, keep_columns=True, answers="unused")
+        for index, row in enumerate(rows)
+    ]
 
 
 def _parse(location: str) -> tuple[str, dict[str, Any]]:
     """The dataset and its configuration, with the size and the seed."""
-    name, *settings = (part.strip() for part in location.partition(":")[2].split(","))
-    if not name:
+    name, _, settings = location.partition(":")[2].partition(",")
+    if not name.strip():
         raise UserError(f"task {location}: name a dataset of reasoning-gym, such as reasoning_gym:basic_arithmetic")
     config: dict[str, Any] = {"size": _DEFAULT_SIZE, "seed": _DEFAULT_SEED}
-    given: set[str] = set()
-    for setting in filter(None, settings):
-        key, equals, text = (part.strip() for part in setting.partition("="))
-        if not key.isidentifier() or not equals:
-            raise UserError(f"task {location}: {setting!r} is not key=value")
-        if key in given:
-            raise UserError(f"task {location}: {key} is given twice")
-        given.add(key)
+    for key, text in task_arguments(location, settings).items():
         try:
             config[key] = json.loads(text)
         except ValueError:
@@ -92,7 +84,7 @@ def _parse(location: str) -> tuple[str, dict[str, Any]]:
     for key, low, high in (("size", 1, _LARGEST_SIZE), ("seed", 0, 2**32 - 1)):
         if type(config[key]) is not int or not low <= config[key] <= high:
             raise UserError(f"task {location}: {key} = {config[key]!r} must be a whole number from {low} to {high}")
-    return name, config
+    return name.strip(), config
 
 
 def reasoning_gym(

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dcmdp_jax.data.mixtures import task_arguments
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.rewards.protocol import Problem, completion_text
@@ -47,26 +48,26 @@ def verifiers_problems(location: str) -> list[Problem]:
     source = name.rpartition("/")[2]
     return [
         problem_from_row(
-            row | {"verifiers": {"taskset": name, "index": index}}, source=source, index=index, keep_columns=True,
+            row | {"verifiers": {"taskset": name, "index": index}},
+            source=source,
+            index=index,
+            keep_columns=True,
             answers="unused",
         )
         for index, row in enumerate(rows)
-    ]  # fmt: skip
+    ]
 
 
 def _parse(location: str) -> tuple[str, int | None]:
-    name, *settings = (part.strip() for part in location.partition(":")[2].split(","))
-    if not name:
+    name, _, settings = location.partition(":")[2].partition(",")
+    if not name.strip():
         raise UserError(f"task {location}: name a taskset, verifiers:ID")
-    size = None
-    for setting in filter(None, settings):
-        key, _, text = (part.strip() for part in setting.partition("="))
-        if key != "size" or size is not None or not (text.isascii() and text.isdigit()):
-            raise UserError(f"task {location}: {setting!r} is not size=N, once")
-        size = int(text)
-        if not 1 <= size <= _LARGEST_SIZE:
-            raise UserError(f"task {location}: size = {size} must be from 1 to {_LARGEST_SIZE}")
-    return name, size
+    text = task_arguments(location, settings, ["size"]).get("size")
+    if text is None:
+        return name.strip(), None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _LARGEST_SIZE):
+        raise UserError(f"task {location}: size = {text} must be a whole number from 1 to {_LARGEST_SIZE}")
+    return name.strip(), int(text)
 
 
 def _row(task: Any) -> dict[str, Any]:
@@ -75,12 +76,12 @@ def _row(task: Any) -> dict[str, Any]:
     if needs or task.data.prompt is None:
         raise UserError(f"its task {task.data.idx} needs {needs or 'a user that speaks first'}, which is not supported")
     prompt = task.data.prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [
-        message.model_dump(mode="json", exclude_none=True) for message in prompt
-    ]  # fmt: skip
-    if task.data.system_prompt:
-        messages.insert(0, {"role": "system", "content": task.data.system_prompt})
-    return {"prompt": messages}
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = [message.model_dump(mode="json", exclude_none=True) for message in prompt]
+    system = task.data.system_prompt
+    return {"prompt": [{"role": "system", "content": system}, *messages] if system else messages}
 
 
 def verifiers(
@@ -153,10 +154,8 @@ def _trace(task: Any, text: str) -> Any:
         MessageNode(parent=place - 1 if place else None, message=message, sampled=place == len(messages) - 1)
         for place, message in enumerate(messages)
     ]
-    return vf.Trace(
-        task=TraceTask(type=type(task).__name__, data=data), agent=AgentInfo(config=vf.AgentConfig()), nodes=nodes,
-        is_completed=True, ok=True,
-    )  # fmt: skip
+    given = TraceTask(type=type(task).__name__, data=data)
+    return vf.Trace(task=given, agent=AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)
 
 
 def _recorded(trace: Any) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def test_tasks_become_chats_and_score_their_completions(taskset):
 def test_what_is_no_taskset_is_told(taskset):
     for location, message in (
         ("verifiers:", "name a taskset"),
-        (f"verifiers:{taskset},sizes=3", "'sizes=3' is not size=N, once"),
-        (f"verifiers:{taskset},size=0", "size = 0 must be from 1 to"),
+        (f"verifiers:{taskset},sizes=3", "'sizes=3' is not key=value with a key of size"),
+        (f"verifiers:{taskset},size=0", "size = 0 must be a whole number from 1 to"),
         ("verifiers:no_such_taskset_here", "no_such_taskset_here"),
     ):
         with pytest.raises(ValueError) as raised:
