@@ -8,7 +8,7 @@ import pytest
 from dcmdp_jax.algorithm import discrepancy, losses
 from dcmdp_jax.config.checks import validate
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.fields import Setting, build, declared, flatten, parse_text, replace_value, setting
+from dcmdp_jax.fields import Setting, build, check_range, declared, flatten, parse_text, replace_value, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,7 @@ def test_every_default_keeps_its_own_rules():
     for one in declared(Config).values():
         assert type(one.default) is one.type or one.default == (), one.name
         assert one.about.doc.endswith((".", "...")), one.name
-        low, high = one.about.minimum, one.about.maximum
-        assert low is None or one.default >= low, one.name
-        assert high is None or one.default <= high, one.name
+        check_range(one, one.default, one.name)
 
 
 @pytest.mark.parametrize(

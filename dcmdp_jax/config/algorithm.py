@@ -190,11 +190,11 @@ def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
     return dataclasses.replace(algorithm, trust_region=str(Call(call.function, given)))
 
 
-def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) -> None:
-    """Check settings of the algorithm against each other. No function of a user is imported.
+def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) -> Iterator[tuple[Any, ...]]:
+    """Broken rules between settings of the algorithm, see `checks.Broken`. No function of a user is imported.
 
     Raises:
-        UserError: in one line, naming setting, value and what is allowed.
+        UserError: in one line, for a function that is not there, or parameters that it does not take.
     """
     own = []
     for name, (_, built_in) in _REMEDIES.items():
@@ -206,43 +206,33 @@ def check_algorithm(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
             elif name != "loss":
                 _check_ours(name, str(call))
     if twice := [name for name in own if own.count(name) > 1]:
-        raise UserError(f"config.algorithm: two functions are named {twice[0]}, as their metrics would be; rename one")
+        yield "algorithm", "two functions have this name, as their metrics would; rename one", twice[0]
     (loss,) = algorithm.calls("loss")
     if loss.own and algorithm.trust_region != "clip":
-        raise UserError(
-            f"config.algorithm.loss: got {algorithm.loss} beside trust_region={algorithm.trust_region}, which bounds "
-            "the surrogate alone; leave it out"
-        )
+        why = "which bounds the surrogate alone; leave one of them out"
+        yield "algorithm.loss", f"with trust_region={algorithm.trust_region}, {why}"
     if loss.parameters and not loss.own:
-        raise UserError(f"config.algorithm.loss: got {algorithm.loss}; parameters are those of trust_region")
-    if algorithm.ratio_denominator in ("rollout", "bypass"):
-        for call in algorithm.calls("corrections"):
-            if call.function in {**TRUNCATIONS, **MASKS}:
-                raise UserError(
-                    f"config.algorithm.corrections: got {call.function} with ratio_denominator="
-                    f"{algorithm.ratio_denominator}, whose ratio weighs by p_train / p_rollout already; leave one of "
-                    "them out"
-                )
-    if algorithm.level == "reward" and algorithm.ratio_denominator == "bypass":
-        raise UserError(
-            "config.algorithm.level: got reward with ratio_denominator=bypass, which leaves out the pass "
-            "that it needs; set ratio_denominator=rollout or level=token"
-        )
+        yield "algorithm.loss", "its parameters are those of trust_region"
+    denominator = algorithm.ratio_denominator
+    for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:
+        if call.function in {**TRUNCATIONS, **MASKS}:
+            why = "whose ratio weighs by p_train / p_rollout already"
+            yield (
+                "algorithm.corrections",
+                f"must be left out with ratio_denominator={denominator}, {why}",
+                call.function,
+            )
+    if algorithm.level == "reward" and denominator == "bypass":
+        why = "leaves out the pass that it needs; set ratio_denominator=rollout or level=token"
+        yield "algorithm.level", f"ratio_denominator=bypass {why}"
     if algorithm.level == "reward" and ":" in algorithm.method:
-        raise UserError(
-            f"config.algorithm.level: got reward with method={algorithm.method}, a function of tokens, of which a "
-            "reward has none; set a method of ours or level=sequence"
-        )
+        why = "a function of tokens, of which a reward has none; set a method of ours or level=sequence"
+        yield "algorithm.level", f"method={algorithm.method} is {why}"
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
-        raise UserError(
-            f"config.algorithm.refill_rounds: got {algorithm.refill_rounds} with drop_equal_groups=false; it replaces "
-            "the groups that drop_equal_groups leaves out, set that to true"
-        )
+        why = "it replaces the groups that drop_equal_groups leaves out, set that to true"
+        yield "algorithm.refill_rounds", why
     if algorithm.overlong_buffer > max_completion_tokens:
-        raise UserError(
-            f"config.algorithm.overlong_buffer: got {algorithm.overlong_buffer}, must be at most "
-            f"rollout.max_completion_tokens={max_completion_tokens}"
-        )
+        yield "algorithm.overlong_buffer", f"must be at most rollout.max_completion_tokens={max_completion_tokens}"
 
 
 def check_own_remedies(algorithm: AlgorithmSettings) -> None:

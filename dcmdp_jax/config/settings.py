@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, check_algorithm
-from dcmdp_jax.config.checks import check_hosts, check_rewards, validate, validate_sampling
+from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
+from dcmdp_jax.config.checks import validate, validate_sampling
 from dcmdp_jax.config.engine import check_name
 from dcmdp_jax.config.rollout import HIGHEST_TEMPERATURE, MOST_TOKENS, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.saved import REMOVED, VERSION, without_removed
@@ -23,6 +23,8 @@ from dcmdp_jax.inputs import shorten
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
+
+_MOST_SAMPLES = 4096, "avg@4096 of one problem has a standard error of 0.008 at most"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +165,7 @@ class RewardSettings:
     """
 
     functions: str = setting("math")
-    weights: tuple[float, ...] = setting(())
+    weights: tuple[float, ...] = setting((), limit=(1e6, "advantages are float32"))
     timeout: float = setting(300.0, unit="seconds", minimum=0.01, free=True)
     memory_limit: float = setting(0.0, unit="GiB", minimum=0.0, free=True)
     on_error: str = setting("error", choices=("error", "none"), free=True)
@@ -203,7 +205,7 @@ class TrainingSettings:
     prompts_per_step: int = setting(64, unit="prompts", minimum=1)
     prompts_per_mini_batch: int = setting(16, unit="prompts", minimum=1)
     micro_batch_tokens: int = setting(16384, unit="tokens per device", minimum=1, free=True)
-    row_lengths: tuple[int, ...] = setting((), unit="tokens", free=True)
+    row_lengths: tuple[int, ...] = setting((), unit="tokens", minimum=1, free=True)
     segments_per_row: int = setting(0, unit="completions", minimum=0, free=True)
     seed: int = setting(0, minimum=0)
 
@@ -306,7 +308,7 @@ class EvaluationSettings:
 
     task: str = setting("", free=True)
     every_steps: int = setting(0, unit="steps", minimum=0, free=True)
-    samples: tuple[int, ...] = setting((), unit="completions", free=True)
+    samples: tuple[int, ...] = setting((), unit="completions", minimum=1, limit=_MOST_SAMPLES, free=True)
     temperature: float = setting(0.7, minimum=0, limit=HIGHEST_TEMPERATURE, free=True)
     max_problems: int = setting(0, unit="problems", minimum=0, free=True)
 
@@ -405,9 +407,6 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
     made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
     made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
     validate(made)
-    check_rewards(made.rewards)
-    check_hosts(made.hosts, made.training.prompts_per_step)
-    check_algorithm(made.algorithm, made.rollout.max_completion_tokens)
     return made
 
 
@@ -432,7 +431,6 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
         replace_value(values, name, value)
     made = build(Config, values, unknown_setting)
     validate_sampling(made, overrides)
-    check_rewards(made.rewards)
     return made
 
 

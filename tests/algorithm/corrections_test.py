@@ -11,7 +11,7 @@ import pytest
 from dcmdp_jax.algorithm import corrections, losses, penalties, signals, stats
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, chain
 from dcmdp_jax.algorithm.remedies import Tokens, uses
-from dcmdp_jax.config.algorithm import AlgorithmSettings, check_algorithm
+from dcmdp_jax.config.settings import from_config_dict
 from tests.support.surrogate import policy_surrogate
 
 # Parameters for which the random input below has tokens or completions on both sides of every bound.
@@ -303,4 +303,4 @@ def test_dropped_tokens_count_in_the_denominator_if_asked():
 )
 def test_bad_parameters_are_refused(text, message):
     with pytest.raises(ValueError, match=f"config.algorithm.corrections: .*{message}"):
-        check_algorithm(AlgorithmSettings(corrections=text), 100)
+        from_config_dict({"task": {"train": "x"}, "algorithm": {"corrections": text}})

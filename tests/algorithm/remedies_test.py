@@ -11,7 +11,8 @@ from dcmdp_jax.algorithm import losses, penalties
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.remedies import OwnRemedy, Tokens, check_terms, check_values, uses
 from dcmdp_jax.algorithm.stats import Max, Mean
-from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, check_algorithm, check_own_remedies
+from dcmdp_jax.config.algorithm import check_own_remedies
+from dcmdp_jax.config.settings import from_config_dict
 
 _FILE = """
 import jax
@@ -59,8 +60,8 @@ def check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def check(**algorithm):
-        settings = canonical(AlgorithmSettings(**algorithm))
-        check_algorithm(settings, 100)
+        rollout = {"max_completion_tokens": 100}
+        settings = from_config_dict({"task": {"train": "x"}, "rollout": rollout, "algorithm": algorithm}).algorithm
         check_own_remedies(settings)
         return settings
 
@@ -116,11 +117,11 @@ def test_right_ones_pass(check, algorithm):
         ({"corrections": "mine.py:keep_as_number"}, "returned keep in float32; must be bool"),
         ({"trust_region": "mine.py:loss"}, "returned an array; must be Region(objective, low, high)"),
         ({"loss": "mine.py:root"}, "returned the gradient of train_logprobs that are not finite on 6 of 22 tokens"),
-        ({"loss": "mine.py:loss", "trust_region": "clip(dual=3)"}, "which bounds the surrogate alone; leave it out"),
+        ({"loss": "mine.py:loss", "trust_region": "clip(dual=3)"}, "which bounds the surrogate alone; leave one"),
         ({"trust_region": "clip(low=true)"}, "clip(low=true): low must be a number"),
         ({"trust_region": "clip(low=nan)"}, "low=nan; must be a finite number in [0, 1)"),
         ({"trust_region": "clip(dual=0.5)"}, "clip(dual=0.5): dual=0.5; must be a finite number in (1, inf)"),
-        ({"method": "mine.py:right", "loss": "other.py:right"}, "two functions are named right"),
+        ({"method": "mine.py:right", "loss": "other.py:right"}, "two functions have this name"),
     ],
 )  # fmt: skip
 def test_whatever_else_is_one_line_with_setting_and_function(check, algorithm, line):
@@ -128,7 +129,7 @@ def test_whatever_else_is_one_line_with_setting_and_function(check, algorithm, l
         check(**algorithm)
     said = str(raised.value)
     name, value = next(iter(algorithm.items()))
-    assert said.startswith(("config.algorithm: two", f"config.algorithm.{name}: ")) and "\n" not in said
+    assert said.startswith(("config.algorithm: got 'right', two", f"config.algorithm.{name}: ")) and "\n" not in said
     assert line in said
 
 

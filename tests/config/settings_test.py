@@ -50,7 +50,11 @@ def _error(**changes):
 _DECLARED = declared(Config)
 _TYPES = {name: one.type for name, one in _DECLARED.items()}
 _CHOICES = {name: one.about.choices for name, one in _DECLARED.items() if one.about.choices}
-_LOW = {name: one.about.minimum for name, one in _DECLARED.items() if one.about.minimum is not None}
+_LOW = {
+    name: one.about.minimum
+    for name, one in _DECLARED.items()
+    if one.about.minimum is not None and one.type in (int, float)
+}
 
 
 ENGINE_CHOICES = {

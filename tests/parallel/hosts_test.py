@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from dcmdp_jax.config import checks
-from dcmdp_jax.config.checks import check_hosts
-from dcmdp_jax.config.settings import HostSettings
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import hosts as hosts_module
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -160,7 +159,7 @@ def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"processes": 2}, "config.hosts.coordinator: empty, with 2 processes; give host:port of process 0, or auto"),
+        ({"processes": 2}, "config.hosts.coordinator: empty; with 2 processes give host:port of process 0, or auto"),
         ({"coordinator": "node0"}, "config.hosts.coordinator: got 'node0', must be host:port, or auto"),
         ({"coordinator": "node0:70000"}, "config.hosts.coordinator: got 'node0:70000', must be host:port, or auto"),
         (
@@ -175,12 +174,17 @@ def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
 )
 def test_settings_that_can_not_be(settings, line):
     with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
-        check_hosts(HostSettings(**settings), prompts_per_step=8)
+        _config(settings)
+
+
+def _config(hosts):
+    training = {"prompts_per_step": 8, "prompts_per_mini_batch": 8}
+    return from_config_dict({"task": {"train": "train.jsonl"}, "training": training, "hosts": hosts})
 
 
 def test_settings_that_can_be():
     for settings in ({}, {"coordinator": "auto"}, {"coordinator": "[::1]:1234", "processes": 8, "process": 7}):
-        check_hosts(HostSettings(**settings), prompts_per_step=8)
+        _config(settings)
     assert checks.AUTO == hosts_module.AUTO
 
 
