@@ -64,19 +64,20 @@ def record_demo(run: Path) -> dict[str, Columns]:
     from dcmdp_jax.engines.local.engine import LocalEngine
     from dcmdp_jax.engines.protocol import SamplingParams
     from dcmdp_jax.lab.probe.engines import sample
-    from dcmdp_jax.lab.probe.models import load_model
     from dcmdp_jax.lab.probe.training_stack import TrainingStack
     from dcmdp_jax.models.decoder import Compute
+    from dcmdp_jax.run.model_run import ModelRun, find_model
 
-    model, early = load_model(run), load_model(run / "checkpoints" / "8")
+    saved, early = find_model(run), find_model(run / "checkpoints" / "8")
+    model = ModelRun.of(saved, saved.settings)
     problems = load_problems("arithmetic:difficulty=2,count=2048,seed=0", limit=32, answers="unused")
     prompts = encode_prompts(problems, model.tokenizer, prompt_suffix="", max_prompt_tokens=20).token_ids
-    trainer = TrainingStack(model.config, model.params, compute=Compute(dtype="float32"))
+    trainer = TrainingStack(model.model, model.params, compute=Compute(dtype="float32"))
 
     def sampled(params: Any = None, asked: Sequence[np.ndarray] = prompts, seed: int = 0, **options: Any) -> Any:
         distribution = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
         engine = LocalEngine(
-            EngineArguments(model=model.config, max_total_tokens=56, max_rows=128, min_rows=32, **options)
+            EngineArguments(model=model.model, max_total_tokens=56, max_rows=128, min_rows=32, **options)
         )
         engine.push_weights(model.params if params is None else params, 0)
         found = sample(
@@ -96,7 +97,7 @@ def record_demo(run: Path) -> dict[str, Columns]:
         "int8": scored(sampled(precision="int8")),
         "int4": scored(sampled(precision="int4", seed=1)),
         "fp8 cache": scored(sampled(kv_cache_dtype="fp8")),
-        "weights of step 8": scored(sampled(early.params)),
+        "weights of step 8": scored(sampled(early.load("float32"))),
         "temperature 0.8": scored(cold := sampled(temperature=0.8)),
         "temperature 1.3": scored(sampled(temperature=1.3)),
         "int4, temperature 0.8": scored(sampled(precision="int4", temperature=0.8)),

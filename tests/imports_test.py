@@ -38,7 +38,7 @@ _MAY_IMPORT = {
         "training",
     },
     "commands": {
-        "config", "data", "engines", "evaluation", "lab", "models", "observe", "parallel", "plan", "rewards",
+        "config", "data", "engines", "evaluation", "lab", "models", "observe", "plan", "rewards",
         "run", "training",
     },
 }  # fmt: skip

@@ -32,7 +32,7 @@ from dcmdp_jax.commands.arguments import real, whole
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in
 from dcmdp_jax.commands.flags import split_overrides
 from dcmdp_jax.config.checks import may_change
-from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.data.mixtures import parse_mixture
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
@@ -55,11 +55,15 @@ _SETTINGS = {
     "rewards": ("answer_extraction",),
     "training": ("seed",),
 }  # fmt: skip
-_ARGUMENTS_BEFORE = {name: f"{section}.{name}" for section, names in _SETTINGS.items() for name in names} | {
-    "tasks": "evaluation.task", "rewards": "rewards.functions", "reward_weights": "rewards.weights",
-    "server": "rollout.engine_args", "train_data": "task.train", "problems_per_part": "rollout.max_rows",
+_ARGUMENTS_BEFORE = {
+    f"--{name}": f"--config.{section}.{name}" for section, names in _SETTINGS.items() for name in names
+} | {
+    "--tasks": "--config.evaluation.task", "--rewards": "--config.rewards.functions",
+    "--reward_weights": "--config.rewards.weights", "--server": "--config.rollout.engine_args",
+    "--train_data": "--config.task.train", "--problems_per_part": "--config.rollout.max_rows",
+    "--drop_overlap": "--overlap",
 }  # fmt: skip
-"""Argument of earlier versions -> the setting that it is."""
+"""Argument of earlier versions -> the one that took its place."""
 
 EXPECTED = (EngineError, MemoryError)
 """Failures whose message is enough."""
@@ -74,7 +78,8 @@ def main(argv: list[str]) -> None:
     saved = find_model(arguments.model, arguments.step)
     if saved.run_dir is not None:
         keep_tracebacks_in(saved.run_dir)
-    with contextlib.closing(ModelRun.of(saved, PAPERS_EVALUATION | overrides)) as run:
+    config = for_sampling(saved.settings, PAPERS_EVALUATION | overrides)
+    with contextlib.closing(ModelRun.of(saved, config)) as run:
         overlaps = read_tasks(run, arguments)
         out, log = open_output(arguments.out, *_default_output(saved), _header(run, arguments))
         run.directory = out.with_suffix(f".{run.engine_kind.name or 'engine'}")
@@ -101,13 +106,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     Raises:
         UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
-    overrides, rest = split_overrides(words)
-    for word in rest:
-        name = word.partition("=")[0]
-        if (setting := _ARGUMENTS_BEFORE.get(name.removeprefix("--"))) and name.startswith("--"):
-            raise UserError(f"{name} is a setting: --config.{setting}=...")
-        if name == "--drop_overlap":
-            raise UserError("--drop_overlap is --overlap=drop")
+    overrides, rest = split_overrides(words, _ARGUMENTS_BEFORE)
     arguments = _parser().parse_args(rest)
     if (arguments.model is None) == (arguments.table is None):
         raise UserError("MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL")

@@ -57,26 +57,6 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
     return get_value(rollout, kind.name)
 
 
-def settings_beside_a_run(rollout: RolloutSettings, kind: EngineKind, engine_args: str) -> Any:
-    """An engine's own settings where no trainer shares its devices: in an evaluation or a probe.
-
-    Those of a run for a built-in engine in a process of its own; one in this process takes the devices as they are.
-
-    Args:
-        rollout: settings of the run, or the defaults.
-        kind: the engine.
-        engine_args: a JSON object for an engine without a section in a run; "" for the defaults.
-
-    Raises:
-        UserError: naming `engine_args`.
-    """
-    if kind not in TRAINABLE.values():
-        return parse_settings(kind, engine_args)
-    if engine_args:
-        raise ArgumentError("engine_args", f"goes with an engine by path, and this one is {kind.name}")
-    return get_value(rollout, kind.name) if kind.own_process else kind.settings()
-
-
 def parse_settings(kind: EngineKind, engine_args: str) -> Any:
     """An engine's own settings from a JSON object; empty for the defaults.
 

@@ -420,17 +420,19 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     Raises:
         UserError: as `from_config_dict`.
     """
-    values = to_dict(config)
+    values, engine = to_dict(config), config.rollout.engine
     # The run's split of its devices was for a trainer beside the engine.
     alone = {"rollout.lag": 0, "rollout.router_replay": False, "rollout.fitted_rows": 0, "mesh.cpu_devices": 0}
     # Of the engine and the functions that the run had.
-    alone |= {"rollout.engine_args": ""} if "rollout.engine" in overrides else {}
+    alone |= {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
     alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}
     values["rollout"]["local"] = {}
     for name, value in {**alone, **overrides}.items():
         replace_value(values, name, value)
     made = build(Config, values, unknown_setting)
-    validate_sampling(made, overrides)
+    # Greedy, or one completion: refused for training alone.
+    alone = {"rollout.temperature": 0, "rollout.group_size": 1}
+    validate_sampling(made, {name for name, value in overrides.items() if value != alone.get(name)})
     return made
 
 

@@ -454,7 +454,8 @@ def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:
 
 def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """The model, and the whole record that contains it."""
-    meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "meta")
+    # Orbax would start JAX, which a reader may still have to prepare.
+    meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
     _check_record(meta)
     fields = dict(meta["model"])
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}), meta

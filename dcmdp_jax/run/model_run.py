@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
-from dcmdp_jax.config.settings import Config, for_sampling
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, load_tokenizer
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.registry import find_engine
@@ -139,17 +139,16 @@ class ModelRun(Run):
     train = EncodedPrompts([], [], 0, 0)
 
     @classmethod
-    def of(cls, saved: SavedModel, overrides: Mapping[str, Any]) -> ModelRun:
+    def of(cls, saved: SavedModel, config: Config) -> ModelRun:
         """The run of a saved model.
 
         Args:
             saved: the model.
-            overrides: dotted name -> value, in place of its run's settings, or of the defaults.
+            config: see `for_sampling`.
 
         Raises:
-            UserError: in one line, for a refused value.
+            UserError: in one line, for a tokenizer that can't be read.
         """
-        config = for_sampling(saved.settings, overrides)
         prepare_jax(config.mesh.cpu_devices)
         tokenizer = load_tokenizer(str(saved.tokenizer.resolve()), vocab_size=saved.shape.vocab_size)
         stop = end_token_ids(tokenizer, saved.tokenizer, vocab_size=saved.shape.vocab_size)
@@ -191,6 +190,11 @@ class ModelRun(Run):
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that is asked."""
         return max(len(ids) for _, prompts in self.held_out for ids in prompts.token_ids)
+
+    @cached_property
+    def params(self) -> Params:
+        """The weights in float32, or as a checkpoint has them."""
+        return self.saved.load("float32")
 
     @property
     def param_dtype(self) -> str:

@@ -80,10 +80,14 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
     [
         ((), "give one of PATH (a recording), --model DIR and --config FILE"),
         (("--model", "none", "--recording", "R"), "give one of"),
-        (("--model", "none"), "--a is missing"),
+        (("--model", "none"), "MODEL none: no such directory"),
+        (("--model", "tests"), "tests: "),
+        (("--model", "none", "--task", "x"), "--task is gone: its place is --config.task.train=..."),
+        (("--model", "none", "--seed=1"), "--seed is gone: its place is --config.training.seed=..."),
+        (("R", "--config.training.seed=1"), "config.training.seed: a recording has no settings"),
         (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
         (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
-        (("--model", "none", "--a", "local"), "model none: no such directory"),
+        (("--model", "none", "--a", "local"), "MODEL none: no such directory"),
         (("--recording", "R"), "no format knows it. Keys found: token_ids, old, <b>. Formats tried: nemo-rl ("),
         (("R", "--rollout-column", "<b>"), "--train-column is missing"),
         (("R", "R", "--train-column", "old", "--rollout-column", "<b>"), "2 paths with --train-column: give one file"),
@@ -134,12 +138,14 @@ def model(tmp_path_factory):
     return root
 
 
-_ASK = ("--task", "arithmetic:difficulty=1,count=8,seed=0", "--prompts", "2", "--completions", "16")
+_TASK = "--config.task.train=arithmetic:difficulty=1,count=8,seed=0"
+_LIMIT = "--config.rollout.max_completion_tokens"
+_ASK = (_TASK, "--prompts", "2", "--config.rollout.group_size=16")
 
 
 def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):
     code, said, shown = _run(
-        capsys, "--model", model / "model", *_ASK, "--max-completion-tokens", "8", "--a", "local:exact", "--b", "hf",
+        capsys, "--model", model / "model", *_ASK, f"{_LIMIT}=8", "--a", "local:exact", "--b", "hf",
         "--no-rescoring", "--out", tmp_path,
     )  # fmt: skip
     assert code == 0, shown
@@ -163,8 +169,8 @@ def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, mo
         raise UserError("this processor has none")
 
     monkeypatch.setattr(engines, "build", refused)
-    few = ("--max-completion-tokens", "8")
-    code, _, error = _run(capsys, "--model", model / "model", *_ASK, *few, "--a", "local:fp8", "--out", tmp_path)
+    few = f"{_LIMIT}=8"
+    code, _, error = _run(capsys, "--model", model / "model", *_ASK, few, "--a", "local:fp8", "--out", tmp_path)
     assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error
 
 
@@ -174,8 +180,8 @@ def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsy
     rewards = lambda texts, answers: [sum(map(ord, text)) % 3 == 0 for text in texts]  # noqa: E731
     monkeypatch.setattr(probe, "ask", lambda *args, grade, **options: ask(*args, grade=rewards, **options))
     code, said, shown = _run(
-        capsys, "--model", model / "model", "--task", _ASK[1], "--prompts", "3", "--completions", "4", "--batches", "4",
-        "--max-completion-tokens", "6", "--a", "local:int4", "--remedies", "--out", tmp_path,
+        capsys, "--model", model / "model", _TASK, "--prompts", "3", "--config.rollout.group_size=4", "--batches", "4",
+        f"{_LIMIT}=6", "--a", "local:int4", "--remedies", "--out", tmp_path,
     )  # fmt: skip
     assert code == 0, shown
     (record,) = json.loads((tmp_path / "remedies.json").read_text())
@@ -198,7 +204,15 @@ def test_a_model_of_the_hub_takes_the_place_of_a_directory(model, monkeypatch, c
     )
     model_directory.cache_clear()
     code, said, error = _run(
-        capsys, "--model", "some/one@v2", *_ASK, "--a", "local", "--max-completion-tokens", "4", "--out", tmp_path
+        capsys,
+        "--model",
+        "some/one@v2",
+        *_ASK,
+        "--a",
+        "local",
+        f"{_LIMIT}=4",
+        "--out",
+        tmp_path,
     )
     assert code == 0, error
     found = find_model(Path("some/other"))
@@ -217,7 +231,7 @@ def test_the_arms_of_a_study_take_the_place_of_the_remedies():
 
 def test_remedies_of_answers_that_are_never_right_are_refused_in_one_line(model, tmp_path, capsys):
     code, said, error = _run(
-        capsys, "--model", model / "model", *_ASK, "--batches", "4", "--max-completion-tokens", "4", "--a", "local",
+        capsys, "--model", model / "model", *_ASK, "--batches", "4", f"{_LIMIT}=4", "--a", "local",
         "--remedies", "--out", tmp_path,
     )  # fmt: skip
     assert code == 2 and said == "" and "the rewards of every prompt are all equal in three batches" in error

@@ -15,7 +15,6 @@ import numpy as np
 from dcmdp_jax.algorithm.advantages import has_signal
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries, without_remedy
@@ -107,9 +106,9 @@ def ask(
     """
     _check(session, batches)
     row_logprobs = make_row_logprobs(
-        session.model.config, Compute(), temperature=session.sampling.temperature, mesh=one_device_mesh()
+        session.run.model, Compute(), temperature=session.sampling.temperature, mesh=one_device_mesh()
     )
-    gradients = Gradients(lambda params, rows: row_logprobs(params, rows).logprobs, session.model.params)
+    gradients = Gradients(lambda params, rows: row_logprobs(params, rows).logprobs, session.run.params)
     truth, control_reward = _control(session, gradients, algorithm, batches, grade)
     samples, half = len(session.problems) * session.sampling.group_size, batches // 2
     halves = truth[:half], truth[half : 2 * half]
@@ -122,7 +121,7 @@ def ask(
             for name, rows in collected.items()
         ]
         yield Verdicts(
-            model=session.model.name, engine=str(spec), prompts=len(session.problems),
+            model=session.run.saved.name, engine=str(spec), prompts=len(session.problems),
             group_size=session.sampling.group_size, batches=batches, control_reward=control_reward, control=own,
             remedies=tuple(sorted(verdicts, key=_order)), **seen,
         )  # fmt: skip
@@ -132,11 +131,13 @@ def _check(session: Session, batches: int) -> None:
     if batches < 4:
         raise UserError(f"--batches: got {batches}, must be at least 4, to tell noise from bias")
     if session.sampling.group_size < 2:
-        raise UserError("--completions: got 1, must be at least 2 (one completion has no group to be compared with)")
+        raise UserError(
+            "config.rollout.group_size: got 1, must be at least 2 (one completion has no group to be compared with)"
+        )
     if session.sampling.temperature == 0:
-        raise UserError("--temperature: got 0 (greedy), whose samples are all equal; give one above 0")
+        raise UserError("config.rollout.temperature: got 0 (greedy), whose samples are all equal; give one above 0")
     if bare := [problem.index for problem in session.problems if not problem.answer]:
-        raise UserError(f"--task: row {bare[0]} has no answer; --remedies needs rewards")
+        raise UserError(f"config.task.train: row {bare[0]} has no answer; --remedies needs rewards")
 
 
 def _control(
@@ -152,7 +153,7 @@ def _control(
         if not signals and len(rewards) == 3:
             raise UserError(
                 "--remedies: the rewards of every prompt are all equal in three batches, so no advantage is left to "
-                "compare; give more --prompts or --completions, or problems that the model solves sometimes"
+                "compare; give more --prompts or rollout.group_size, or problems that the model solves sometimes"
             )
         train = gradients.score(sampled.rows)
         # As precision "exact" has it: the sampler's log-probs are replaced by the trainer's own.
@@ -237,28 +238,16 @@ def _tokens(sampled: Sampled, train: np.ndarray) -> Tokens:
 
 def _batches(session: Session, spec: ProbeSpec, grade: Grade, batches: int, *, seed: int) -> Iterator[Sampled]:
     """Batches of one engine on the session's prompts, with their rewards."""
-    model, limit = session.model, session.sampling.max_completion_tokens
-    prompts = encode_prompts(
-        session.problems, model.tokenizer, prompt_suffix=session.prompt_suffix, max_prompt_tokens=2**31 - 1,
-        chat_template_kwargs=session.chat_template_kwargs,
-    ).token_ids  # fmt: skip
-    total = max(map(len, prompts)) + limit
-    if total > model.config.max_position_embeddings:
-        raise UserError(
-            f"--max-completion-tokens: {limit} and the longest prompt make {total} tokens, the model has "
-            f"max_position_embeddings={model.config.max_position_embeddings}"
-        )
-    sampling = dataclasses.replace(session.sampling, stop_token_ids=model.stop_token_ids)
+    run = session.run
+    prompts = session.prompts(run)
+    total = session.total_tokens(prompts, [run])
     session.show(f"starting {spec}")
     with tempfile.TemporaryDirectory() as directory:
-        engine = engines.build(
-            spec, model.config, model.params, settings=session.settings, directory=Path(directory) / "engine",
-            max_total_tokens=total, max_rows=session.max_rows,
-        )  # fmt: skip
+        engine = engines.build(spec, run, directory=Path(directory) / "engine", max_total_tokens=total)
         with contextlib.closing(engine):
             for batch in range(batches):
-                found = engines.sample(engine, prompts, sampling, seed=seed * batches + batch)
-                texts = model.tokenizer.batch_decode(found.completion_ids, skip_special_tokens=True)
+                found = engines.sample(engine, prompts, session.sampling, seed=seed * batches + batch)
+                texts = run.tokenizer.batch_decode(found.completion_ids, skip_special_tokens=True)
                 answers = [session.problems[index].answer for index in found.prompt_index]
                 rewards = np.asarray(grade(texts, answers), np.float32)
                 yield Sampled(_rows(prompts, found, total), rewards, found.prompt_index.astype(np.int32))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from dcmdp_jax.config.arguments import as_settings, of_engine
+from dcmdp_jax.config.engine import engine_arguments
+from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
@@ -22,8 +24,8 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.run.model_run import ModelRun
 from dcmdp_jax.run.row_logprobs import make_probe
-from dcmdp_jax.types import Params
 
 _MIN_ROWS = 32
 
@@ -65,23 +67,19 @@ def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingPara
     )
 
 
-def build(
-    spec: ProbeSpec, config: ModelConfig, params: Params, *, settings: Callable[[EngineKind], Any], directory: Path,
-    max_total_tokens: int, max_rows: int,
-) -> Scorer:  # fmt: skip
-    """Build an engine and give it the parameters.
+def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: int) -> Scorer:
+    """Build an engine and give it the weights.
 
     Args:
         spec: which engine.
-        config, params: its model.
-        settings: gives an engine's own settings.
+        run: its model, and the engine's own settings.
         directory: for a sidecar's files, or a copy of the model for `hf`.
         max_total_tokens: longest prompt with its completion.
-        max_rows: completions in one batch.
 
     Raises:
         UserError, EngineError, MemoryError: in one line, if this machine can't run it.
     """
+    config, params = run.model, run.params
     if spec.kind == "trainer":
         return TrainingStack(config, params, compute=Compute(dtype=spec.compute), scheme=_scheme(spec, config))
     if spec.kind == "hf":
@@ -90,12 +88,16 @@ def build(
 
         return HuggingFace(config, params, directory)
     kind = spec.record
-    arguments = EngineArguments(
-        model=config, precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache,
-        max_total_tokens=max_total_tokens, max_rows=max_rows, min_rows=_MIN_ROWS, settings=settings(kind),
-        mesh=lambda **split: one_device_mesh(), probe=lambda: make_probe(config, Compute(), one_device_mesh()),
+    _, arguments = engine_arguments(
+        dataclasses.replace(run.asked, rollout=settings_for(spec, run.asked.rollout)),
+        kind=kind,
+        model=config,
+        max_total_tokens=max_total_tokens,
+        min_rows=_MIN_ROWS,
+        mesh=lambda **split: one_device_mesh(),
+        probe=lambda: make_probe(config, Compute(), one_device_mesh()),
         directory=directory,
-    )  # fmt: skip
+    )
     with as_settings(of_engine(kind)):
         kind.check(arguments)
         engine = kind.start(arguments)
@@ -105,6 +107,18 @@ def build(
         engine.close()
         raise
     return engine
+
+
+def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
+    """The settings of an engine that samples: those of its spec, and `engine_args` for one by path alone."""
+    return dataclasses.replace(
+        rollout,
+        engine=spec.kind,
+        precision=spec.precision,
+        compute_dtype=spec.compute,
+        kv_cache_dtype=spec.cache,
+        engine_args="" if spec.kind in TRAINABLE else rollout.engine_args,
+    )
 
 
 def _scheme(spec: ProbeSpec, config: ModelConfig) -> Scheme:

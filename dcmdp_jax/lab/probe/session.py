@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.data.prompts import encode_prompts, token_text
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.config.settings import TaskSettings
+from dcmdp_jax.data.prompts import (
+    chat_messages,
+    encode_prompts,
+    render_chat,
+    template_variables,
+    token_text,
+    with_suffix,
+)
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
@@ -20,11 +27,15 @@ from dcmdp_jax.lab.mismatch.evidence import Lifted
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.compare import Setup, compare, sampling_floor
-from dcmdp_jax.lab.probe.models import Model, prompt_variants
 from dcmdp_jax.lab.probe.specs import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.run.model_run import ModelRun, SavedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_LIFTED = 64
+_SYSTEM = "You are a helpful assistant."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,33 +43,51 @@ class Session:
     """Objects that all pairs of a probe share.
 
     Attributes:
-        model: the trainer's, of every engine that names no other.
+        run: the trainer's model, of every engine that names no other, and the settings.
         problems: what is asked.
-        prompt_suffix, chat_template_kwargs: of each prompt, as the settings of `task`.
         sampling: the distribution that the first engine samples from.
-        score_temperature: that the second one scores at.
-        seed: of the samples.
+        score_temperature: temperature that the second one scores at.
         earlier: models whose weights the first engine may still hold.
         load: reads the model of an engine that names its own.
-        settings: gives an engine's own settings.
-        max_rows: completions in one batch.
         rescore: whether to score again with one thing changed at a time.
         show: is told what is being done.
     """
 
-    model: Model
+    run: ModelRun
     problems: Sequence[Problem]
-    prompt_suffix: str
-    chat_template_kwargs: str
     sampling: SamplingParams
     score_temperature: float
-    seed: int
-    earlier: Sequence[Model]
-    load: Callable[[Path], Model]
-    settings: Callable[[EngineKind], Any]
-    max_rows: int
+    earlier: Sequence[SavedModel]
+    load: Callable[[Path], ModelRun]
     rescore: bool
     show: Callable[[str], None]
+
+    @property
+    def seed(self) -> int:
+        """Seed of the samples."""
+        return self.run.asked.training.seed
+
+    def prompts(self, run: ModelRun) -> list[np.ndarray]:
+        """The problems as token ids, by a model's tokenizer."""
+        task = self.run.asked.task
+        return encode_prompts(
+            self.problems, run.tokenizer, prompt_suffix=task.prompt_suffix, max_prompt_tokens=2**31 - 1,
+            chat_template_kwargs=task.chat_template_kwargs,
+        ).token_ids  # fmt: skip
+
+    def total_tokens(self, prompts: Sequence[np.ndarray], runs: Sequence[ModelRun]) -> int:
+        """Tokens of the longest prompt with its completion.
+
+        Raises:
+            UserError: in one line, if a model has no room for them.
+        """
+        limit, longest = self.sampling.max_completion_tokens, max(map(len, prompts))
+        if (total := longest + limit) > (room := min(run.model.max_position_embeddings for run in runs)):
+            raise UserError(
+                f"config.rollout.max_completion_tokens: {limit} and the longest prompt of {longest} make {total} "
+                f"tokens, the model has max_position_embeddings={room}"
+            )
+        return total
 
 
 def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
@@ -100,39 +129,23 @@ class _Refused(Exception):
 
 
 def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
-    models = [session.load(Path(each.model)) if each.model else session.model for each in (spec, other)]
+    models = [session.load(Path(each.model)) if each.model else session.run for each in (spec, other)]
     names = _names(spec, other)
     engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
-    suffix, variables = session.prompt_suffix, session.chat_template_kwargs
     # Each engine renders the prompts by its own tokenizer, as two frameworks would.
-    prompts = [
-        encode_prompts(
-            session.problems,
-            model.tokenizer,
-            prompt_suffix=suffix,
-            max_prompt_tokens=2**31 - 1,
-            chat_template_kwargs=variables,
-        ).token_ids
-        for model in models
-    ]
-    variants = prompt_variants(session.problems, models[1].tokenizer, suffix, variables) if session.rescore else {}
-    limit = session.sampling.max_completion_tokens
-    longest = max(len(ids) for side in prompts for ids in side)
-    total = longest + limit
-    if total > (room := min(model.config.max_position_embeddings for model in models)):
-        raise UserError(
-            f"--max-completion-tokens: {limit} and the longest prompt of {longest} make {total} tokens, the model has "
-            f"max_position_embeddings={room}"
-        )
+    prompts = [session.prompts(model) for model in models]
+    total = session.total_tokens([*prompts[0], *prompts[1]], models)
+    config, limit = session.run.asked, session.sampling.max_completion_tokens
+    room = min(model.model.max_position_embeddings for model in models)
+    variants = prompt_variants(session.problems, models[1].tokenizer, config.task) if session.rescore else {}
     variants = {name: side for name, side in variants.items() if max(map(len, side)) + limit <= room}
-    sizes = {"max_total_tokens": total, "max_rows": session.max_rows, "settings": session.settings}
     with contextlib.ExitStack() as stack:
         built = []
         for place, (each, model) in enumerate(zip((spec, other), models, strict=True)):
             session.show(f"starting {each}")
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / str(place)
             try:
-                engine = engines.build(each, model.config, model.params, directory=directory, **sizes)
+                engine = engines.build(each, model, directory=directory, max_total_tokens=total)
             except (UserError, EngineError, MemoryError) as error:
                 raise _Refused(" ".join(str(error).split())) from error
             built.append(stack.enter_context(contextlib.closing(engine)))
@@ -140,13 +153,13 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
         session.show(f"{names[0]}: sampling {len(prompts[0]) * sampling.group_size} completions")
         sampled = engines.sample(built[0], prompts[0], sampling, seed=session.seed)
         setup = Setup(
-            session.model.config, session.model.params, prompts[1], session.score_temperature,
-            {model.name: model.params for model in session.earlier}, variants,
-            token_text(models[1].tokenizer), session.max_rows,
+            session.run.model, session.run.params, prompts[1], session.score_temperature,
+            {saved.name: saved.load("float32") for saved in session.earlier}, variants,
+            token_text(models[1].tokenizer), config.rollout.max_rows,
             spec.compute, spec.costs, sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
         )  # fmt: skip
         source = {
-            "model": session.model.name, "sampled by": names[0], "scored by": names[1],
+            "model": session.run.saved.name, "sampled by": names[0], "scored by": names[1],
             "temperature": f"{sampling.temperature:g} sampled, {session.score_temperature:g} scored",
             "top-p": f"{sampling.top_p:g}",
         }  # fmt: skip
@@ -156,20 +169,20 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
         )
     if not session.rescore:
         return measured
-    lifted = _lifted(session, spec, models[0], prompts[0], sampled, measured, sizes)
+    lifted = _lifted(session, spec, models[0], prompts[0], sampled, measured, total)
     return dataclasses.replace(measured, lifted=lifted)
 
 
 def _lifted(
-    session: Session, spec: ProbeSpec, model: Model, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
-    measured: Measured, sizes: Mapping[str, Any],
+    session: Session, spec: ProbeSpec, run: ModelRun, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
+    measured: Measured, total: int,
 ) -> list[Lifted]:  # fmt: skip
     """Price of each quantization, by the engine without it; empty if that engine does not run here."""
     with tempfile.TemporaryDirectory() as directory:
 
         def build(other: ProbeSpec) -> engines.Scorer:
             session.show(f"{measured.name}: scoring with {other}")
-            return engines.build(other, model.config, model.params, directory=Path(directory) / other.cache, **sizes)
+            return engines.build(other, run, directory=Path(directory) / other.cache, max_total_tokens=total)
 
         try:
             return lift(spec, build, prompts, sampled, measured.pairs, temperature=session.sampling.temperature)
@@ -223,3 +236,34 @@ def lift(
             engine.close()
         found.append(Lifted(str(other), cause, float(1 - np.abs(h - p).sum() / whole) if whole else 0.0))
     return found
+
+
+def prompt_variants(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, task: TaskSettings
+) -> dict[str, list[np.ndarray]]:
+    """The prompts as a wrong pipeline would render them: name -> token ids; those equal to the right ones are left out.
+
+    Without the chat template, without the start of the assistant's turn, with a system message, without the suffix,
+    with the beginning-of-sequence token in front.
+    """
+
+    variables, suffix = template_variables(task.chat_template_kwargs, tokenizer), task.prompt_suffix
+
+    def chat(problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True) -> str:
+        messages = [*([{"role": "system", "content": _SYSTEM}] if system else []), *chat_messages(problem, ending)]
+        return render_chat(tokenizer, messages, problem.tools, generation=generation, **variables)
+
+    texts = {"": [chat(problem) for problem in problems]}
+    texts["text without a chat template"] = [with_suffix(problem, suffix) for problem in problems]
+    texts["a chat without the start of the assistant's turn"] = [chat(each, generation=False) for each in problems]
+    with contextlib.suppress(Exception):  # templates raise what they like at a role they do not have
+        texts["a chat with a system message in front"] = [chat(each, system=True) for each in problems]
+    texts["a chat without the prompt suffix"] = [chat(each, ending="") for each in problems]
+    if tokenizer.bos_token:
+        texts["a chat with the beginning-of-sequence token in front"] = [tokenizer.bos_token + t for t in texts[""]]
+    right = texts.pop("")
+    return {
+        name: [np.asarray(ids, np.int32) for ids in tokenizer(rendered, add_special_tokens=False)["input_ids"]]
+        for name, rendered in texts.items()
+        if rendered != right and all(rendered)
+    }

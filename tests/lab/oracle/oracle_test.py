@@ -1,12 +1,14 @@
 """Remedies without mismatch, the sizes of filters, what is refused, and the words."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.config.settings import Config, for_sampling
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries
@@ -14,19 +16,22 @@ from dcmdp_jax.lab.oracle.gradients import Sampled, token_slopes
 from dcmdp_jax.lab.oracle.moments import Moments, quality
 from dcmdp_jax.lab.oracle.oracle import EXACT, Verdict, Verdicts, ask, summary
 from dcmdp_jax.lab.oracle.page import draw, table
-from dcmdp_jax.lab.probe.models import Model
 from dcmdp_jax.lab.probe.session import Session
+from dcmdp_jax.run.model_run import ModelRun, SavedModel
 from dcmdp_jax.types import Rows
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 
 def _session():
+    config = for_sampling(Config(), {"rollout.max_rows": 16, "training.seed": 0})
+    run = ModelRun(
+        config, saved=SavedModel("tiny", CONFIG, Path(), Path(), None, ()), model=CONFIG, tokenizer=TOKENIZER,
+        stop_token_ids=(TOKENIZER.eos_token_id,), params=params(),
+    )  # fmt: skip
     return Session(
-        model=Model("tiny", CONFIG, params(), TOKENIZER, (TOKENIZER.eos_token_id,)),
-        problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3), prompt_suffix="",
-        chat_template_kwargs="", sampling=SamplingParams(4, 5), score_temperature=1.0, seed=0, earlier=[],
-        load=lambda path: None, settings=lambda kind: kind.settings(), max_rows=16, rescore=False,
-        show=lambda line: None,
+        run=run, problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3),
+        sampling=SamplingParams(4, 5, stop_token_ids=run.stop_token_ids), score_temperature=1.0, earlier=[],
+        load=lambda path: None, rescore=False, show=lambda line: None,
     )  # fmt: skip
 
 
@@ -85,12 +90,12 @@ def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens()
     ("changes", "batches", "line"),
     [
         ({}, 3, "--batches: got 3, must be at least 4"),
-        ({"sampling": SamplingParams(1, 5)}, 4, "--completions: got 1, must be at least 2"),
-        ({"sampling": SamplingParams(4, 5, 0.0)}, 4, "--temperature: got 0 (greedy), whose samples are all equal"),
+        ({"sampling": SamplingParams(1, 5)}, 4, "config.rollout.group_size: got 1, must be"),
+        ({"sampling": SamplingParams(4, 5, 0.0)}, 4, "config.rollout.temperature: got 0 (greedy)"),
         (
             {"problems": [dataclasses.replace(p, answer="") for p in _session().problems]},
             4,
-            "--task: row 0 has no answer",
+            "config.task.train: row 0 has no answer",
         ),
     ],
 )
