@@ -29,9 +29,9 @@ def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) ->
     fp8    vLLM with FP8 weights and activations (W8A8), on GPUs.
 
     Args:
-        arg: of the config file.
+        arg: argument of the config file.
         model: name of the directory in models/.
-        run_dir: of the run without options.
+        run_dir: run directory without options.
         replicas_of: GPUs of each replica.
     """
     config = get_config()

@@ -117,13 +117,10 @@ def dc_grpo_loss(
             they are not known NaN, or a group id outside, makes the loss NaN, a completion without a token is left out
             of it, and a group of one has A = 0.
     """
-    given = {
-        "train_logprobs": train_logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs,
-        "completion_mask": completion_mask, "rewards": rewards, "group_ids": group_ids,
-    }  # fmt: skip
-    given = {name: _numbers(name, value) for name, value in given.items()}
-    completion_mask, rewards, group_ids = (given.pop(name) for name in tuple(given)[3:])
-    logprobs = given
+    given = {"train_logprobs": train_logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs}
+    logprobs = {name: _numbers(name, value) for name, value in given.items()}
+    given = {"completion_mask": completion_mask, "rewards": rewards, "group_ids": group_ids}
+    completion_mask, rewards, group_ids = (_numbers(name, value) for name, value in given.items())
     require_option("aggregation", aggregation, get_args(Aggregation))
     require_number("multiplier_min", multiplier_min, minimum=0)
     require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
@@ -148,10 +145,8 @@ def dc_grpo_loss(
     )
     loss = weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))._replace(weight=total).value()
     mean_delta = masked_mean(delta, mask)
-    next_multiplier = dual_update(
-        multiplier, mean_delta, tolerance=tolerance, learning_rate=learning_rate,
-        minimum=multiplier_min, maximum=multiplier_max,
-    )  # fmt: skip
+    rule = {"learning_rate": learning_rate, "minimum": multiplier_min, "maximum": multiplier_max}
+    next_multiplier = dual_update(multiplier, mean_delta, tolerance=tolerance, **rule)
     return loss, lax.stop_gradient(DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier))
 
 

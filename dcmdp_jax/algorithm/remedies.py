@@ -275,9 +275,16 @@ def _probe(rows: int = 2, length: int = 12) -> Tokens:
     mask = np.arange(length) < np.array([length, *range(length - 2, length - 2 * rows, -2)])[:, None]
     advantages = np.where(np.arange(length) % 3 == 0, 0.0, np.array([1.0, -0.7] * rows)[:rows, None]).astype(np.float32)
     return Tokens(
-        train_logprobs=train, old_logprobs=old, rollout_logprobs=rollout, advantages=advantages,
+        train_logprobs=train,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        advantages=advantages,
         discrepancy=np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0).astype(np.float32),
-        completion_mask=mask, completion_index=np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1),
-        num_completions=rows + 1, multiplier=np.float32(0.5), tolerance=np.float32(0.01),
-        anchor_logprobs=rollout, ratio=np.exp(train - rollout),
-    )  # fmt: skip
+        completion_mask=mask,
+        completion_index=np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1),
+        num_completions=rows + 1,
+        multiplier=np.float32(0.5),
+        tolerance=np.float32(0.01),
+        anchor_logprobs=rollout,
+        ratio=np.exp(train - rollout),
+    )

@@ -67,9 +67,14 @@ def require_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def require_number(
-    name: str, value: Any, *, minimum: float = -math.inf, maximum: float = math.inf, open_maximum: bool = False,
+    name: str,
+    value: Any,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    open_maximum: bool = False,
     open_minimum: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Raise unless a scalar is a finite number in [minimum, maximum].
 
     Of traced values only the shape is known here.

@@ -30,7 +30,7 @@ class Signals(NamedTuple):
             denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
             value is dbar, what moves the multiplier (Eq. 11).
-        statistics: those of the penalty and the corrections, by metric name.
+        statistics: statistics of the penalty and the corrections, by metric name.
     """
 
     tokens: Tokens

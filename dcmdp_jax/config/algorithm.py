@@ -22,7 +22,6 @@ from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
 from dcmdp_jax.user_code import callback_error, error_place, load_function
 
-_OWN = "or a function of yours as path.py:function(parameter=value) (docs/remedies.md)"
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "method": ("penalty", PENALTIES),
@@ -48,6 +47,9 @@ class AlgorithmSettings:
     """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper.
 
     Attributes:
+        method: Penalty of the discrepancy: dc_grpo, dual_grpo, threshold_grpo, grpo, or a function of yours as
+            path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier fixed at 1. Source: paper
+            [4, 5].
         measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.
             Source: paper: diff.
         sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
@@ -63,6 +65,12 @@ class AlgorithmSettings:
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
         multiplier_max: Upper end of lambda; the lower one is 0. Source: ours: not stated in the paper.
+        trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, with parameters low and high, or a function
+            of yours as path.py:function(parameter=value) (docs/remedies.md). clip bounds the ratio (low=0.2, high=0.24;
+            dual: its largest value where the advantage is negative), dppo_tv the shift in probability, dppo_kl the
+            binary KL in nats, drpo smoothly the shift. Source: paper [6.1]: clip, high 0.24; low is ours.
+        loss: Loss of a token: surrogate, the negated objective of trust_region, or a function of yours as
+            path.py:function(parameter=value) (docs/remedies.md). Source: paper: surrogate.
         ratio_level: Importance ratio of each token, or one of each completion, the geometric mean of its tokens'
             (GSPO). Source: paper: token.
         ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout: the inference
@@ -96,10 +104,7 @@ class AlgorithmSettings:
             Source: ours: not stated in the paper; Qwen3-MoE's config.json has 0.001.
     """
 
-    method: str = setting(
-        "dc_grpo", f"Penalty of the discrepancy: {', '.join(PENALTIES)}, {_OWN}. dual_grpo: multiplier fixed at 1.",
-        source="paper [4, 5]",
-    )  # fmt: skip
+    method: str = setting("dc_grpo")
     measure: str = setting("diff", choices=get_args(Measure))
     sided: str = setting("two", choices=get_args(Sided))
     level: str = setting("token", choices=get_args(Charge))
@@ -109,16 +114,8 @@ class AlgorithmSettings:
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
     multiplier_max: float = setting(1.0)
-    trust_region: str = setting(
-        "clip", f"What bounds an update: {', '.join(TRUST_REGIONS)}, with parameters low and high, {_OWN}. clip bounds "
-        "the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the shift in "
-        "probability, dppo_kl the binary KL in nats, drpo smoothly the shift.",
-        source="paper [6.1]: clip, high 0.24; low is ours",
-    )  # fmt: skip
-    loss: str = setting(
-        "surrogate", f"Loss of a token: surrogate, the negated objective of trust_region, {_OWN}.",
-        source="paper: surrogate",
-    )  # fmt: skip
+    trust_region: str = setting("clip")
+    loss: str = setting("surrogate")
     ratio_level: str = setting("token", choices=get_args(Level))
     ratio_denominator: str = setting("train", choices=("train", "rollout", "bypass", "proximal"))
     corrections: str = setting("")

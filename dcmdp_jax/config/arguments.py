@@ -17,15 +17,11 @@ from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError
 
 HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
-MESH = {
-    "mesh": "mesh", "data": "mesh.data", "fsdp": "mesh.fsdp", "tensor": "mesh.tensor", "expert": "mesh.expert",
-    "completions": "training.prompts_per_mini_batch",
-}  # fmt: skip
-PACKING = {
-    "row_lengths": "training.row_lengths", "segments_per_row": "training.segments_per_row",
-    "completions": "training.prompts_per_mini_batch or rollout.group_size",
-    "limit": "rollout.max_completion_tokens", "max_completion_tokens": "rollout.max_completion_tokens",
-}  # fmt: skip
+MESH = {"mesh": "mesh", "completions": "training.prompts_per_mini_batch"}
+MESH |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "tensor", "expert")}
+PACKING = {"limit": "rollout.max_completion_tokens", "max_completion_tokens": "rollout.max_completion_tokens"}
+PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_row")}
+PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
 EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
 REWARDS = {"memory_gib": "rewards.memory_limit"}
@@ -36,13 +32,11 @@ _QUOTED = re.compile(r"`(\w+)`")
 def of_engine(kind: EngineKind) -> dict[str, str]:
     """The settings of a run's engine, by argument."""
     own = f"rollout.{kind.name}" if kind.pushes and kind in ENGINES.values() else "rollout.engine_args"
-    return {
-        **{field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)},
-        "mesh": own, "model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed",
-        "routed_experts": "rollout.router_replay",
-        "max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens",
-        **{field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)},
-    }  # fmt: skip
+    names = {"model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed", "mesh": own}
+    names |= {"routed_experts": "rollout.router_replay"}
+    names |= {"max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens"}
+    names |= {field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)}
+    return names | {field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)}
 
 
 def in_settings(message: str, names: Mapping[str, str]) -> str:

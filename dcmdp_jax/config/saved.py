@@ -27,39 +27,26 @@ class Removed:
         meaningless: Values that do what is done without the setting. None: all, since it never changed what is learned.
         why: Reason, or remedy.
         values: Removed values of a setting that stays. Empty: the setting itself was removed.
-        needs: Setting without which the removed one did nothing. Empty: none.
     """
 
     version: int
     meaningless: tuple[Any, ...] | None
     why: str
     values: tuple[Any, ...] = ()
-    needs: str = ""
 
 
+_RESUME = "resume with the version that began the run"
 REMOVED = {
-    "rollout.top_p": Removed(
-        1, (1.0,), "training samples from the whole distribution: with a nucleus the engine's probabilities could not "
-        "be compared with the trainer's (dcmdp evaluate has --top_p)",
-    ),
+    "rollout.top_p": Removed(1, (1.0,), "training samples from the whole distribution (dcmdp evaluate has --top_p)"),
     "algorithm.dual_window": Removed(2, (1,), "the dual update takes each step's own mean, as Eq. 11 does"),
     "algorithm.dual_proportional": Removed(2, (0.0,), "PID control of lambda is gone; eta alone moves it"),
     "algorithm.dual_derivative": Removed(2, (0.0,), "PID control of lambda is gone; eta alone moves it"),
     "rollout.vllm.expert_parallel": Removed(1, (False,), "vLLM's expert parallelism is not supported"),
-    "rollout.partial": Removed(
-        3, (False,), "weights that interrupt completions made steps slower and runs not repeatable",
-    ),
-    "rollout.old_logprobs": Removed(3, ("kept", "current"), ""),
-    "algorithm.level": Removed(
-        4, (), "its study is kept (docs/evidence_appendix.md); resume with the version that began the run", ("state",)
-    ),
-    "algorithm.method": Removed(
-        4, (), "docs/remedies.md has it as a function of yours; resume with the version that began the run",
-        ("excess_grpo",),
-    ),
-    "algorithm.kl_correction": Removed(
-        4, ("none",), "corrections leave the divergence from the initial policy as it is, as in verl and TRL"
-    ),
+    "rollout.partial": Removed(3, (False,), "interrupted completions made steps slower and runs not repeatable"),
+    "rollout.old_logprobs": Removed(3, None, "they are kept"),
+    "algorithm.level": Removed(4, (), f"its study is kept (docs/evidence_appendix.md); {_RESUME}", ("state",)),
+    "algorithm.method": Removed(4, (), f"docs/remedies.md has it as a function of yours; {_RESUME}", ("excess_grpo",)),
+    "algorithm.kl_correction": Removed(4, ("none",), "corrections leave the divergence from the initial policy alone"),
     "training.max_skipped_share": Removed(4, (0.2,), "a run ends when a fifth of the updates of 20 steps were skipped"),
     "algorithm.multiplier_min": Removed(5, (0.0,), "lambda falls to 0: no run set another lower end"),
     "algorithm.std_ddof": Removed(5, (1,), "a group's standard deviation has n - 1, as in TRL and verl"),
@@ -67,18 +54,15 @@ REMOVED = {
     "model.architecture.tie_word_embeddings": Removed(5, (True,), "fresh models have one matrix for both ends"),
     "model.architecture.norm_topk_prob": Removed(5, (True,), "fresh models normalize the experts' probabilities"),
     "algorithm.ratio_limit": Removed(6, (10.0,), "measure=ratio gives a token at most 10"),
-    "algorithm.tolerance_quantile": Removed(
-        6, (0.5,), "c is tolerance_factor times the median of the first steps", needs="algorithm.tolerance_steps"
-    ),
+    "algorithm.tolerance_quantile": Removed(6, (0.5,), "c is tolerance_factor times the median of the first steps"),
     "training.max_skipped_in_row": Removed(6, None, "8 skipped updates in a row stop a run"),
     "observe.rollouts_max_gib": Removed(6, None, "rollouts/ holds 1 GiB; set rollouts_every_steps"),
     "rollout.vllm.max_restarts": Removed(6, None, "the sixth failure in a row ends a run"),
     "rollout.vllm.stall_timeout_s": Removed(6, None, "a sidecar silent for 300 seconds is restarted"),
-    **{
-        f"algorithm.{name}": Removed(4, (), "write trust_region=clip(low=0.2,high=0.24,dual=0) with the numbers")
-        for name in ("clip_low", "clip_high", "dual_clip")
-    },
-}  # fmt: skip
+} | dict.fromkeys(
+    ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+    Removed(4, (), "write trust_region=clip(low=0.2,high=0.24,dual=0) with the numbers"),
+)
 
 
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,17 +80,17 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     if version < 4 and isinstance(values.get("algorithm"), Mapping):
         values["algorithm"] = _with_sizes(values["algorithm"])
     flat, kept = flatten(values), {}
+    if not flat.get("algorithm.tolerance_steps"):
+        flat.pop("algorithm.tolerance_quantile", None)  # c was given: it did nothing, and its default was another one
     for name, removed in REMOVED.items():
         if version >= removed.version or name not in flat:
             continue
-        said = f"config.{name}: got {shorten(flat[name])}"
-        if flat[name] in removed.values:
-            raise UserError(f"{said}, which is gone; {removed.why}")
-        if removed.values:
-            continue
-        value, did_nothing = flat.pop(name), removed.needs and not flat.get(removed.needs)
-        if removed.meaningless is not None and value not in removed.meaningless and not did_nothing:
-            raise UserError(f"{said}, no setting any more; {removed.why}")
+        said, refused = f"config.{name}: got {shorten(flat[name])}", flat[name] in removed.values
+        if not removed.values:
+            value = flat.pop(name)
+            refused = removed.meaningless is not None and value not in removed.meaningless
+        if refused:
+            raise UserError(f"{said}, {'which is gone' if removed.values else 'no setting any more'}; {removed.why}")
     for name, value in flat.items():
         replace_value(kept, name, value)
     return kept

@@ -418,7 +418,7 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
         overrides: dotted name -> value.
 
     Raises:
-        UserError: as `from_config_dict`.
+        UserError: in one line, see `from_config_dict`.
     """
     values, engine = to_dict(config), config.rollout.engine
     # The run's split of its devices was for a trainer beside the engine.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 LOGPROB_LIMIT = 1e4
+_RATIO_LIMIT = 10.0
 STATE_FILE = "dc_grpo.json"
 _MEASURES, _SIDES = ("diff", "ratio", "log"), ("two", "one")
 
@@ -47,11 +48,10 @@ def token_discrepancy(
     *,
     measure: str = "diff",
     sided: str = "two",
-    ratio_limit: float = 10.0,
 ) -> Tensor:
     """Discrepancy of each token (Eq. 2-3), as `dcmdp_jax.algorithm.discrepancy.token_discrepancy`.
 
-        diff   |p - q|        ratio   min(|p / q - 1|, ratio_limit)        log   |log p - log q|
+        diff   |p - q|        ratio   min(|p / q - 1|, 10)        log   |log p - log q|
 
     One-sided charges only tokens with p > q.
 
@@ -59,7 +59,6 @@ def token_discrepancy(
         train_logprobs, rollout_logprobs: same shape, nats.
         measure: "diff", "ratio" or "log".
         sided: "two" or "one".
-        ratio_limit: most that `ratio` gives a token.
 
     Returns:
         Same shape, float32, 0 or more. No gradient flows. NaN stays NaN.
@@ -79,7 +78,7 @@ def token_discrepancy(
     if measure == "diff":
         return torch.maximum(train, rollout).exp() * -torch.expm1(-log_ratio.abs())
     if measure == "ratio":
-        return torch.expm1(log_ratio).abs().clamp(max=ratio_limit)
+        return torch.expm1(log_ratio).abs().clamp(max=_RATIO_LIMIT)
     return log_ratio.abs()
 
 

@@ -38,9 +38,11 @@ NAME = "dc_grpo"
 _LOG = logging.getLogger(__name__)
 # Modules that import the functions by name.
 _CALLERS = (
-    "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.utils", "verl.trainer.ppo.v1.trainer_base",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.trainer.ppo.v1.utils",
+    "verl.trainer.ppo.v1.trainer_base",
     "verl.experimental.separation.ray_trainer",
-)  # fmt: skip
+)
 
 
 def register(
@@ -131,9 +133,11 @@ def group_advantages(
 
     by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
     return compute_grpo_outcome_advantage(
-        token_level_rewards=token_level_rewards, response_mask=response_mask, index=index,
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
         norm_adv_by_std_in_grpo=by_std,
-    )  # fmt: skip
+    )
 
 
 def policy_loss(

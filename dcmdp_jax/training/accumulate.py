@@ -49,8 +49,8 @@ def accumulate(
         function: a function of its arguments alone, without an array from around it.
         shared: tree, the same for all rows.
         rows: a tree for each bucket, leaves [A, R, ...].
-        micro_batches: [buckets] int32, how many of the A micro-batches to run, counted from the first. One that is the
-            only one runs in any case: it then needs neither a loop nor a start to add to.
+        micro_batches: [buckets] int32, how many of the A micro-batches to run, counted from the first. A single
+            micro-batch runs in any case, without a loop and without a start to add to.
         mesh: the devices; None for one.
 
     Returns:
@@ -67,9 +67,13 @@ def accumulate(
 
 
 def map_rows(
-    function: Callable[[Any, Any], Any], shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array, *,
+    function: Callable[[Any, Any], Any],
+    shared: Any,
+    rows: tuple[Any, ...],
+    micro_batches: jax.Array,
+    *,
     mesh: Mesh | None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """The row outputs of a function(shared, rows) -> outputs, as in `accumulate`, without statistics.
 
     Always in a loop, which XLA compiles by itself: two programs that map the same function over the same shapes then

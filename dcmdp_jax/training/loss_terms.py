@@ -42,10 +42,9 @@ def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
 
 def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
     """The constants of rows as the settings have them; see `row_signals`."""
-    return row_signals(
-        tokens, weights, measure=measure_of(settings), level=settings.level, penalty=remedies.penalty,
-        corrections=remedies.corrections, count_dropped=settings.correction_denominator == "all",
-    )  # fmt: skip
+    functions = {"penalty": remedies.penalty, "corrections": remedies.corrections}
+    how = {"measure": measure_of(settings), "level": settings.level}
+    return row_signals(tokens, weights, **functions, **how, count_dropped=settings.correction_denominator == "all")
 
 
 def loss_of(
@@ -177,9 +176,13 @@ def _charged(
     mask, index = flat(lambda bucket: bucket.completion_mask), flat(lambda bucket: bucket.completion_index)
     means = completion_means(flat(delta), mask, index, len(rewards))
     tokens = Tokens(
-        advantages=rewards[None], discrepancy=means[None], completion_mask=jnp.ones((1, len(rewards)), bool),
-        completion_index=jnp.arange(len(rewards))[None], num_completions=len(rewards), **dual._asdict(),
-    )  # fmt: skip
+        advantages=rewards[None],
+        discrepancy=means[None],
+        completion_mask=jnp.ones((1, len(rewards)), bool),
+        completion_index=jnp.arange(len(rewards))[None],
+        num_completions=len(rewards),
+        **dual._asdict(),
+    )
     return split(penalty(tokens))[0][0]
 
 

@@ -48,10 +48,8 @@ def update_dual(
     """
     if settings.fixed_multiplier is not None:
         return dual
-    moved = dual_update(
-        dual.multiplier, mean_discrepancy, tolerance=dual.tolerance, learning_rate=settings.dual_learning_rate,
-        minimum=0.0, maximum=settings.multiplier_max,
-    )  # fmt: skip
+    rule = {"learning_rate": settings.dual_learning_rate, "minimum": 0.0, "maximum": settings.multiplier_max}
+    moved = dual_update(dual.multiplier, mean_discrepancy, tolerance=dual.tolerance, **rule)
     if settings.measured_steps:
         moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
     return dual._replace(multiplier=moved)
@@ -153,9 +151,12 @@ class Learner(NamedTuple):
 
 
 def apply_update(
-    optimizer: optax.GradientTransformationExtraArgs, learner: Learner, gradient: Params, divisor: jax.Array,
+    optimizer: optax.GradientTransformationExtraArgs,
+    learner: Learner,
+    gradient: Params,
+    divisor: jax.Array,
     finite: jax.Array,
-) -> tuple[Learner, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[Learner, jax.Array, jax.Array]:
     """Make one optimizer update by gradient / divisor; none if that is not finite, or `finite` is false.
 
     Returns:

@@ -223,14 +223,11 @@ def _update(
 ) -> tuple[Learner, Updates]:
     """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10)."""
     settings, batch = parts.settings, mini.batch
-    relative = functools.partial(
-        group_advantages, group_ids=batch.group_ids, valid=batch.valid,
-        epsilon=settings.std_epsilon, normalize_std=settings.normalize_std,
-    )  # fmt: skip
-    normalize = functools.partial(
-        losses.aggregation_weights, batch.completion_lengths, loss_terms.loss_mask(settings, batch),
-        mode=settings.aggregation, max_completion_tokens=parts.max_completion_tokens,
-    )  # fmt: skip
+    scaling = {"epsilon": settings.std_epsilon, "normalize_std": settings.normalize_std}
+    relative = functools.partial(group_advantages, group_ids=batch.group_ids, valid=batch.valid, **scaling)
+    of_loss = batch.completion_lengths, loss_terms.loss_mask(settings, batch)
+    mean = {"mode": settings.aggregation, "max_completion_tokens": parts.max_completion_tokens}
+    normalize = functools.partial(losses.aggregation_weights, *of_loss, **mean)
     uncharged, (weights, _) = relative(mini.rewards), normalize()
     advantages = uncharged if mini.charged is None else relative(mini.charged)
     scale = None if learner.loss_scale is None else learner.loss_scale.scale
@@ -323,10 +320,14 @@ def _forward(parts: StepParts, params: Params, constants: _Constants, rows: Rows
     if START_LOGPROBS in rows.columns and not parts.always_recompute:
         start_logprobs = jnp.where(constants.first, outputs.logprobs, start_logprobs)
     tokens = Tokens(
-        train_logprobs=outputs.logprobs, old_logprobs=rows.columns.get(OLD_LOGPROBS, start_logprobs),
-        start_logprobs=start_logprobs, rollout_logprobs=rows.rollout_logprobs,
+        train_logprobs=outputs.logprobs,
+        old_logprobs=rows.columns.get(OLD_LOGPROBS, start_logprobs),
+        start_logprobs=start_logprobs,
+        rollout_logprobs=rows.rollout_logprobs,
         advantages=masked.gather_to_tokens(constants.advantages, rows.completion_index),
-        completion_mask=rows.completion_mask, completion_index=rows.completion_index,
-        num_completions=len(constants.advantages), **constants.dual._asdict(),
-    )  # fmt: skip
+        completion_mask=rows.completion_mask,
+        completion_index=rows.completion_index,
+        num_completions=len(constants.advantages),
+        **constants.dual._asdict(),
+    )
     return outputs, loss_terms.signals_of(parts.settings, parts.remedies, tokens, constants.weights)

@@ -48,9 +48,13 @@ class Updates(NamedTuple):
 
 
 def step_metrics(
-    settings: AlgorithmSettings, schedule: optax.Schedule, state: TrainState, batch: Batch, learner: Learner,
+    settings: AlgorithmSettings,
+    schedule: optax.Schedule,
+    state: TrainState,
+    batch: Batch,
+    learner: Learner,
     updates: Updates,
-) -> Metrics:  # fmt: skip
+) -> Metrics:
     """Metrics of the batch, of the optimizer's counters, and of the multiplier as this step used it.
 
     Args:

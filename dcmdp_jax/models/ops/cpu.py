@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,20 +147,32 @@ def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Arra
     return _attended_forward(query, key, value, bias)[0]
 
 
+class _DenseResiduals(NamedTuple):
+    """Arrays that the backward pass of `_attended` reads: its arguments, the weights before division, the result."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array
+    exponentials: jax.Array
+    inverse: jax.Array
+    attended: jax.Array
+
+
 def _attended_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, _DenseResiduals]:
     scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) + bias
     exponentials = jnp.exp(scores - softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     exponentials = exponentials.astype(value.dtype)
     product = jnp.einsum("rkqs,rksh->rkqh", exponentials, value, preferred_element_type=jnp.float32)
     attended = (product * inverse).astype(value.dtype)
-    return attended, (query, key, value, bias, exponentials, inverse, attended)
+    return attended, _DenseResiduals(query, key, value, bias, exponentials, inverse, attended)
 
 
 def _attended_backward(
-    saved: tuple[jax.Array, ...], cotangent: jax.Array
+    saved: _DenseResiduals, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     query, key, value, bias, exponentials, inverse, attended = saved
     cotangent32 = cotangent.astype(jnp.float32)
