@@ -41,11 +41,8 @@ def print_config(config: Config) -> str:
 def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
     settings = [one for one in declared(kind).values() if "." not in one.name]
     if settings:
-        title, about = (
-            prefix.rstrip(".") or "The run",
-            inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0],
-        )
-        yield f"\n## {title}\n\n{about}\n\n"
+        about = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
+        yield f"\n## {prefix.rstrip('.') or 'The run'}\n\n{about}\n\n"
         yield "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"
         for one in settings:
             mark = " *" if one.about.free else ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,16 +101,13 @@ def batch_metrics(
     """
     mini_batches, completions = batch.rewards.shape
 
-    def flat(field: Callable[[Rows], jax.Array]) -> jax.Array:
-        return jnp.concatenate([field(bucket).reshape(mini_batches, -1) for bucket in batch.rows], axis=1)
+    def flat(buckets: tuple[Any, ...], name: str) -> jax.Array:
+        return jnp.concatenate([getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets], axis=1)
 
-    mask, rollout = flat(lambda b: b.completion_mask), flat(lambda b: b.rollout_logprobs)
-    train, delta = (
-        jnp.concatenate([x.reshape(mini_batches, -1) for x in values], axis=1)
-        for values in ([bucket.old_logprobs for bucket in rows], [bucket.discrepancy for bucket in rows])
-    )
+    mask, rollout = flat(batch.rows, "completion_mask"), flat(batch.rows, "rollout_logprobs")
+    train, delta = flat(rows, "old_logprobs"), flat(rows, "discrepancy")
     offsets = jnp.arange(mini_batches)[:, None] * completions
-    index = flat(lambda b: b.completion_index) + offsets
+    index = flat(batch.rows, "completion_index") + offsets
     total = mini_batches * completions
     over = completions_over_tolerance(delta, mask, index, total, tolerance=tolerance)
     mismatch = mismatch_statistics(train, rollout, mask)
@@ -151,18 +148,14 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
     Returns:
         [] float32: mean, mean of the absolute value and largest absolute value of each, over sampled tokens.
     """
-    staleness, mismatch, gap, mask = (
-        jnp.concatenate([x.reshape(-1) for x in xs])
-        for xs in zip(
-            *(
-                (now - then, then - bucket.rollout_logprobs, now - bucket.rollout_logprobs, bucket.completion_mask)
-                for bucket, (then, _, now) in zip(rows, logprobs, strict=True)
-            ),
-            strict=True,
-        )
-    )
+
+    def flat(values: Iterable[Array]) -> jax.Array:
+        return jnp.concatenate([x.reshape(-1) for x in values])
+
+    mask, sampled = flat(b.completion_mask for b in rows), flat(b.rollout_logprobs for b in rows)
+    then, now = flat(b.old_logprobs for b in logprobs), flat(b.start_logprobs for b in logprobs)
     metrics = {}
-    for name, values in {"staleness": staleness, "mismatch": mismatch, "gap": gap}.items():
+    for name, values in {"staleness": now - then, "mismatch": then - sampled, "gap": now - sampled}.items():
         metrics[f"{name}/log_ratio_mean"] = masked.masked_mean(values, mask)
         metrics[f"{name}/log_ratio_abs_mean"] = masked.masked_mean(jnp.abs(values), mask)
         metrics[f"{name}/log_ratio_max"] = masked.masked_max(jnp.abs(values), mask)
