@@ -85,7 +85,7 @@ class _MiniBatch(NamedTuple):
 
 
 class _Constants(NamedTuple):
-    """Constants of an update that every micro-batch gets; no gradient reaches them.
+    """Constants of an update that every micro-batch gets beside the parameters; no gradient reaches them.
 
     Attributes:
         advantages, weights: [N] float32, of each completion.
@@ -94,6 +94,7 @@ class _Constants(NamedTuple):
         first: see `_MiniBatch`.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         ref_params: the frozen reference policy, or None.
+        terms: constants of the terms beside the surrogate; None for a loss that is the surrogate alone.
     """
 
     advantages: Array
@@ -103,14 +104,10 @@ class _Constants(NamedTuple):
     first: Array
     loss_scale: Array | None
     ref_params: Params | None
+    terms: loss_terms.Terms | None = None
 
 
-class _Inputs(NamedTuple):
-    """Arguments of the pass that takes the gradient; `terms` is None for a loss that is the surrogate alone."""
-
-    params: Params
-    constants: _Constants
-    terms: loss_terms.Terms | None
+_Inputs = tuple[Params, _Constants]
 
 
 class _Sums(NamedTuple):
@@ -232,8 +229,8 @@ def _update(
     advantages = uncharged if mini.charged is None else relative(mini.charged)
     scale = None if learner.loss_scale is None else learner.loss_scale.scale
     constants = _Constants(advantages, weights, uncharged, dual, mini.first, scale, ref_params)
-    terms = _terms(parts, _Inputs(learner.params, constants, None), batch, normalize)
-    inputs = _Inputs(learner.params, constants, terms)
+    terms = _terms(parts, (learner.params, constants), batch, normalize)
+    inputs = learner.params, constants._replace(terms=terms)
     gradient_of = functools.partial(_gradient, parts)
     merged, tokens = accumulate(gradient_of, inputs, batch.rows, batch.micro_batches, mesh=parts.mesh)
     gradient, loss, sums = stats.values(merged[:-1])
@@ -262,7 +259,7 @@ def _terms(parts: StepParts, inputs: _Inputs, batch: Batch, normalize: Callable[
     balances, counts = bool(settings.router_aux_loss), settings.drops_tokens
 
     def count(inputs: _Inputs, rows: Rows) -> tuple[Any, tuple[()]]:
-        outputs, signals = _forward(parts, inputs.params, inputs.constants, rows)
+        outputs, signals = _forward(parts, *inputs, rows)
         return (Sum(outputs.router) if balances else None, Sum(signals.dropped_tokens) if counts else None), ()
 
     router = dropped = None
@@ -276,18 +273,18 @@ def _terms(parts: StepParts, inputs: _Inputs, batch: Batch, normalize: Callable[
 def _gradient(parts: StepParts, inputs: _Inputs, rows: Rows) -> tuple[_Merged, TokenValues]:
     """The gradient, loss and statistics of a micro-batch, and the values of its tokens."""
     objective = jax.value_and_grad(functools.partial(_objective, parts), has_aux=True)
-    (loss, (sums, statistics, tokens)), gradient = objective(inputs.params, inputs, rows)
+    (loss, (sums, statistics, tokens)), gradient = objective(*inputs, rows)
     return _Merged(Sum(gradient), Sum(loss), Sum(sums), statistics), tokens
 
 
 def _objective(
-    parts: StepParts, params: Params, inputs: _Inputs, rows: Rows
+    parts: StepParts, params: Params, constants: _Constants, rows: Rows
 ) -> tuple[Array, tuple[_Sums, dict[str, Statistic], TokenValues]]:
     """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
 
     Times the loss scale, if there is one.
     """
-    settings, constants = parts.settings, inputs.constants
+    settings = parts.settings
     (train_logprobs, entropy, router), signals = _forward(parts, params, constants, rows)
     loss, of_loss = loss_terms.loss_of(settings, parts.remedies, signals, train_logprobs)
     total, kl = loss.total, jnp.zeros(())
@@ -296,8 +293,8 @@ def _objective(
         estimate = functools.partial(losses.reference_kl, estimator=settings.kl_estimator)
         tokens = estimate(train_logprobs, reference, completion_mask=rows.completion_mask)
         kl = masked.weighted_sum(tokens, signals.planned_weights).total
-    if inputs.terms is not None:
-        total += loss_terms.scaled_terms(settings, inputs.terms, kl, router)
+    if constants.terms is not None:
+        total += loss_terms.scaled_terms(settings, constants.terms, kl, router)
     if constants.loss_scale is not None:
         total = total * constants.loss_scale
     uncharged = masked.gather_to_tokens(constants.uncharged, rows.completion_index)
