@@ -82,8 +82,8 @@ def measure(model: str, topology: Topology, length: int) -> Point:
     plan = compile_run(step_config(model, length), topology, only=("step",))
     step, usable = plan.programs["step"], plan.usable
     return Point(
-        topology=topology.name, devices=plan.mesh.size, length=length, state=sum(plan.step.program.held.values()),
-        temporary=step.temporary, peak=step.peak, arithmetic=plan.memory.total("step", "first"), available=usable,
+        topology=topology.name, devices=plan.run.mesh.size, length=length, state=sum(plan.step.program.held.values()),
+        temporary=step.temporary, peak=step.peak, arithmetic=plan.run.memory.total("step", "first"), available=usable,
         fits=step.refused is None and step.peak <= usable, seconds=step.seconds,
     )  # fmt: skip
 

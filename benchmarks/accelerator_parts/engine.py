@@ -19,8 +19,8 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.plan_text import forward_flops
-from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import plan_engine
+from dcmdp_jax.plan.step_program import planned_run
 
 
 def measure(size: Size, tell: Tell, *, precision: str) -> None:
@@ -32,7 +32,8 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     settings["task"]["max_prompt_tokens"] = size.decode_prompt_tokens
     settings["training"] |= {"prompts_per_step": size.decode_prompts, "prompts_per_mini_batch": size.decode_prompts}
     config, mesh = from_config_dict(settings), one_device_mesh()
-    model, rows = model_of(config), size.decode_prompts * size.decode_group
+    run = planned_run(config, mesh)
+    model, rows = run.model, size.decode_prompts * size.decode_group
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32)
                for _ in range(size.decode_prompts)]  # fmt: skip
@@ -61,7 +62,7 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     }  # fmt: skip
     tell(found)
 
-    plan = plan_engine(config, model, mesh, max_rows=rows)
+    plan = plan_engine(run, rows)
     _, decode = limits.read(next(program for program in plan.programs if program.name == "decode"), one_token)
     chip, source = limits.chip_here(size)
     # A call is the prefill and a decode step for each token: the prefill's time is counted as theirs.

@@ -20,8 +20,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.step_program import plan_step
+from dcmdp_jax.plan.step_program import plan_step, planned_run
 from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
 
@@ -56,20 +55,20 @@ def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
     The program is the one that `bin.plan` compiles, and `bin.train` runs; parameters and tokens are random.
     """
     mesh, config = one_device_mesh(), step_config(size, packed=packed, remat=remat)
-    model = model_of(config)
-    plan = plan_step(config, model, mesh)
+    run = planned_run(config, mesh)
+    model, plan = run.model, plan_step(run)
     sampled = completions(size, model)
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
-    batch, report = pack(sampled, rewards, plan.packing, mask_truncated=False)
+    batch, report = pack(sampled, rewards, run.packing, mask_truncated=False)
     micro_batches = [int(count) for count in batch.micro_batches[0]]
     executable, compiled = limits.read(plan.program, step_trip_counts(plan, micro_batches))
     found: dict[str, Any] = {
         "kind": "step",
         "parameters": num_params(model),
-        "most_sequences_per_row": plan.packing.segments_per_row,
-        "row_lengths": plan.packing.row_lengths,
+        "most_sequences_per_row": run.packing.segments_per_row,
+        "row_lengths": run.packing.row_lengths,
         "remat": remat,
-        "attention": plan.compute.attention,
+        "attention": run.compute.attention,
         "sequences": len(sampled),
         "tokens": report.tokens,
         "computed_tokens": report.computed_tokens,
@@ -81,14 +80,14 @@ def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
     }
     tell(found)
 
-    programs = make_step_programs(config, model, plan.compute, mesh)
+    programs = make_step_programs(config, model, run.compute, mesh)
     dual = initial_dual(config.algorithm)
     create = jax.jit(
         lambda key: new_state(init_params(model, key), programs.optimizer, dual, programs.loss_scale),
         out_shardings=programs.shardings,
     )
     state = jax.block_until_ready(create(jax.random.key(0)))
-    batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(plan.packing.row_lengths)))
+    batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(run.packing.row_lengths)))
     found["peak_bytes_before"] = limits.memory_peak()
     seconds = []
     for repeat in range(size.repeats + 2):

@@ -31,7 +31,7 @@ class Least(NamedTuple):
 
     def flops_ratio(self, plan: CompiledRun) -> float:
         """Compiled operations of the step over those that the model needs."""
-        return plan.programs["step"].account.flops.total * plan.mesh.size / self.flops
+        return plan.programs["step"].account.flops.total * plan.run.mesh.size / self.flops
 
     def traffic_ratio(self, plan: CompiledRun) -> float:
         """Received bytes of the step's collectives over the least; infinite where nothing has to be communicated."""
@@ -41,19 +41,19 @@ class Least(NamedTuple):
 
 def least_of(plan: CompiledRun) -> Least:
     """The least of a run's step, when every completion has the longest length."""
-    packing = plan.step.packing
+    packing = plan.run.packing
     updates = packing.mini_batches * plan.step.micro_batches
     recomputed = updates - plan.step.micro_batches
     tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
     flops = step_flops(
-        plan.model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
+        plan.run.model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
     )
     return Least(
         flops,
         *_least_bytes(
-            plan.model,
-            plan.mesh,
-            compute_dtype=plan.config.model.compute_dtype,
+            plan.run.model,
+            plan.run.mesh,
+            compute_dtype=plan.run.asked.model.compute_dtype,
             updates=updates,
             recomputations=recomputed,
             mini_batches=packing.mini_batches,

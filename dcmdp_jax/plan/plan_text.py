@@ -24,17 +24,17 @@ def describe_plan(plan: CompiledRun) -> str:
 
 def plan_record(plan: CompiledRun) -> dict[str, Any]:
     """The same as a tree for JSON. Bytes are those of one device."""
-    step = plan.step
+    packing = plan.run.packing
     return {
         "topology": plan.topology.name,
-        "devices": plan.mesh.size,
-        "mesh": dict(plan.mesh.shape),
-        "model_type": plan.model.model_type,
-        "parameters": num_params(plan.model),
-        "rows_per_micro_batch": list(step.packing.rows_per_micro_batch),
-        "row_lengths": list(step.packing.row_lengths),
-        "micro_batches": list(step.packing.micro_batches),
-        "mini_batches": step.packing.mini_batches,
+        "devices": plan.run.mesh.size,
+        "mesh": dict(plan.run.mesh.shape),
+        "model_type": plan.run.model.model_type,
+        "parameters": num_params(plan.run.model),
+        "rows_per_micro_batch": list(packing.rows_per_micro_batch),
+        "row_lengths": list(packing.row_lengths),
+        "micro_batches": list(packing.micro_batches),
+        "mini_batches": packing.mini_batches,
         "usable_bytes": plan.usable,
         "fits": plan.fits,
         "held_bytes": _held(plan),
@@ -47,22 +47,22 @@ def plan_record(plan: CompiledRun) -> dict[str, Any]:
 
 
 def _heading(plan: CompiledRun) -> list[str]:
-    packing, chip, config = plan.step.packing, plan.topology.chip, plan.config
+    packing, chip, config = plan.run.packing, plan.topology.chip, plan.run.asked
     rows = ", ".join(
         f"{rows} x {length} tokens, {count} of them at most"
         for rows, length, count in zip(
             packing.rows_per_micro_batch, packing.row_lengths, packing.micro_batches, strict=True
         )
     )
-    mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
+    model, compute, mesh = plan.run.model, plan.run.compute, plan.run.mesh
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     engine = f"{config.rollout.engine}, whose programs are not compiled here"
     if plan.engine is not None:
         engine = f"embedded, {config.rollout.precision}, {plan.engine.rows} rows of {plan.engine.slots} cache slots"
     return [
-        f"model        {plan.model.model_type}, {num_params(plan.model):,} parameters in {config.model.param_dtype}, "
-        f"{plan.step.compute.dtype} products, remat {plan.step.compute.remat}, "
-        f"attention {plan.step.compute.attention}",
-        f"devices      {plan.mesh.size} x {chip.name} ({plan.topology.name}), mesh {mesh}",
+        f"model        {model.model_type}, {num_params(model):,} parameters in {config.model.param_dtype}, "
+        f"{compute.dtype} products, remat {compute.remat}, attention {compute.attention}",
+        f"devices      {mesh.size} x {chip.name} ({plan.topology.name}), mesh {axes}",
         f"step         {packing.mini_batches} mini-batches of {packing.completions} completions, in micro-batches of",
         f"             {rows}; training.micro_batch_tokens={config.training.micro_batch_tokens}, on each device",
         f"engine       {engine}",
@@ -158,14 +158,14 @@ def forward_flops(model: ModelConfig, length: int) -> float:
 
 def at_lengths(plan: CompiledRun, lengths: Lengths) -> AtLengths:
     """The step of a plan at lengths. Prompts are lognormal with a median of a quarter of their limit."""
-    packing, limit = plan.step.packing, plan.config.task.max_prompt_tokens
+    packing, limit = plan.run.packing, plan.run.asked.task.max_prompt_tokens
     prompts = lognormal(max(1, limit // 4), limit).draw(4096, seed=0)
     expected = expected_step(packing, np.minimum(prompts, limit), lengths)
     worst = (
         packing.mini_batches * packing.micro_batches[-1] * packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
     )
     # A token of a row of n tokens takes a + b n forward.
-    matrices = forward_flops(plan.model, 0)
-    attention = forward_flops(plan.model, 1) - matrices
+    matrices = forward_flops(plan.run.model, 0)
+    attention = forward_flops(plan.run.model, 1) - matrices
     passes = 3 + (packing.mini_batches - 1) / packing.mini_batches
     return AtLengths(lengths, expected, worst, passes * (matrices * expected.tokens + attention * expected.squares))

@@ -10,25 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.engines.kind import DeviceShare, EngineArguments, EngineKind, EnginePlan
+from dcmdp_jax.engines.kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, sampling_mesh
+from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh
 from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.step_program import StepPlan, plan_step
+from dcmdp_jax.plan.step_program import StepPlan, plan_step, planned_run
 from dcmdp_jax.plan.topologies import CHIPS, Topology
-from dcmdp_jax.run.memory_use import MemoryUse, memory_of_run, workload
+from dcmdp_jax.run.memory_use import workload
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
+from dcmdp_jax.run.run import Run
 
 GIB = 2**30
+_ENGINE_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 PROGRAMS = ("step", "prefill", "decode", "score")
@@ -82,23 +84,19 @@ class CompiledRun:
     """Memory of a run on a topology.
 
     Attributes:
-        topology, mesh: the devices.
-        config, model: the run.
+        topology: the devices.
+        run: the parts; its memory is by arithmetic, as `dcmdp train --dry_run` has it.
         step: the training step.
         engine: plan of an engine in the trainer's process; None with another, whose programs are not ours.
-        memory: memory by arithmetic, as `dcmdp train --dry_run` has it.
         programs: compiled, by name.
         usable: bytes of a device that the run may use.
         usable_reason: what that is.
     """
 
     topology: Topology
-    mesh: Mesh
-    config: Config
-    model: ModelConfig
+    run: Run
     step: StepPlan
     engine: EnginePlan | None
-    memory: MemoryUse
     programs: dict[str, Compiled]
     usable: int
     usable_reason: str
@@ -108,9 +106,9 @@ class CompiledRun:
         """Every compiled program with what stays in memory beside its arguments, and the phases without a program."""
         found = [Phase(name, compiled.peak, self._beside(name)) for name, compiled in self.programs.items()]
         if self.engine is not None:
-            parts = [part for part in self.memory.parts if "push" in part.phases and part.each]
+            parts = [part for part in self.run.memory.parts if "push" in part.phases and part.each]
             found.append(Phase("push", 0, {part.name: part.each for part in parts}))
-        elif (shared := _share(self.config)) is not None and shared.sampling:
+        elif (shared := _share(self.run.asked)) is not None and shared.sampling:
             share = int(shared.sampling * self.topology.chip.memory_gib * GIB)
             found.append(Phase("sample", 0, self.step.program.held | {"the engine's share": share}))
         return found
@@ -122,7 +120,7 @@ class CompiledRun:
         beside = dict(self.step.program.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
-            preempted = sum(part.each for part in self.memory.parts if part.name == PREEMPTED)
+            preempted = sum(part.each for part in self.run.memory.parts if part.name == PREEMPTED)
             beside |= {PREEMPTED: preempted} if preempted else {}
             beside |= {"engine's cache": self.engine.cache_bytes} if name == "prefill" else {}
         return beside
@@ -154,10 +152,12 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     check_experts(config, model)
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
-    kind, arguments = _engine(config, model, platform)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices
+    kind, arguments = engine_arguments(
+        config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=min(devices, near)
+    )
     with as_settings(of_engine(kind)):
-        kind.check(dataclasses.replace(arguments, host_devices=min(devices, near)))
+        kind.check(arguments)
     with as_settings(MESH):
         sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
@@ -166,11 +166,6 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             completions=config.completions_per_mini_batch,
         )  # fmt: skip
     return model
-
-
-def _engine(config: Config, model: ModelConfig, platform: str) -> tuple[EngineKind, EngineArguments]:
-    """The engine on a platform that is not here, "tpu" or "gpu"."""
-    return engine_arguments(config, model=model, platform={"gpu": "cuda"}.get(platform, platform))
 
 
 def compile_run(
@@ -198,59 +193,41 @@ def compile_run(
     """
     model = check_run(config, topology.platform, len(topology.devices))
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
-    mesh = make_mesh(*sizes, devices=topology.devices)
-    kind, arguments = _engine(config, model, topology.platform)
-    arguments = dataclasses.replace(arguments, mesh=functools.partial(sampling_mesh, mesh))
     usable, reason = usable_memory(config, topology)
-    step = plan_step(config, model, mesh)
-    memory = memory_of_run(
-        config, model, step.compute, mesh, step.packing, Machine(topology.platform, mesh.size, usable, None),
-        engine=arguments, prompt_lengths=[config.task.max_prompt_tokens],
-        completions=config.training.prompts_per_step * config.rollout.group_size,
-    )  # fmt: skip
+    run = planned_run(
+        config,
+        make_mesh(*sizes, devices=topology.devices),
+        model=model,
+        engine_platform=_ENGINE_PLATFORM[topology.platform],
+        machine=Machine(topology.platform, len(topology.devices), usable, None),
+    )
     if refuse:
-        memory.check()
-    engine = plan_engine(config, model, mesh, max_rows=memory.rows)
+        run.memory.check()
+    step, engine = plan_step(run), plan_engine(run, run.memory.rows)
     if only and engine is None and "step" not in only:
-        raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, and rollout.engine is {kind.name}")
+        raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, not {config.rollout.engine}'s")
     programs: dict[str, Compiled] = {}
     for program in (step.program, *(engine.programs if engine else ())):
         if not only or program.name in only:
             on_program(program.name)
             programs[program.name] = compile_program(program, functools.partial(read, step, program))
             jax.clear_caches()
-    return CompiledRun(
-        topology=topology,
-        mesh=mesh,
-        config=config,
-        model=model,
-        step=step,
-        engine=engine,
-        memory=memory,
-        programs=programs,
-        usable=usable,
-        usable_reason=reason,
-    )
+    return CompiledRun(topology, run, step, engine, programs, usable, reason)
 
 
-def plan_engine(config: Config, model: ModelConfig, mesh: Mesh, *, max_rows: int) -> EnginePlan | None:
+def plan_engine(run: Run, max_rows: int) -> EnginePlan | None:
     """The programs of the engine on the devices of the training mesh; None where they are not ours.
 
     Args:
-        config: the settings.
-        model: the model.
-        mesh: the training devices.
+        run: see `planned_run`.
         max_rows: completions decoded at a time, at most.
 
     Raises:
         UserError: if the engine's settings do not divide the devices or the model.
     """
-    kind, arguments = engine_arguments(config, model=model, mesh=functools.partial(sampling_mesh, mesh))
-    load = workload(
-        config, [config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size
-    )
-    with as_settings(of_engine(kind)):
-        return kind.programs(dataclasses.replace(arguments, max_rows=max_rows), load)
+    load = workload(run.asked, run.prompt_lengths, run.completions)
+    with as_settings(of_engine(run.engine_kind)):
+        return run.engine_kind.programs(dataclasses.replace(run.engine_asked, max_rows=max_rows), load)
 
 
 def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -12,12 +12,11 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.columns import columns_of_run
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
-from dcmdp_jax.run.run import layout
+from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
 from dcmdp_jax.types import TrainState
@@ -28,32 +27,35 @@ class StepPlan(NamedTuple):
 
     Attributes:
         program: the step.
-        model, mesh: what it trains, and on which devices.
-        compute, packing: how it computes, and the shapes of a batch.
+        run: the parts it is made of.
         params_bytes, optimizer_bytes: on each device.
         micro_batches: micro-batches of one mini-batch in the worst case: all completions have the longest length.
     """
 
     program: Lowerable
-    model: ModelConfig
-    mesh: Mesh
-    compute: Compute
-    packing: RowShapes
+    run: Run
     params_bytes: int
     optimizer_bytes: int
     micro_batches: int
 
 
-def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
-    """The step that `dcmdp train` would run on that mesh. Nothing is allocated.
+def planned_run(config: Config, mesh: Mesh, **parts: Any) -> Run:
+    """A run whose shapes alone are asked for: no data, no run directory, prompts of the longest length.
 
     Args:
         config: the settings.
-        model: the model.
         mesh: the training devices.
+        parts: others that are made already.
     """
-    compute, packing = layout(config, mesh)
-    programs = make_step_programs(config, model, compute, mesh)
+    known = {"settings": config, "mesh": mesh, "held_out": (), "shortest_prompt": 0}
+    known |= {"prompt_lengths": [config.task.max_prompt_tokens]}
+    return Run(config, **known | ({} if "model" in parts else {"model": model_of(config)}) | parts)
+
+
+def plan_step(run: Run) -> StepPlan:
+    """The step that `dcmdp train` would run. Nothing is allocated."""
+    config, model, mesh, packing = run.asked, run.model, run.mesh, run.packing
+    programs = make_step_programs(config, model, run.compute, mesh)
     shapes = param_shapes(model, config.model.param_dtype)
     dual = initial_dual(config.algorithm)
     state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
@@ -67,7 +69,7 @@ def plan_step(config: Config, model: ModelConfig, mesh: Mesh) -> StepPlan:
         held["reference policy"] = params
     trace = functools.partial(programs.train_step.trace, state, batch, reference)
     program = Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
-    return StepPlan(program, model, mesh, compute, packing, params, optimizer, packing.micro_batches[-1])
+    return StepPlan(program, run, params, optimizer, packing.micro_batches[-1])
 
 
 def predicted_tokens(packing: RowShapes, mesh: Mesh) -> list[int]:

@@ -29,7 +29,7 @@ from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.run import files
 from dcmdp_jax.run.directory import read_config
-from dcmdp_jax.run.memory_use import MemoryUse, free_host_bytes, plan_evaluation, this_machine
+from dcmdp_jax.run.memory_use import MemoryUse, free_host_bytes, plan_evaluation
 from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.types import Params
@@ -189,7 +189,7 @@ class ModelRun(Run):
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that is asked."""
-        return max(len(ids) for _, prompts in self.held_out for ids in prompts.token_ids)
+        return max(self.prompt_lengths)
 
     @cached_property
     def params(self) -> Params:
@@ -216,7 +216,7 @@ class ModelRun(Run):
             return find_engine(self.asked.rollout.engine)
 
     @cached_property
-    def _engine_asked(self) -> EngineArguments:
+    def engine_asked(self) -> EngineArguments:
         return engine_arguments(
             self.asked,
             kind=self.engine_kind,
@@ -232,28 +232,21 @@ class ModelRun(Run):
     def mesh(self) -> Mesh:
         """All devices, which start here; the engine's settings are checked against the model."""
         with as_settings(of_engine(self.engine_kind)):
-            self.engine_kind.check(self._engine_asked)
+            self.engine_kind.check(self.engine_asked)
         return make_mesh(data=-1)
 
     @cached_property
     def memory(self) -> MemoryUse:
-        """Memory that the engine takes, and memory that there is.
-
-        Raises:
-            UserError: if it does not fit.
-        """
+        """Memory that the engine takes, and memory that there is."""
         load = Workload(
             completions=max(len(prompts.token_ids) * task.samples for task, prompts in self.held_out),
             group_size=1,
-            prompt_lengths=[len(ids) for _, prompts in self.held_out for ids in prompts.token_ids],
+            prompt_lengths=self.prompt_lengths,
             max_completion_tokens=self.asked.rollout.max_completion_tokens,
             param_dtype=self.param_dtype,
             training=False,
         )
-        machine = this_machine(self.mesh.devices.flat[0].platform)
-        memory = plan_evaluation(self.engine_kind, self._engine_asked, load, machine)
-        memory.check()
-        return memory
+        return plan_evaluation(self.engine_kind, self.engine_asked, load, self.machine)
 
     @property
     def rewards_output(self) -> None:

@@ -32,6 +32,7 @@ from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask
+from dcmdp_jax.machine import Machine
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel
 from dcmdp_jax.models.config import ModelConfig
@@ -132,6 +133,7 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The settings with the rows that fit into memory, so that a resumed run decodes the same batches."""
+        self.memory.check()
         rows = self.memory.rows
         return _with_fitted_rows(self.settings, rows if rows < self.settings.rollout.max_rows else 0)
 
@@ -225,10 +227,26 @@ class Run:
         """Most tokens of a prompt."""
         return self.asked.task.max_prompt_tokens
 
+    @cached_property
+    def shortest_prompt(self) -> int:
+        """Least tokens of a prompt to train on."""
+        return min(map(len, self.train.token_ids))
+
+    @cached_property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each prompt, to train on and to evaluate on."""
+        return [len(ids) for prompts in (self.train, *(one for _, one in self.held_out)) for ids in prompts.token_ids]
+
+    @cached_property
+    def completions(self) -> int:
+        """Most completions sampled in one call of the engine."""
+        evaluated = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
+        return max(self.asked.training.prompts_per_step * self.asked.rollout.group_size, *evaluated, 0)
+
     # The machine.
 
     @cached_property
-    def _engine_asked(self) -> EngineArguments:
+    def engine_asked(self) -> EngineArguments:
         """The engine's arguments but for the rows that fit."""
         return engine_arguments(
             self.asked,
@@ -243,7 +261,7 @@ class Run:
     @cached_property
     def mesh(self) -> Mesh:
         """The training devices, which start here; the settings are checked against them."""
-        config, model, engine = self.asked, self.model, self._engine_asked
+        config, model, engine = self.asked, self.model, self.engine_asked
         with as_settings(of_engine(self.engine_kind)):
             self.engine_kind.check(engine)
         prepare_jax(config.mesh.cpu_devices)
@@ -266,7 +284,7 @@ class Run:
 
     @cached_property
     def _layout(self) -> tuple[Compute, RowShapes]:
-        return layout(self.asked, self.mesh, shortest=1 + min(map(len, self.train.token_ids)))
+        return layout(self.asked, self.mesh, shortest=1 + self.shortest_prompt)
 
     @property
     def compute(self) -> Compute:
@@ -279,28 +297,22 @@ class Run:
         return self._layout[1]
 
     @cached_property
-    def memory(self) -> MemoryUse:
-        """Memory that the run takes, and memory that there is.
+    def machine(self) -> Machine:
+        """The machine that this process runs on."""
+        return this_machine(self.mesh.devices.flat[0].platform)
 
-        Raises:
-            UserError: if it does not fit.
-        """
-        config, held_out = self.settings, self.held_out
-        completions = config.training.prompts_per_step * config.rollout.group_size
-        completions = max(completions, *(len(prompts.problems) * task.samples for task, prompts in held_out), 0)
-        asked = [*self.train.token_ids, *(ids for _, prompts in held_out for ids in prompts.token_ids)]
-        memory = memory_of_run(
-            config, self.model, self.compute, self.mesh, self.packing,
-            this_machine(self.mesh.devices.flat[0].platform), engine=self._engine_asked,
-            prompt_lengths=[len(ids) for ids in asked], completions=completions,
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """Memory that the run takes, and memory that there is; `config` and `engine` refuse what does not fit."""
+        return memory_of_run(
+            self.settings, self.model, self.compute, self.mesh, self.packing, self.machine, engine=self.engine_asked,
+            prompt_lengths=self.prompt_lengths, completions=self.completions,
         )  # fmt: skip
-        memory.check()
-        return memory
 
     @cached_property
     def engine_arguments(self) -> EngineArguments:
         """All that the engine may want to know."""
-        return dataclasses.replace(self._engine_asked, max_rows=self.memory.rows)
+        return dataclasses.replace(self.engine_asked, max_rows=self.memory.rows)
 
     @property
     def samples_beside(self) -> bool:
@@ -321,6 +333,7 @@ class Run:
     @cached_property
     def engine(self) -> Engine:
         """The inference engine of `rollout.engine`, ready for weights."""
+        self.memory.check()
         arguments = self.engine_arguments
         with activity(f"starting the engine {self.asked.rollout.engine}"), as_settings(of_engine(self.engine_kind)):
             engine = self.engine_kind.start(arguments)

@@ -24,7 +24,7 @@ def plan():
 
 def test_products_of_the_step(plan):
     """By hand. A device has one row of 80 tokens of a micro-batch; two micro-batches, two mini-batches."""
-    model, tokens = plan.model, 80
+    model, tokens = plan.run.model, 80
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     down = 2 * tokens * model.hidden_size * model.intermediate_size
     # The xla kernel computes the half of attention that causality hides.
@@ -53,7 +53,7 @@ def _moved(program, *kinds):
 
 def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
     """Two mini-batches of two micro-batches: four gradients, and p^Train of the second mini-batch, two passes more."""
-    step, model = plan.programs["step"], plan.model
+    step, model = plan.programs["step"], plan.run.model
     hidden, wide, layers = model.hidden_size, model.intermediate_size, model.num_layers
     queries = model.num_heads * model.head_dim
     # On a CPU the matrices of q, k and v are one.
@@ -86,10 +86,10 @@ def test_what_the_checks_find(plan):
 
 
 def test_no_array_of_all_tokens_and_the_vocabulary(plan):
-    arrays, vocab = plan.programs["step"].account.arrays, plan.model.vocab_size
+    arrays, vocab = plan.programs["step"].account.arrays, plan.run.model.vocab_size
     # Logits exist for an eighth of the 104 tokens of the vocabulary at a time.
     assert any(array.dims == (79, vocab // 8) for array in arrays)
-    assert all_logits(arrays, 79, model_shapes(plan.model, plan.mesh)) == []
+    assert all_logits(arrays, 79, model_shapes(plan.run.model, plan.run.mesh)) == []
 
 
 def test_replayed_experts_are_in_the_programs():

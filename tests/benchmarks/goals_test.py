@@ -16,7 +16,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.step_program import plan_step
+from dcmdp_jax.plan.step_program import plan_step, planned_run
 
 # Width 16, MLP 48, three layers, four query and two key-value heads of 8, vocabulary 88.
 _MODEL = ModelConfig("qwen3", 88, 16, 48, 3, 4, 2, 8)
@@ -84,7 +84,7 @@ def _lowered(attention, data=1, fsdp=8):
     config.training.prompts_per_mini_batch = 4
     config = from_config_dict(config)
     model, mesh = model_of(config), _mesh(data, fsdp)
-    program = plan_step(config, model, mesh).program
+    program = plan_step(planned_run(config, mesh, model=model)).program
     text = program.trace().lower(lowering_platforms=("tpu",)).as_text()
     found = {tuple(map(int, dims.rstrip("x").split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]\w*>", text)}
     assert program.row_lengths == (_LENGTH,) and program.tokens == _LENGTH - 1

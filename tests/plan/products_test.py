@@ -9,9 +9,8 @@ import jax
 from configs import qwen3_8b
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import plan_engine
-from dcmdp_jax.plan.step_program import plan_step
+from dcmdp_jax.plan.step_program import plan_step, planned_run
 
 
 def _products(dtype, *, head="compute"):
@@ -21,8 +20,8 @@ def _products(dtype, *, head="compute"):
     config.model.attention, config.model.head_dtype = "xla", head
     config = from_config_dict(config)
     mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
-    model = model_of(config)
-    programs = [plan_step(config, model, mesh).program, *plan_engine(config, model, mesh, max_rows=8).programs]
+    run = planned_run(config, mesh)
+    programs = [plan_step(run).program, *plan_engine(run, 8).programs]
     found = {}
     for program in programs:
         lines = re.findall(r"stablehlo\.dot_general[^\n]*", program.trace().lower().as_text())

@@ -12,6 +12,7 @@ from dcmdp_jax.models.params import num_params, param_shapes
 from dcmdp_jax.plan.plan_text import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import GIB, compile_run, usable_memory
 from dcmdp_jax.plan.topologies import CHIPS, Topology
+from dcmdp_jax.run.run import Run
 from tests.support.small_plan import EIGHT_CHIPS, small_config
 
 
@@ -22,9 +23,9 @@ def plan():
 
 def test_memory_by_kind_is_that_of_the_shards(plan):
     # Every parameter but the norms is split over the 8 devices.
-    shapes = param_shapes(plan.model)
+    shapes = param_shapes(plan.run.model)
     norms = sum(leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if "norm" in str(path))
-    on_device = (num_params(plan.model) - norms) // 8 + norms
+    on_device = (num_params(plan.run.model) - norms) // 8 + norms
     assert plan.step.params_bytes == 4 * on_device
     # Two moments, and Adam's two counters.
     assert 8 * on_device <= plan.step.optimizer_bytes <= 8 * on_device + 16
@@ -67,8 +68,8 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     assert usable_memory(asleep, gpus) == (72 * GIB, "80 GiB less a tenth, while vLLM sleeps")
     assert usable_memory(_with_vllm(visible_devices="8,9"), gpus)[0] == int(79.1 * 0.9 * GIB)
     beside_vllm = dataclasses.replace(plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]})
-    assert [phase.name for phase in dataclasses.replace(beside_vllm, config=awake).phases] == ["step"]
-    (_, sample) = dataclasses.replace(beside_vllm, config=asleep).phases
+    assert [phase.name for phase in dataclasses.replace(beside_vllm, run=Run(awake)).phases] == ["step"]
+    (_, sample) = dataclasses.replace(beside_vllm, run=Run(asleep)).phases
     assert sample.total == plan.step.params_bytes + plan.step.optimizer_bytes + 32 * GIB
 
 
@@ -92,7 +93,7 @@ def test_what_does_not_fit_is_refused(plan):
 
 def test_the_report_and_the_record(plan):
     text, record = describe_plan(plan), plan_record(plan)
-    assert f"{num_params(plan.model):,} parameters" in text
+    assert f"{num_params(plan.run.model):,} parameters" in text
     for heading in ("by arithmetic, exact", "compiled: arguments", "benchmarks.compiled", "on each device"):
         assert heading in text
     assert record["fits"] and record["programs"]["step"]["peak_bytes"] == plan.programs["step"].peak
