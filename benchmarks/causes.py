@@ -61,12 +61,14 @@ FAULTS: dict[str, tuple[Fault, frozenset[str]]] = {
     "int8, re-tokenized 5%": (Fault(bits=8, retokenized=0.05), frozenset({"retokenization"})),
     "top-p 0.9, temperature 0.8": (Fault(top_p=0.9, temperature=0.8), frozenset({"support", "temperature"})),
     "other prompts, re-tokenized 20%": (
-        Fault(prompts=True, retokenized=0.2), frozenset({"chat_template", "retokenization"}),
+        Fault(prompts=True, retokenized=0.2),
+        frozenset({"chat_template", "retokenization"}),
     ),
     "temperature 1.3, re-tokenized 20%": (
-        Fault(temperature=1.3, retokenized=0.2), frozenset({"temperature", "retokenization"}),
+        Fault(temperature=1.3, retokenized=0.2),
+        frozenset({"temperature", "retokenization"}),
     ),
-}  # fmt: skip
+}
 SIZES = (3, 12, 60, 400)
 LARGE = ("none", "int8", "int4", "weights 5% off", "noise 1", "temperature 0.9", "top-p 0.95", "re-tokenized 10%")
 

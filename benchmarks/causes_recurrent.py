@@ -67,9 +67,10 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
     """
     rng = np.random.default_rng(seed)
     net = _Net(
-        rng.normal(0, 1.2 / np.sqrt(HIDDEN), (HIDDEN, HIDDEN)), rng.normal(0, 1.0, (VOCABULARY, HIDDEN)),
+        rng.normal(0, 1.2 / np.sqrt(HIDDEN), (HIDDEN, HIDDEN)),
+        rng.normal(0, 1.0, (VOCABULARY, HIDDEN)),
         rng.normal(0, rng.uniform(2.5, 5.0) / np.sqrt(HIDDEN), (VOCABULARY, HIDDEN)),
-    )  # fmt: skip
+    )
     ages = np.array([lag for lag, _ in fault.lags] or [0])[np.arange(completions) % max(len(fault.lags), 1)]
     start = rng.normal(0, 1, (completions, HIDDEN))
     found = []
@@ -92,10 +93,12 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
     train, entropy = _score(fault, net, token, start)
     cut = lambda x: [row[:n] for row, n in zip(x, lengths, strict=True)]  # noqa: E731 - used four times below
     return make_pairs(
-        cut(token), cut(np.minimum(train, 0)), cut(np.minimum(rollout, 0)),
+        cut(token),
+        cut(np.minimum(train, 0)),
+        cut(np.minimum(rollout, 0)),
         entropies=cut(entropy) if entropies else None,
         lags=[np.full(n, age) for n, age in zip(lengths, ages, strict=True)] if fault.lags else None,
-    )  # fmt: skip
+    )
 
 
 def _engine(net: _Net, bits: int, size: float, rng: np.random.Generator) -> _Net:

@@ -226,9 +226,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="one contender after another, not in turn: less memory")
     parser.add_argument("--timeout", type=at_least_one, default=900, help="seconds that an answer may take")
     parser.add_argument(
-        "--omp-wait", choices=("default", "passive"), default="default",
+        "--omp-wait",
+        choices=("default", "passive"),
+        default="default",
         help="OMP_WAIT_POLICY; passive helps torch where something else uses the machine",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--environments", type=Path, default=_ROOT / ".peers", help="directory of the virtual environments"
     )

@@ -57,9 +57,7 @@ PASSES: dict[str, Callable[[Layer], Callable[..., object]]] = {
 
 def layer(experts: int, ops: Ops, sizes: Sizes) -> tuple[Layer, nnx.State]:
     """A pure function of parameters and tokens, and random parameters; a dense MLP without experts."""
-    shape = {
-        "num_experts": experts, "num_experts_per_tok": sizes.per_token, "moe_intermediate_size": sizes.width
-    }  # fmt: skip
+    shape = {"num_experts": experts, "num_experts_per_tok": sizes.per_token, "moe_intermediate_size": sizes.width}
     family, dense = "qwen3_moe" if experts else "qwen3", sizes.per_token * sizes.width
     config = ModelConfig(family, 8, sizes.embed, dense, 1, 8, 8, 64, **(shape if experts else {}))
     graph, state = nnx.split((MoE if experts else MLP)(config, hf_name="mlp"))
@@ -84,8 +82,9 @@ def products(experts: int, ops: Ops, sizes: Sizes) -> Layer:
         kernels = params["experts"]
         group_sizes = jnp.full(experts, x.shape[0] * sizes.per_token // experts, jnp.int32)
         rows = jnp.repeat(x, sizes.per_token, axis=0)
-        gate, up = (ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), group_sizes)
-                    for name in ("gate", "up"))  # fmt: skip
+        gate, up = (
+            ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), group_sizes) for name in ("gate", "up")
+        )
         down = ops.grouped_matmul(ops.swiglu(gate, up), kernels["down"]["kernel"].get_value(), group_sizes)
         return down.reshape(x.shape[0], sizes.per_token, -1).sum(1)
 
@@ -106,9 +105,10 @@ def main() -> None:
     for experts in [int(text) for text in arguments.experts.split(",")]:
         for name, wrap in PASSES.items():
             contenders = {
-                "dense": layer(0, ops, sizes), "experts": layer(experts, ops, sizes),
+                "dense": layer(0, ops, sizes),
+                "experts": layer(experts, ops, sizes),
                 "ragged": layer(experts, REFERENCE, sizes),
-            }  # fmt: skip
+            }
             contenders["products"] = products(experts, ops, sizes), contenders["experts"][1]
             times = interleave(
                 {key: functools.partial(jax.jit(wrap(f)), params, x) for key, (f, params) in contenders.items()},

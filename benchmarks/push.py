@@ -111,8 +111,9 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.push", "--here", "--size", arguments.size]
         subprocess.run(
             [*command, "--repeats", str(arguments.repeats)],
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, check=True,
-        )  # fmt: skip
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            check=True,
+        )
 
 
 if __name__ == "__main__":

@@ -137,14 +137,16 @@ CHARGES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]] 
         "grpo": _none,
         "token": lambda noisy, delta, multiplier: (0.0 * noisy, multiplier * delta * noisy, 0.0 * noisy),
         "sequence": lambda noisy, delta, multiplier: (
-            multiplier * delta * noisy / 2, multiplier * delta * noisy / 2, 0.0 * noisy
+            multiplier * delta * noisy / 2,
+            multiplier * delta * noisy / 2,
+            0.0 * noisy,
         ),
         "reward": lambda noisy, delta, multiplier: (0.0 * noisy, 0.0 * noisy, multiplier * delta * noisy / 2),
         "reward_std": lambda noisy, delta, multiplier: (0.0 * noisy, 0.0 * noisy, multiplier * delta * noisy / 2),
         # The state's expected discrepancy is the action's own: both have the same.
         "state": _none,
     }
-)  # fmt: skip
+)
 """Charge: (on the noisy way?, delta, lambda) -> what is taken from the first token, the second, and the reward."""
 
 
@@ -261,9 +263,7 @@ def way_out_table(
         least = least_multiplier(start, charge)
         theta, phi = expected_path(start, charge, multiplier, steps=steps, size=size)[-1]
         rng = np.random.default_rng(seed)
-        ends = simulated_paths(
-            start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng
-        )  # fmt: skip
+        ends = simulated_paths(start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng)
         half = ndtri(0.975) * ends.std(axis=0, ddof=1) / math.sqrt(runs)
         here = dataclasses.replace(start, theta=theta, phi=phi)
         rows.append([

@@ -139,8 +139,9 @@ def test_the_fp8_runs_of_the_8b_differ_by_the_engine_alone():
     """Table 2 of the paper: vLLM with FP8 weights and activations. lambda_0 and c are those of the BF16 runs."""
     changed = _changes(_config("qwen3_8b"), _config("qwen3_8b", "fp8"))
     assert {name: value for name, (_, value) in changed.items()} == {
-        "run_dir": "runs/qwen3_8b_fp8", "rollout.precision": "fp8",
-    }  # fmt: skip
+        "run_dir": "runs/qwen3_8b_fp8",
+        "rollout.precision": "fp8",
+    }
     assert set(_changes(_config("qwen3_8b", "fp8"), _config("qwen3_8b", "fp8,grpo"))) == {"run_dir", "algorithm.method"}
 
 

@@ -9,14 +9,18 @@ from tests.demo_multiplier import broken_rule
 # c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the third step on. lambda
 # rests for two steps, then 0.125 + 2 (1 - 0.78125) = 0.5625, + 2 (0.25 - 0.78125) = -0.5, cut to 0.
 _CONFIG = {
-    "algorithm.multiplier": 0.125, "algorithm.multiplier_max": 1.0,
-    "algorithm.dual_learning_rate": 2.0, "algorithm.tolerance_steps": 2,
+    "algorithm.multiplier": 0.125,
+    "algorithm.multiplier_max": 1.0,
+    "algorithm.dual_learning_rate": 2.0,
+    "algorithm.tolerance_steps": 2,
     "algorithm.tolerance_factor": 1.25,
-}  # fmt: skip
+}
 _RECORD = {
-    "dual/multiplier": [0.125, 0.125, 0.125, 0.5625, 0.0], "discrepancy/mean": [0.25, 0.75, 1.0, 0.25, 0.125],
-    "dual/tolerance": [0.5, 0.5, 0.78125, 0.78125, 0.78125], "mismatch/noise_floor": [0.0, 1.0],
-}  # fmt: skip
+    "dual/multiplier": [0.125, 0.125, 0.125, 0.5625, 0.0],
+    "discrepancy/mean": [0.25, 0.75, 1.0, 0.25, 0.125],
+    "dual/tolerance": [0.5, 0.5, 0.78125, 0.78125, 0.78125],
+    "mismatch/noise_floor": [0.0, 1.0],
+}
 
 
 def _series(**changes):

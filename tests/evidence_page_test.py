@@ -149,9 +149,10 @@ def test_the_intervals_that_the_page_leaves_open_and_its_p_values_are_those_of_t
         assert len(found["dose_response_vllm"]["discrepancy"][arm][1].values) == int(runs)
         assert float(int4.split()[0]) > -10
     for study, response, arm, p in (
-        ("dose_response", "reward", "token_10", 0.0008), ("dose_response_vllm", "reward", "token_10", 0.0007),
+        ("dose_response", "reward", "token_10", 0.0008),
+        ("dose_response_vllm", "reward", "token_10", 0.0007),
         ("dose_response", "discrepancy", "token_1000", 0.001),
-    ):  # fmt: skip
+    ):
         values = p_values(found[study], ("grpo", "grpo_perturbed"))
         assert float(f"{values[response, arm]:.1g}") == p and (response, arm) not in holm(values)
         assert f"p {p:g}, not by Holm" in page.replace("\n", " ")

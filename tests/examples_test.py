@@ -38,9 +38,11 @@ def test_huber_by_hand():
     # A = 1, lambda = 0.5, knee 0.1. delta = 0.05: 0.05^2 / 0.2 = 0.0125. At the knee 0.05 from either side.
     # delta = 0.3: 0.3 - 0.05 = 0.25. A linear charge would give 0.975, 0.95, 0.85.
     tokens = Tokens(
-        advantages=jnp.ones((1, 4)), discrepancy=jnp.float32([[0.05, 0.1, 0.3, 0.3]]), multiplier=0.5,
+        advantages=jnp.ones((1, 4)),
+        discrepancy=jnp.float32([[0.05, 0.1, 0.3, 0.3]]),
+        multiplier=0.5,
         completion_mask=np.array([[True, True, True, False]]),
-    )  # fmt: skip
+    )
     charged, statistics = _remedies(method=_HUBER).penalty(tokens)
     np.testing.assert_allclose(charged[0, :3], [1 - 0.5 * x for x in (0.0125, 0.05, 0.25)], rtol=1e-6)
     assert float(statistics["remedy/huber/above_knee"].value()) == pytest.approx(1 / 3)
@@ -184,9 +186,11 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
         return RowOutputs(logprobs, jnp.zeros_like(logprobs), {})
 
     settings = AlgorithmSettings(
-        multiplier=0.3, tolerance=minimal.TOLERANCE, dual_learning_rate=minimal.DUAL_RATE,
+        multiplier=0.3,
+        tolerance=minimal.TOLERANCE,
+        dual_learning_rate=minimal.DUAL_RATE,
         trust_region=f"clip(low={minimal.CLIP_LOW},high={minimal.CLIP_HIGH})",
-    )  # fmt: skip
+    )
     transform = optax.with_extra_args_support(transform)
     parts = StepParts(
         row_logprobs=row_logprobs, compute_dtype="float32", settings=settings, max_completion_tokens=limit,

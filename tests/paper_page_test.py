@@ -43,8 +43,9 @@ def test_the_counts_are_those_of_the_papers_source():
     tex = re.sub(r"(?<!\\)%.*", "", _TEX.read_text(encoding="utf-8"))
     bodies = re.findall(r"\\begin\{(equation|align)\}(.*?)\\end\{\1\}", tex, re.S)
     # An equation has one number; an align one for each line.
-    numbers = [1 if kind == "equation" else len(re.findall(r"\\\\(?:\s|\[)", f"{body.strip()}\n")) + 1
-               for kind, body in bodies]  # fmt: skip
+    numbers = [
+        1 if kind == "equation" else len(re.findall(r"\\\\(?:\s|\[)", f"{body.strip()}\n")) + 1 for kind, body in bodies
+    ]
     assert sum(numbers) == max(_numbers(r"Eq\."))
     assert len(re.findall(r"\\begin\{table\*?\}", tex)) == max(_numbers("Table"))
     assert len(re.findall(r"\\begin\{(?:wrap)?figure\}", tex)) == max(_numbers("Figure"))

@@ -72,5 +72,7 @@ def test_rewards_and_charges_are_those_of_the_task():
     assert example["score"](["NA", "NB", "CA", "CB", "AC", "N"]) == [1.0, 1.0, 0.9, 0.9, 0.0, 0.0]
     config = parse(["train", f"--config={_FILE}:sequence,30"]).config
     assert (config.algorithm.level, config.algorithm.multiplier, config.algorithm.dual_learning_rate) == (
-        "sequence", 30.0, 0.0
-    )  # fmt: skip
+        "sequence",
+        30.0,
+        0.0,
+    )

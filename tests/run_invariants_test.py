@@ -40,10 +40,12 @@ def _write(run_dir, *changes):
     config.training.steps, config.evaluation.every_steps = 3, 2
     lines = {
         "0": {"step": 0, "eval/arithmetic/avg@2": 0.25, "eval/arithmetic/pass@2": 0.5},
-        "1": _step(1, 0.125, 0.375), "2": _step(2, 0.375, 0.0), "3": _step(3, 0.0, 0.5),
+        "1": _step(1, 0.125, 0.375),
+        "2": _step(2, 0.375, 0.0),
+        "3": _step(3, 0.0, 0.5),
         "2e": {"step": 2, "eval/arithmetic/avg@2": 0.5, "eval/arithmetic/pass@2": 0.5},
         "3e": {"step": 3, "eval/arithmetic/avg@2": 0.5, "eval/arithmetic/pass@2": 0.75},
-    }  # fmt: skip
+    }
     for line, change in changes:
         lines[line] = None if change is None else {**lines[line], **change}
     (run_dir / "config.json").write_text(json.dumps(to_dict(from_config_dict(config.to_dict()))))
@@ -83,7 +85,7 @@ def test_a_sound_record_has_no_contradiction(tmp_path):
         ("3e", None, "eval/arithmetic/avg@2: recorded at steps [0, 2], expected [0, 2, 3]"),
         ("3e", {"eval/arithmetic/pass@2": 0.25}, "eval/arithmetic/avg@2: above eval/arithmetic/pass@2 at step 3"),
     ],
-)  # fmt: skip
+)
 def test_each_contradiction_is_found(tmp_path, line, change, said):
     _write(tmp_path, (line, change))
     assert any(found.startswith(said) for found in contradictions(tmp_path)), contradictions(tmp_path)

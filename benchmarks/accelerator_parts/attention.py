@@ -54,8 +54,10 @@ def random_inputs(heads: int, kv_heads: int, width: int, segment_ids: np.ndarray
     """Normal heads in bfloat16."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = heads, kv_heads, kv_heads, heads
-    arrays = [jax.random.normal(key, (*segment_ids.shape, count, width), jnp.bfloat16)
-              for key, count in zip(keys, counts, strict=True)]  # fmt: skip
+    arrays = [
+        jax.random.normal(key, (*segment_ids.shape, count, width), jnp.bfloat16)
+        for key, count in zip(keys, counts, strict=True)
+    ]
     return Inputs(*arrays[:3], arrays[3] * (segment_ids > 0)[..., None, None])
 
 

@@ -56,9 +56,11 @@ def _config(size: Size, dtype: str) -> Config:
     settings["rollout"] |= {"group_size": size.decode_group, "max_completion_tokens": size.new_tokens}
     settings["task"]["max_prompt_tokens"] = size.decode_prompt_tokens
     settings["training"] |= {
-        "prompts_per_step": 2, "prompts_per_mini_batch": 2,
-        "row_lengths": (size.decode_prompt_tokens + size.new_tokens,), "segments_per_row": 1,
-    }  # fmt: skip
+        "prompts_per_step": 2,
+        "prompts_per_mini_batch": 2,
+        "row_lengths": (size.decode_prompt_tokens + size.new_tokens,),
+        "segments_per_row": 1,
+    }
     return from_config_dict(settings)
 
 

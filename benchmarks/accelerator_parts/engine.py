@@ -27,16 +27,20 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     """Sample `size.new_tokens` tokens for each completion, without a stop token."""
     settings = run_settings(size)
     settings["rollout"] |= {
-        "precision": precision, "group_size": size.decode_group, "max_completion_tokens": size.new_tokens,
-    }  # fmt: skip
+        "precision": precision,
+        "group_size": size.decode_group,
+        "max_completion_tokens": size.new_tokens,
+    }
     settings["task"]["max_prompt_tokens"] = size.decode_prompt_tokens
     settings["training"] |= {"prompts_per_step": size.decode_prompts, "prompts_per_mini_batch": size.decode_prompts}
     config, mesh = from_config_dict(settings), one_device_mesh()
     run = planned_run(config, mesh)
     model, rows = run.model, size.decode_prompts * size.decode_group
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32)
-               for _ in range(size.decode_prompts)]  # fmt: skip
+    prompts = [
+        rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32)
+        for _ in range(size.decode_prompts)
+    ]
     arguments = EngineArguments(
         precision, config.rollout.compute_dtype, model=model, max_rows=rows, max_total_tokens=config.max_total_tokens
     )

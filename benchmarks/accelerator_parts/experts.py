@@ -26,9 +26,10 @@ def measure(size: Size, tell: Tell) -> None:
     dense, dense_params = moe.layer(0, ops, sizes)
     mixture, params = moe.layer(size.experts, ops, sizes)
     contenders = {
-        "dense": (dense, dense_params), "experts": (mixture, params),
+        "dense": (dense, dense_params),
+        "experts": (mixture, params),
         "products": (moe.products(size.experts, ops, sizes), params),
-    }  # fmt: skip
+    }
     if jax.default_backend() != "cpu":
         contenders["ragged_dot"] = moe.products(size.experts, REFERENCE, sizes), params
     found: dict[str, Any] = {

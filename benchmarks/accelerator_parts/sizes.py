@@ -88,14 +88,16 @@ def run_settings(size: Size) -> dict[str, dict[str, Any]]:
         "model": {"path": size.model_path, "architecture": dict(size.architecture), "compute_dtype": "bfloat16"},
         "task": {"train": "none", "max_prompt_tokens": size.prompt_tokens},
         "rollout": {
-            "compute_dtype": "bfloat16", "group_size": size.group,
+            "compute_dtype": "bfloat16",
+            "group_size": size.group,
             "max_completion_tokens": size.row_length - size.prompt_tokens,
         },
         "training": {
-            "prompts_per_step": size.prompts, "prompts_per_mini_batch": size.prompts,
+            "prompts_per_step": size.prompts,
+            "prompts_per_mini_batch": size.prompts,
             "micro_batch_tokens": size.micro_batch_tokens,
         },
-    }  # fmt: skip
+    }
 
 
 def completions(size: Size, model: ModelConfig) -> list[Episode]:

@@ -36,8 +36,10 @@ def _milliseconds(seconds: list[float]) -> str:
 
 
 def _device(found: Found) -> str:
-    rows = [("device", f"{found['devices']} x {found['device']}, {found['cores']} cores, jax {found['jax']}"),
-            ("memory that JAX may use", _gib(found["memory_bytes"]))]  # fmt: skip
+    rows = [
+        ("device", f"{found['devices']} x {found['device']}, {found['cores']} cores, jax {found['jax']}"),
+        ("memory that JAX may use", _gib(found["memory_bytes"])),
+    ]
     if "peak_flops" in found:
         rows += [
             (f"peak ({found['chip_figures']})",
@@ -60,11 +62,13 @@ def _step(found: Found) -> str:
     ]  # fmt: skip
     if "seconds" in found:
         rows += [
-            ("peak memory, measured", f"{_gib(found['peak_bytes'])} (before the first step "
-                                      f"{_gib(found['peak_bytes_before'])})"),
+            (
+                "peak memory, measured",
+                f"{_gib(found['peak_bytes'])} (before the first step {_gib(found['peak_bytes_before'])})",
+            ),
             ("step, s", median_and_spread(found["seconds"])),
             ("tokens/s", median_and_spread(found["tokens_per_second"], ",.0f")),
-        ]  # fmt: skip
+        ]
     if "share_of_peak" in found:
         rows += [
             ("needed operations", f"{found['needed_flops']:.3e}, {found['flops_per_second'] / 1e12:.4g} TFLOP/s"),
@@ -80,8 +84,9 @@ def _step(found: Found) -> str:
 
 
 def _attention(found: Found) -> str:
-    errors = [(kernel, *(f"{error:.2e}" for error in of_kernel.values()))
-              for kernel, of_kernel in found["errors"].items()]  # fmt: skip
+    errors = [
+        (kernel, *(f"{error:.2e}" for error in of_kernel.values())) for kernel, of_kernel in found["errors"].items()
+    ]
     times = [
         (name, kernel, _milliseconds(one["seconds"]), ratio(one["seconds"], kernels["plain"]["seconds"]),
          f"{one['share_of_peak']:.1%}", _limit(one), _gib(one["temporary_bytes"]))

@@ -63,9 +63,10 @@ def collectives(module: Module, trip_counts: TripCounts, *, micro_batch_scope: s
         for array in arrays:
             if devices > 1 and visit.count:
                 found.append(
-                    Collective(kind, array, devices, visit.count, visit.inside(micro_batch_scope),
-                               visit.instruction.op_name)
-                )  # fmt: skip
+                    Collective(
+                        kind, array, devices, visit.count, visit.inside(micro_batch_scope), visit.instruction.op_name
+                    )
+                )
     return found
 
 

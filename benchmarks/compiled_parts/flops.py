@@ -115,9 +115,11 @@ def _convolution(visit: Visit) -> float:
     for axis in range(len(of_left) - 2):
         digit = str(axis)
         total *= _taps(
-            left.dims[of_left.index(digit)], right.dims[of_right.index(digit)], out.dims[of_out.index(digit)],
+            left.dims[of_left.index(digit)],
+            right.dims[of_right.index(digit)],
+            out.dims[of_out.index(digit)],
             {name: values[axis] for name, values in window.items() if axis < len(values)},
-        )  # fmt: skip
+        )
     return total
 
 

@@ -66,9 +66,10 @@ def check_goals(plan: CompiledRun) -> list[Check]:
     """Check the compiled programs of a run. One that does not fit has nothing to check."""
     shapes = model_shapes(plan.run.model, plan.run.mesh)
     wrong: dict[str, list[str]] = {
-        "no [tokens, vocabulary] array": [], "no [length, length] attention matrix": [],
+        "no [tokens, vocabulary] array": [],
+        "no [length, length] attention matrix": [],
         "no gather of a parameter of all layers": [],
-    }  # fmt: skip
+    }
     programs = (plan.step.program, *(plan.engine.programs if plan.engine else ()))
     for name, program in ((one.name, one) for one in programs if is_compiled(plan, one.name)):
         read = plan.programs[name].account
@@ -109,12 +110,14 @@ def model_shapes(model: ModelConfig, mesh: Mesh) -> ModelShapes:
             dims = dims[1:]
         single |= {_sorted(part) for part in _splits(dims, ways)}
     return ModelShapes(
-        stacked=frozenset(stacked), single=frozenset(single),
+        stacked=frozenset(stacked),
+        single=frozenset(single),
         sizes=frozenset((model.head_dim, *itertools.chain(*single))),
         widths=frozenset(_divided(model.hidden_size, ways)),
         vocab=frozenset(_divided(model.vocab_size, {1, mesh.shape["tensor"]})),
-        query_group=model.num_heads // model.num_kv_heads, parameters=num_params(model),
-    )  # fmt: skip
+        query_group=model.num_heads // model.num_kv_heads,
+        parameters=num_params(model),
+    )
 
 
 def attention_matrices(arrays: Iterable[Array], length: int, shapes: ModelShapes) -> list[Array]:

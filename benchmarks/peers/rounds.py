@@ -106,11 +106,13 @@ class Rounds:
         """End the current round, if any, and wait for the next; False when there is none."""
         if self._began is not None:
             wall, cpu = self._began
-            self._answer({
-                "seconds": time.perf_counter() - wall,
-                "cpu_seconds": time.process_time() - cpu,
-                "peak_mib": peak_mib(),
-            })  # fmt: skip
+            self._answer(
+                {
+                    "seconds": time.perf_counter() - wall,
+                    "cpu_seconds": time.process_time() - cpu,
+                    "peak_mib": peak_mib(),
+                }
+            )
         if not sys.stdin.readline():
             self._began = None
             return False

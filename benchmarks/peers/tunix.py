@@ -40,9 +40,7 @@ def train(job: Job, rounds: Rounds) -> None:
     longest = job.prompt_tokens, job.new_tokens
     real = [np.arange(longest[0]) >= longest[0] - np.repeat(job.prompt_lengths, job.group)[:, None]]
     real.append(np.arange(longest[1]) < np.asarray(job.lengths)[:, None])
-    prompts, completions = (
-        jnp.asarray(np.where(mask, rng.integers(2, vocabulary, mask.shape), 0)) for mask in real
-    )  # fmt: skip
+    prompts, completions = (jnp.asarray(np.where(mask, rng.integers(2, vocabulary, mask.shape), 0)) for mask in real)
     prompt_mask, completion_mask = map(jnp.asarray, real)
     advantages = jnp.asarray(rng.normal(size=job.rows), jnp.float32)
 

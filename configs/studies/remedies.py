@@ -54,9 +54,8 @@ def get_study(arg: str = "") -> Study:
     if arg == "vllm":
         cache = {"model.forward_cache": "fp8"}
         return Study(
-            "Remedies (vLLM, FP8 key-value cache, demo size)", remedy_arms(VLLM, {}, DEMO, forward=cache),
-            "grpo", SEEDS,
-        )  # fmt: skip
+            "Remedies (vLLM, FP8 key-value cache, demo size)", remedy_arms(VLLM, {}, DEMO, forward=cache), "grpo", SEEDS
+        )
     fp8, blocks = {"rollout.precision": "fp8_per_block"}, {"model.forward_precision": "fp8_per_block"}
     return make_study(
         arg,

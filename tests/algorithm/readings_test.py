@@ -19,7 +19,7 @@ def _loss_and_slope(ratio, advantage):
     def loss(train):
         tokens = Tokens(
             train_logprobs=train, anchor_logprobs=old, advantages=np.full((1, 1), advantage), completion_mask=ONE
-        )  # fmt: skip
+        )
         summed, _ = losses.policy_loss(tokens, np.ones((1, 1)))
         return summed.total
 

@@ -123,7 +123,7 @@ def test_right_ones_pass(check, algorithm):
         ({"trust_region": "clip(dual=0.5)"}, "clip(dual=0.5): dual=0.5; must be a finite number in (1, inf)"),
         ({"method": "mine.py:right", "loss": "other.py:right"}, "two functions have this name"),
     ],
-)  # fmt: skip
+)
 def test_whatever_else_is_one_line_with_setting_and_function(check, algorithm, line):
     with pytest.raises(ValueError) as raised:
         check(**algorithm)
@@ -152,7 +152,7 @@ def test_statistics_are_named_after_the_function_and_have_no_gradient():
     train = jnp.float32([[-1.0, -3.0]])
     tokens = Tokens(
         train_logprobs=train, anchor_logprobs=train, advantages=jnp.ones((1, 2)), completion_mask=np.ones((1, 2), bool)
-    )  # fmt: skip
+    )
 
     def total(train, weight):
         loss, statistics = losses.policy_loss(

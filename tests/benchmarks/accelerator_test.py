@@ -180,14 +180,16 @@ def test_a_process_that_dies_or_hangs_is_an_error(tmp_path):
     python = [sys.executable, "-c"]
     assert accelerator.run_process([*python, "pass"], tmp_path / "none", 600) == {"error": None}
     assert accelerator.run_process([*python, f"{write} import os; os._exit(9)"], record, 600) == {
-        "tokens": 3, "error": "ended with exit code 9",
-    }  # fmt: skip
+        "tokens": 3,
+        "error": "ended with exit code 9",
+    }
     assert accelerator.run_process([*python, "import os; os.abort()"], tmp_path / "none", 600) == {
         "error": "ended with exit code -6"
     }
     assert accelerator.run_process([*python, "import time; time.sleep(600)"], record, 0.5) == {
-        "tokens": 3, "error": "killed after 0 s",
-    }  # fmt: skip
+        "tokens": 3,
+        "error": "killed after 0 s",
+    }
 
 
 def test_the_command_writes_one_json_and_names_what_it_left_out(tmp_path, monkeypatch, capsys):

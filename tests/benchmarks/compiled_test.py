@@ -64,9 +64,11 @@ def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
     # The embedding is the output matrix too, which comes in eight pieces. For lookups it stays where it is.
     pieces = (model.vocab_size // 8, hidden)
     assert gathered == {
-        (hidden, hidden): passes * layers, (hidden, fused): passes * layers, (hidden, wide): 3 * passes * layers,
+        (hidden, hidden): passes * layers,
+        (hidden, fused): passes * layers,
+        (hidden, wide): 3 * passes * layers,
         pieces: 8 * passes,
-    }  # fmt: skip
+    }
     assert _moved(step, "all-reduce", "reduce-scatter") == {
         (hidden, hidden): 4 * layers, (hidden, fused): 4 * layers, (hidden, wide): 3 * 4 * layers, pieces: 8 * 4,
     }  # fmt: skip
@@ -94,9 +96,7 @@ def test_no_array_of_all_tokens_and_the_vocabulary(plan):
 
 def test_replayed_experts_are_in_the_programs():
     """Eight experts, two of them for a token, four layers, int16."""
-    changes = {
-        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    }  # fmt: skip
+    changes = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     config = small_config(rollout__router_replay=True)
     architecture = dataclasses.replace(config.model.architecture, **changes)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))

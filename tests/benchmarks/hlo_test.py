@@ -219,8 +219,9 @@ def test_groups_of_devices():
     mesh = make_mesh(2, 4, devices=jax.devices()[:8])
 
     def function(x):
-        return jax.shard_map(lambda x: jax.lax.psum(x, "fsdp"), mesh=mesh, in_specs=P(("data", "fsdp")),
-                             out_specs=P("data"))(x)  # fmt: skip
+        return jax.shard_map(
+            lambda x: jax.lax.psum(x, "fsdp"), mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=P("data")
+        )(x)
 
     module = _module(function, jax.ShapeDtypeStruct((8, 6), jnp.float32))
     (reduction,) = collectives(module, _none, micro_batch_scope="micro_batches")

@@ -101,7 +101,7 @@ def _assert_same(first: Rollout, second: Rollout) -> None:
         _long(EXPERTS, {"tensor": 2, "expert": 4}, "fp8", {}),
     ],
     ids=lambda value: value.model_type if isinstance(value, ModelConfig) else None,
-)  # fmt: skip
+)
 def test_a_mesh_gives_the_tokens_of_one_device(
     config: ModelConfig, sizes: dict[str, int], precision: str, settings: dict[str, int]
 ) -> None:
@@ -197,8 +197,9 @@ def test_a_push_gathers_no_leaf_in_the_trainers_precision() -> None:
     shardings = param_shardings(logical_axes(config), param_shapes(config), training)
     shapes = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        param_shapes(config), shardings,
-    )  # fmt: skip
+        param_shapes(config),
+        shardings,
+    )
     programs = weights_module._converters(config, "bfloat16", sampling_mesh(training, tensor=8))
     compiled = programs.layer.lower(shapes["layers"], np.int32(0)).compile()
     layer = 2 * 32 * (3 * 64 + 64 + 3 * 64)

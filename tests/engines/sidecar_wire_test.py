@@ -311,7 +311,7 @@ _MALFORMED = {
     "nothing shared, and no descriptor": (_frame(_with(shared=0)), "0 shared bytes for arrays of 0, 0 descriptors"),
     "shared is text": (_frame(_with(shared="a\nb")), "'a\\nb' shared bytes"),
     "shared is a long list": (_frame(_with(shared=[0] * 1000)), "shared bytes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", _MALFORMED)

@@ -184,9 +184,8 @@ def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
     """kill -9 of the trainer in the middle of a call."""
     root = str(Path(__file__).parents[2])
     parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT.format(root=root, directory=str(tmp_path))],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", _PARENT.format(root=root, directory=str(tmp_path))], stdout=subprocess.PIPE, text=True
+    )
     # The first sign of progress.
     assert int(parent.stdout.readline()) in sidecars(parent.pid)
     parent.kill()

@@ -55,9 +55,10 @@ def test_skyrl_charges_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path)
 
 def _slime_batch():
     lengths = [3, 2]
-    split = {name: [values[i, :n] for i, n in enumerate(lengths)] for name, values in (
-        ("log_probs", P), ("rollout_log_probs", Q), ("loss_masks", MASK.int())
-    )}  # fmt: skip
+    split = {
+        name: [values[i, :n] for i, n in enumerate(lengths)]
+        for name, values in (("log_probs", P), ("rollout_log_probs", Q), ("loss_masks", MASK.int()))
+    }
     return split | {"rewards": A.tolist(), "kl": [torch.zeros(n) for n in lengths]}
 
 
@@ -176,11 +177,13 @@ def test_shapes_that_would_broadcast_are_refused():
     penalty = {"advantages": P, "discrepancy": P, "multiplier": torch.tensor(0.5)}
     statistics = {"train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
     for function, arguments in (
-        (_dc_grpo().charge, charge), (dc_grpo_torch.clipped_surrogate, surrogate),
-        (dc_grpo_torch.penalized_advantages, penalty), (dc_grpo_torch.discrepancy_statistics, statistics),
+        (_dc_grpo().charge, charge),
+        (dc_grpo_torch.clipped_surrogate, surrogate),
+        (dc_grpo_torch.penalized_advantages, penalty),
+        (dc_grpo_torch.discrepancy_statistics, statistics),
         (dc_grpo_torch.token_discrepancy, {"train_logprobs": P, "rollout_logprobs": Q}),
         (dc_grpo_torch.clamped_log_ratio, {"numerator": P, "denominator": Q}),
-    ):  # fmt: skip
+    ):
         function(**arguments)
         for name, value in arguments.items():
             others = [value[None], value[:1], value[..., :1]] if value.dim() else [torch.full((3,), 0.5)]
@@ -228,9 +231,11 @@ def _verl(monkeypatch):
         function = grpo if adv_estimator == "grpo" else registered[adv_estimator]
         batch = data.batch
         batch["advantages"], batch["returns"] = function(
-            token_level_rewards=batch["token_level_rewards"], response_mask=batch["response_mask"],
-            index=data.non_tensor_batch["uid"], config=config,
-        )  # fmt: skip
+            token_level_rewards=batch["token_level_rewards"],
+            response_mask=batch["response_mask"],
+            index=data.non_tensor_batch["uid"],
+            config=config,
+        )
         return data
 
     def compute_advantage_for_multi_trajectories(data, batch_keys, adv_estimator, config=None):
@@ -244,8 +249,10 @@ def _verl(monkeypatch):
         data.batch["advantages"] = data.batch["returns"] = scores
         return data
 
-    modules = {name: types.ModuleType(f"verl.trainer.ppo.{name}") for name in ("core_algos", "ray_trainer", "v1.utils",
-                                                                               "v1.trainer_base")}  # fmt: skip
+    modules = {
+        name: types.ModuleType(f"verl.trainer.ppo.{name}")
+        for name in ("core_algos", "ray_trainer", "v1.utils", "v1.trainer_base")
+    }
     core = modules["core_algos"]
     core.AdvantageEstimator = types.SimpleNamespace(GRPO="grpo")
     core.register_adv_est = core.register_policy_loss = lambda name: lambda f: registered.setdefault(name, f)
@@ -254,8 +261,9 @@ def _verl(monkeypatch):
         modules[name].compute_advantage = compute_advantage
     for name in ("v1.utils", "v1.trainer_base"):
         modules[name].compute_advantage_for_multi_trajectories = compute_advantage_for_multi_trajectories
-    parents = {name: types.ModuleType(name) for name in ("verl", "verl.trainer", "verl.trainer.ppo",
-                                                         "verl.trainer.ppo.v1")}  # fmt: skip
+    parents = {
+        name: types.ModuleType(name) for name in ("verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1")
+    }
     for name, module in {**parents, **{each.__name__: each for each in modules.values()}}.items():
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, child = name.rpartition(".")
@@ -272,9 +280,11 @@ def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_
     rewards = torch.zeros(4, 3)
     rewards[:3, 0] = 1.0
     batch = {
-        "token_level_rewards": rewards, "response_mask": torch.ones(4, 3), "old_log_probs": P[0].expand(4, 3),
+        "token_level_rewards": rewards,
+        "response_mask": torch.ones(4, 3),
+        "old_log_probs": P[0].expand(4, 3),
         "rollout_log_probs": Q[0].expand(4, 3),
-    }  # fmt: skip
+    }
     data = _Data(batch, np.array(["a"] * 4))
     keys = ["a_0_0", "a_0_1", "a_0_2", "a_1_0"]
     trainer = modules["v1.trainer_base"]

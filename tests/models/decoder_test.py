@@ -252,8 +252,7 @@ def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack
 def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, Any], mlp: bool) -> None:
     """Values and the gradients of every parameter, biases and head norms among them where the model has them."""
     config, params = tiny_model
-    layer = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size,
-                         _layers(params)[1])  # fmt: skip
+    layer = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size, _layers(params)[1])
     x = jax.random.normal(jax.random.key(3), (2, 7, config.hidden_size))
     rotary = rotary_tables(config, jnp.arange(14).reshape(2, 7))
 

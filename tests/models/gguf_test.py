@@ -49,8 +49,9 @@ def _values(config: ModelConfig) -> dict[str, np.ndarray]:
 
 def _pairs(values: np.ndarray, heads: int) -> np.ndarray:
     """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py, letter by letter."""
-    return (values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-            .swapaxes(1, 2).reshape(values.shape))  # fmt: skip
+    return (
+        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    )
 
 
 def _write(path: Path, config: ModelConfig, *, kind: str = "F32", pre: str = "qwen2", leave_out: str = "",

@@ -55,8 +55,10 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         if self.path == "/api/validate-yaml":
             return self._answer({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
-            files = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
-                     for each in json.loads(body)["files"]]  # fmt: skip
+            files = [
+                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for each in json.loads(body)["files"]
+            ]
             return self._answer({"files": files})
         assert "/commit/main" in self.path, self.path
         for line in filter(None, body.splitlines()):
@@ -76,8 +78,10 @@ class _Hub(http.server.BaseHTTPRequestHandler):
                 return self._answer({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"}, head)
             siblings = [{"rfilename": name} for name in self.server.files]
             if "/tree/" in path:
-                tree = [{"type": "file", "path": name, "size": len(data), "oid": name}
-                        for name, data in self.server.files.items()]  # fmt: skip
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": name}
+                    for name, data in self.server.files.items()
+                ]
                 return self._answer(tree, head=head)
             return self._answer({"id": "me/policy", "sha": _COMMIT, "siblings": siblings}, head=head)
         data = self.server.files[path.split("/", 5)[5]]

@@ -203,9 +203,11 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes: tuple[int, int, int],
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     split = shard_map_over_model_axes(
-        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes), mesh,
-        in_specs=(rows, P(*axes), rows, rows), out_specs=(rows, rows),
-    )  # fmt: skip
+        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes),
+        mesh,
+        in_specs=(rows, P(*axes), rows, rows),
+        out_specs=(rows, rows),
+    )
     whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU)
 
     def run(function: Any) -> Any:

@@ -179,9 +179,11 @@ def test_load_and_loss_are_those_of_transformers(hf_directory: Directory) -> Non
 def test_router_metrics_by_hand() -> None:
     """Two layers of four experts, 8 tokens with k = 1; in the second layer one expert gets half of all."""
     sums = {
-        "router_load": jnp.array([[2.0, 2, 2, 2], [4, 2, 2, 0]]), "router_probability": jnp.full((2, 4), 2.0),
-        "router_entropy": jnp.array([4.0, 8.0]), "router_tokens": jnp.full(2, 8.0),
-    }  # fmt: skip
+        "router_load": jnp.array([[2.0, 2, 2, 2], [4, 2, 2, 0]]),
+        "router_probability": jnp.full((2, 4), 2.0),
+        "router_entropy": jnp.array([4.0, 8.0]),
+        "router_tokens": jnp.full(2, 8.0),
+    }
     have = router_metrics(sums | {"router_agreement": jnp.array([6.0, 8.0])})
     want = {
         "moe/load_max_over_mean": 2.0,  # 4 over a mean of 2; over both layers together it is 6 / 4

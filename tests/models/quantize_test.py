@@ -133,8 +133,9 @@ def test_tree_has_every_matrix_quantized_per_layer_and_nothing_else(precision, t
     config = CONFIG if tied else ModelConfig(**{**vars(CONFIG), "tie_word_embeddings": False})
     params = init_params(config, jax.random.key(0))
     # Layer 1 is ten times layer 0: a scale shared by the layers would be ten times too coarse for layer 0.
-    params["layers"] = jax.tree.map(lambda x: x * jnp.array([1.0, 10.0]).reshape(2, *[1] * (x.ndim - 1)),
-                                    params["layers"])  # fmt: skip
+    params["layers"] = jax.tree.map(
+        lambda x: x * jnp.array([1.0, 10.0]).reshape(2, *[1] * (x.ndim - 1)), params["layers"]
+    )
     tree = quantize_output(params, precision)
     tree["layers"] = quantize_tree(params["layers"], quantized_leaves(config)["layers"], precision)
     np.testing.assert_array_equal(tree["embedding"], params["embedding"])

@@ -41,8 +41,10 @@ def _report(
     done = subprocess.run(
         [sys.executable, "-c", _REPORT, when, str(count), str(cores), json.dumps(asked)],
         env={**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path), **environment},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 

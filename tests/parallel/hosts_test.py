@@ -204,9 +204,11 @@ def test_the_slurm_script_starts_the_same_command_everywhere(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "123456",
         "SLURM_NTASKS": "2",
-    }  # fmt: skip
+    }
     script = ROOT / "examples" / "several_hosts_slurm.sh"
     command = [script, "--config=a b.py", "--config.training.steps=2"]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -237,11 +239,15 @@ def test_the_skypilot_task_gives_each_node_its_number(tmp_path):
     (tmp_path / "trainer/bin/python").write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
     (tmp_path / "trainer/bin/python").chmod(0o755)
     environment = os.environ | {
-        "HOME": str(tmp_path), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2",
+        "HOME": str(tmp_path),
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NODE_RANK": "1",
-    }  # fmt: skip
+    }
     run = subprocess.run(["bash", "-c", task["run"]], env=environment, check=True, capture_output=True, text=True)
     given = dict(word.split("=") for word in run.stdout.split("|") if word.startswith("--config.hosts."))
     assert given == {
-        "--config.hosts.coordinator": "10.0.0.1:1234", "--config.hosts.processes": "2", "--config.hosts.process": "1",
-    }  # fmt: skip
+        "--config.hosts.coordinator": "10.0.0.1:1234",
+        "--config.hosts.processes": "2",
+        "--config.hosts.process": "1",
+    }

@@ -75,9 +75,11 @@ def test_a_step_on_gpus_has_cudnn_attention_on_every_mesh(mesh, tmp_path):
 @pytest.mark.parametrize("mesh", _MESHES.values(), ids=_MESHES)
 def test_packed_rows_on_gpus_have_no_mask(mesh, tmp_path):
     packed = {
-        "training.segments_per_row": 8, "training.row_lengths": "(1280,)", "training.micro_batch_tokens": 1280,
+        "training.segments_per_row": 8,
+        "training.row_lengths": "(1280,)",
+        "training.micro_batch_tokens": 1280,
         "training.prompts_per_step": 4,
-    }  # fmt: skip
+    }
     record = _plan(tmp_path, "h100:8", "jax_cuda12_plugin", mesh | packed, "--programs=step")
     checks = {check["name"]: check["found"] for check in record["checks"]}
     assert checks["no [length, length] attention matrix"] == "none"

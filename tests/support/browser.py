@@ -27,8 +27,10 @@ def look_at(page, tmp_path, width):
     )
     done = subprocess.run(
         [CHROMIUM, *_FLAGS, f"--user-data-dir={tmp_path}/profile{width}", "--window-size=1400,900", f"file://{frame}"],
-        capture_output=True, text=True, timeout=HANGS_S,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
     found = re.search(r'<pre id="r">(.*?)</pre>', done.stdout, re.S)
     assert found and found[1], done.stderr[-2000:]
     return json.loads(found[1]), [line for line in done.stderr.splitlines() if "CONSOLE" in line]

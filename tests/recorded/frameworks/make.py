@@ -70,9 +70,11 @@ def nemo_rl(sources, out):
         "prometheus_client.samples", "torch.utils.tensorboard", "nemo_rl.data.interfaces",
         "nemo_rl.data.multimodal_utils", "nemo_rl.data.packing", "nemo_rl.distributed.collectives",
     )  # fmt: skip
-    stand_ins = dict.fromkeys(names) | {"nemo_rl.data.multimodal_utils": _module(
-        MULTIMODAL_CONTENT_TYPES=(), NATIVE_MULTIMODAL_KEYS=(), PackedTensor=type("PackedTensor", (), {}),
-    )}  # fmt: skip
+    stand_ins = dict.fromkeys(names) | {
+        "nemo_rl.data.multimodal_utils": _module(
+            MULTIMODAL_CONTENT_TYPES=(), NATIVE_MULTIMODAL_KEYS=(), PackedTensor=type("PackedTensor", (), {})
+        )
+    }
     logger = _import(sources / "nemo-rl", "nemo_rl.utils.logger", **stand_ins)
     table = _table(top_p=0.9)
     for step in range(STEPS):
@@ -103,19 +105,23 @@ def prime_rl(sources, out):
     """Sampled at temperature 0.6 and scored so by the trainer; the engine reports raw log-probs. Two ranks."""
     config = _module(DefaultLossConfig=type("DefaultLossConfig", (), {}), TrainerConfig=None)
     export = _import(
-        sources / "prime-rl" / "src", "prime_rl.trainer.rl.token_export", **{
+        sources / "prime-rl" / "src",
+        "prime_rl.trainer.rl.token_export",
+        **{
             "prime_rl.configs.trainer": config,
             "prime_rl.trainer.rl.loss": _module(compute_importance_ratio_and_mismatch_kl=_ratios),
-        }
-    )  # fmt: skip
+        },
+    )
     table = _table(raw=True, temperature=0.6)
     for rank in range(RANKS):
         exporter = export.TokenExporter(out, rank)
         for step in range(STEPS):
             rows = _rows(table, step, rank, RANKS)
             count, width = len(rows["ids"]), PROMPT + LENGTH
-            packed = {name: torch.nn.functional.pad(rows[name], (PROMPT, 0)).reshape(1, -1)
-                      for name in ("ids", "train", "rollout", "entropy")}  # fmt: skip
+            packed = {
+                name: torch.nn.functional.pad(rows[name], (PROMPT, 0)).reshape(1, -1)
+                for name in ("ids", "train", "rollout", "entropy")
+            }
             mask = torch.nn.functional.pad(torch.ones_like(rows["ids"]), (PROMPT, 0)).bool().reshape(1, -1)
             micro_batch = {
                 "input_ids": packed["ids"],
@@ -134,9 +140,11 @@ def prime_rl(sources, out):
 
 def slime(sources, out):
     """Sampled at temperature 0.6, which the trainer does not know. Two data-parallel ranks, gathered into one file."""
-    utils = _import(sources / "slime", "slime.observability.train_data_utils", **{"slime.observability": _package(
-        sources / "slime" / "slime" / "observability"
-    )})  # fmt: skip
+    utils = _import(
+        sources / "slime",
+        "slime.observability.train_data_utils",
+        **{"slime.observability": _package(sources / "slime" / "slime" / "observability")},
+    )
     table = _table(temperature=0.6, entropies=False)
     out.mkdir(parents=True)
     for step in range(STEPS):
