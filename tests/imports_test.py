@@ -65,7 +65,7 @@ _LIBRARIES = {
     "torch": (
         "dcmdp_jax.integrations",
         "dcmdp_jax.lab.mismatch.formats",
-        "dcmdp_jax.lab.probe.hugging_face",
+        "dcmdp_jax.lab.probe.engines",
         "dcmdp_jax.engines.vllm.start_checks",
         "dcmdp_jax.engines.vllm.worker",
     ),

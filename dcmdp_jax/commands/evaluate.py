@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dcmdp_jax.commands.arguments import real, whole
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in
 from dcmdp_jax.commands.flags import split_overrides
@@ -35,12 +37,13 @@ from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.data.mixtures import parse_mixture
 from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.average import EvaluationResult, describe
+from dcmdp_jax.evaluation.average import EvaluationResult, describe, evaluate, join
+from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.evaluation.log import EvaluationLog, open_output, write_json
 from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
-from dcmdp_jax.evaluation.resumable import default_part, evaluate_in_parts
 from dcmdp_jax.evaluation.table import format_comparison, format_table, plain_average, read_scores, to_record
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.process_memory import release_freed_memory
@@ -64,6 +67,9 @@ _ARGUMENTS_BEFORE = {
     "--drop_overlap": "--overlap",
 }  # fmt: skip
 """Argument of earlier versions -> the one that took its place."""
+
+_ROUNDS = 4
+"""Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""
 
 EXPECTED = (EngineError, MemoryError)
 """Failures whose message is enough."""
@@ -152,9 +158,8 @@ def _overlaps(run: ModelRun) -> dict[str, list[Overlap]]:
 
 
 def _evaluate(run: ModelRun, arguments: argparse.Namespace, log: EvaluationLog) -> list[EvaluationResult]:
-    config, tokenizer, rows = run.asked, run.tokenizer, run.memory.rows
-    if rows < config.rollout.max_rows:
-        print(f"{rows} rows at a time (rollout.max_rows={config.rollout.max_rows} does not fit)", file=sys.stderr)
+    if (rows := run.memory.rows) < (most := run.asked.rollout.max_rows):
+        print(f"{rows} rows at a time (rollout.max_rows={most} does not fit)", file=sys.stderr)
     run.start()
     if run.engine_kind.pushes:
         run.engine.push_weights(run.saved.load(run.param_dtype), run.saved.step or 0)
@@ -162,30 +167,50 @@ def _evaluate(run: ModelRun, arguments: argparse.Namespace, log: EvaluationLog) 
     results: list[EvaluationResult] = []
     for task, prompts in run.held_out:
         began = time.monotonic()
-        result = evaluate_in_parts(
-            run.engine,
-            run.scorer,
-            tokenizer,
-            prompts.token_ids,
-            prompts.problems,
-            SamplingParams(
-                group_size=task.samples,
-                max_completion_tokens=config.rollout.max_completion_tokens,
-                temperature=config.evaluation.temperature,
-                top_p=arguments.top_p,
-                stop_token_ids=run.stop_token_ids,
-            ),
-            task=task.name,
-            seed=config.training.seed,
-            problems_per_part=default_part(task.samples, config.rollout.max_rows),
-            log=log,
-            turns=run.turns,
-        )
+        result = _evaluate_task(run, task, prompts, arguments.top_p, log)
         results.append(result)
         _report_progress(result, len(run.held_out), len(results), time.monotonic() - began)
-        asked = [tokenizer.decode(ids) for ids in prompts.token_ids]
+        asked = [run.tokenizer.decode(ids) for ids in prompts.token_ids]
         print("\n".join(describe(result, asked, [problem.answer for problem in prompts.problems])), file=sys.stderr)
     return results
+
+
+def _evaluate_task(
+    run: ModelRun, task: HeldOutTask, prompts: EncodedPrompts, top_p: float, log: EvaluationLog
+) -> EvaluationResult:
+    """Evaluate a task part by part: a kill loses one part at most, and parts that the log has are not sampled again.
+
+    Parts depend on nothing but the seed and their number: what is continued equals what was not interrupted.
+    """
+    config = run.asked
+    sampling = SamplingParams(
+        group_size=task.samples,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        temperature=config.evaluation.temperature,
+        top_p=top_p,
+        stop_token_ids=run.stop_token_ids,
+    )
+    size, results = max(1, _ROUNDS * config.rollout.max_rows // task.samples), []
+    for part, start in enumerate(range(0, len(prompts.problems), size)):
+        result = log.finished(task.name, part)
+        if result is None:
+            problems, token_ids = prompts.problems[start : start + size], prompts.token_ids[start : start + size]
+            result = evaluate(
+                run.engine, run.scorer, run.tokenizer, token_ids, problems, sampling, task=task.name,
+                seed=part_seed(config.training.seed, part), turns=run.turns,
+            )  # fmt: skip
+            asked = [
+                {"row": problem.index, "prompt": run.tokenizer.decode(ids), "answer": problem.answer}
+                for problem, ids in zip(problems, token_ids, strict=True)
+            ]
+            log.append(part, asked, result)
+        results.append(result)
+    return join(results)
+
+
+def part_seed(seed: int, part: int) -> int:
+    """Seed of a part's samples: rows of different parts have the same number, and must not have the same draws."""
+    return seed if part == 0 else int(np.random.SeedSequence((seed, part)).generate_state(1)[0])
 
 
 def _describe_overlaps(

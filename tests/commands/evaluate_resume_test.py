@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.commands.evaluate import main
+from dcmdp_jax.commands import evaluate
+from dcmdp_jax.commands.evaluate import main, part_seed
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.evaluation import resumable
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run import model_run
 from tests.support.coin_model import (
@@ -70,17 +70,16 @@ def test_a_killed_evaluation_continues_to_the_same_bytes(hf_dir, tasks, tmp_path
     main(["evaluate", *_words(hf_dir, tasks, tmp_path / "whole.json")])
     killer = (
         "import os, signal, sys\n"
-        "from dcmdp_jax.evaluation import resumable\n"
-        "from dcmdp_jax.commands.evaluate import main\n"
-        "sample, calls = resumable.evaluate, []\n"
+        "from dcmdp_jax.commands import evaluate\n"
+        "sample, calls = evaluate.evaluate, []\n"
         "def killed(*arguments, **options):\n"
         "    result = sample(*arguments, **options)\n"
         "    calls.append(1)\n"
         "    if len(calls) == 2:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return result\n"
-        "resumable.evaluate = killed\n"
-        "main(sys.argv)\n"
+        "evaluate.evaluate = killed\n"
+        "evaluate.main(sys.argv)\n"
     )
     out = tmp_path / "cut.json"
     done = subprocess.run(
@@ -101,7 +100,7 @@ def test_a_killed_evaluation_continues_to_the_same_bytes(hf_dir, tasks, tmp_path
 
 
 def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypatch):
-    sample, calls = resumable.evaluate, []
+    sample, calls = evaluate.evaluate, []
 
     def counted(*arguments, task, seed, **options):
         if len(calls) == 3 and not any(call == "stop" for call in calls):
@@ -110,20 +109,20 @@ def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypat
         calls.append((task, seed))
         return sample(*arguments, task=task, seed=seed, **options)
 
-    monkeypatch.setattr(resumable, "evaluate", counted)
+    monkeypatch.setattr(evaluate, "evaluate", counted)
     with pytest.raises(KeyboardInterrupt):
         main(["evaluate", *_words(hf_dir, tasks, tmp_path / "o.json")])
     main(["evaluate", *_words(hf_dir, tasks, tmp_path / "o.json")])
     # 5 problems in parts of 2, 2 and 1, then 3 in parts of 2 and 1; the first part has the seed itself.
     assert [call for call in calls if call != "stop"] == [
-        ("five", 0), ("five", resumable.part_seed(0, 1)), ("five", resumable.part_seed(0, 2)),
-        ("three", 0), ("three", resumable.part_seed(0, 1)),
+        ("five", 0), ("five", part_seed(0, 1)), ("five", part_seed(0, 2)),
+        ("three", 0), ("three", part_seed(0, 1)),
     ]  # fmt: skip
-    assert len({resumable.part_seed(0, part) for part in range(100)}) == 100
+    assert len({part_seed(0, part) for part in range(100)}) == 100
 
 
 def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, tasks, tmp_path, capsys, monkeypatch):
-    sample, calls = resumable.evaluate, []
+    sample, calls = evaluate.evaluate, []
 
     def stop_at_the_second(*arguments, **options):
         calls.append(1)
@@ -133,7 +132,7 @@ def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, task
 
     out = tmp_path / "o.json"
     with monkeypatch.context() as patch:
-        patch.setattr(resumable, "evaluate", stop_at_the_second)
+        patch.setattr(evaluate, "evaluate", stop_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             main(["evaluate", *_words(hf_dir, tasks, out)])
     got = evaluation_fails(capsys, *_words(hf_dir, tasks, out), SEED, 1)

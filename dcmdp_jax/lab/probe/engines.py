@@ -22,10 +22,13 @@ from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.process_memory import show_torch
 from dcmdp_jax.run.model_run import ModelRun
 from dcmdp_jax.run.row_logprobs import make_probe
+from dcmdp_jax.types import Params
 
 _MIN_ROWS = 32
 
@@ -83,9 +86,6 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
     if spec.kind == "trainer":
         return TrainingStack(config, params, compute=Compute(dtype=spec.compute), scheme=_scheme(spec, config))
     if spec.kind == "hf":
-        # torch and transformers' models take seconds to import.
-        from dcmdp_jax.lab.probe.hugging_face import HuggingFace
-
         return HuggingFace(config, params, directory)
     kind = spec.record
     _, arguments = engine_arguments(
@@ -157,3 +157,40 @@ def check_same_tokens(first: dict[str, int], second: dict[str, int], names: tupl
         f"the engines' vocabularies differ in {len(differing)} tokens: token {differing[0]} is {said}; log-probs of "
         "token ids can't be compared, give both the same tokenizer"
     )
+
+
+class HuggingFace:
+    """The model as transformers computes it in float32 on the CPU, which shares no code with ours; unpadded."""
+
+    def __init__(self, config: ModelConfig, params: Params, directory: Path) -> None:
+        """Write the parameters to `directory` in float32 and load them with transformers.
+
+        Raises:
+            UserError: if torch is not installed.
+        """
+        show_torch()  # commands hide it
+        try:
+            import torch
+            from transformers import AutoModelForCausalLM
+        except ImportError:
+            raise UserError("engine hf: torch is not installed (BUILD.md tells how to get its CPU build)") from None
+        self._torch = torch
+        save_params(params, config, directory, dtype="float32", tokenizer_dir=None, overwrite=True)
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+
+    def score(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs, float32 nats, one array for each completion."""
+        torch, found = self._torch, []
+        with torch.no_grad():
+            for prompt, completion in zip(prompts, completions, strict=True):
+                ids = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long)
+                logits = self._model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+                logprobs = torch.log_softmax(logits, dim=-1)
+                found.append(logprobs.gather(1, ids[len(prompt) :, None])[:, 0].numpy())
+        return found
+
+    def close(self) -> None:
+        """Free the model."""
+        self._model = None
