@@ -15,10 +15,5 @@ _VALUES = {"0.5": (25.0, 0.5), "1.0": (50.0, 1.0), "1.5": (75.0, 1.5)}
 
 
 def get_study(arg: str = "") -> Study:
-    return make_study(
-        arg,
-        "Dual learning rate eta",
-        demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
-        paper=arms(QWEN3_8B, {label: {_SETTING: paper} for label, (_, paper) in _VALUES.items()}),
-        baseline="1.0",
-    )
+    demo, paper = ({label: {_SETTING: values[size]} for label, values in _VALUES.items()} for size in (0, 1))
+    return make_study(arg, "Dual learning rate eta", demo=arms(DEMO, demo), paper=arms(QWEN3_8B, paper), baseline="1.0")

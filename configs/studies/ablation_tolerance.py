@@ -20,10 +20,5 @@ _VALUES = {
 
 
 def get_study(arg: str = "") -> Study:
-    return make_study(
-        arg,
-        "Budget c",
-        demo=arms(DEMO, {label: {_SETTING: demo} for label, (demo, _) in _VALUES.items()}),
-        paper=arms(QWEN3_8B, {label: {_SETTING: paper} for label, (_, paper) in _VALUES.items()}),
-        baseline="0.0037",
-    )
+    demo, paper = ({label: {_SETTING: values[size]} for label, values in _VALUES.items()} for size in (0, 1))
+    return make_study(arg, "Budget c", demo=arms(DEMO, demo), paper=arms(QWEN3_8B, paper), baseline="0.0037")

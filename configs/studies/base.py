@@ -17,14 +17,7 @@ SIX_BENCHMARKS = ",".join(
 )
 
 
-def make_study(
-    arg: str,
-    title: str,
-    *,
-    demo: Mapping[str, Arm],
-    paper: Mapping[str, Arm],
-    baseline: str,
-) -> Study:
+def make_study(arg: str, title: str, *, demo: Mapping[str, Arm], paper: Mapping[str, Arm], baseline: str) -> Study:
     """A study at demo size, or with `paper` as its argument at the paper's, evaluated on the six benchmarks.
 
     Args:

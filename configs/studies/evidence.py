@@ -41,9 +41,6 @@ def get_study(arg: str = "") -> Study:
 def _strained(arms: Mapping[str, Arm], cache: Mapping[str, Any] = _FP8_CACHE) -> dict[str, Arm]:
     """The arms under strain. An embedded engine gets this cache; the exact control must have none."""
     return {
-        name: Arm(
-            arm.config,
-            {**STRAIN, **(cache if arm.config == DEMO and name != "exact" else {}), **arm.settings},
-        )
+        name: Arm(arm.config, STRAIN | (cache if arm.config == DEMO and name != "exact" else {}) | arm.settings)
         for name, arm in arms.items()
     }

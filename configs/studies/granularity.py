@@ -16,6 +16,5 @@ def get_study(arg: str = "") -> Study:
         "token": {"algorithm.method": "dual_grpo", "algorithm.level": "token"},
         "sequence": {"algorithm.method": "dual_grpo", "algorithm.level": "sequence"},
     }
-    return make_study(
-        arg, "Dual-GRPO by granularity", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="token"
-    )
+    demo, paper = (arms(config, settings) for config in (DEMO, R1_DISTILL))
+    return make_study(arg, "Dual-GRPO by granularity", demo=demo, paper=paper, baseline="token")

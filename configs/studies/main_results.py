@@ -24,11 +24,7 @@ def get_study(arg: str = "") -> Study:
 
     fp8 = {"rollout.precision": "fp8"}
     large = arg == "paper_30b"
-    study = make_study(
-        "paper" if large else arg,
-        "BF16 and FP8 engines",
-        demo=arms(DEMO, settings(fp8, {"rollout.precision": "bfloat16"})),
-        paper=arms(QWEN3_30B_A3B if large else QWEN3_8B, settings(fp8, {})),
-        baseline="bf16_grpo",
-    )
+    demo = arms(DEMO, settings(fp8, {"rollout.precision": "bfloat16"}))
+    paper = arms(QWEN3_30B_A3B if large else QWEN3_8B, settings(fp8, {}))
+    study = make_study("paper" if large else arg, "BF16 and FP8 engines", demo=demo, paper=paper, baseline="bf16_grpo")
     return dataclasses.replace(study, title=f"{study.title}, Qwen3-30B-A3B") if large else study

@@ -18,10 +18,5 @@ def get_study(arg: str = "") -> Study:
         "ratio": {**dual, "algorithm.measure": "ratio"},
         "log": {**dual, "algorithm.measure": "log"},
     }
-    return make_study(
-        arg,
-        "Dual-GRPO by penalty",
-        demo=arms(DEMO, settings),
-        paper=evaluated_arms(R1_DISTILL, settings),
-        baseline="grpo",
-    )
+    paper = evaluated_arms(R1_DISTILL, settings)
+    return make_study(arg, "Dual-GRPO by penalty", demo=arms(DEMO, settings), paper=paper, baseline="grpo")

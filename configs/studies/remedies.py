@@ -22,12 +22,7 @@ _GRPO = {"algorithm.method": "grpo"}
 
 
 def remedy_arms(
-    config: str,
-    engine: Mapping[str, Any],
-    embedded: str,
-    *,
-    matched: str = "fp8",
-    forward: Mapping[str, Any] | None = None,
+    config: str, engine: Mapping[str, Any], embedded: str, *, matched: str = "fp8", forward: Mapping[str, Any] = {}
 ) -> dict[str, Arm]:
     """Arms of `config` against the engine of these settings; `embedded` is the config of `exact`.
 
@@ -37,12 +32,9 @@ def remedy_arms(
     remedies = {
         name: {f"algorithm.{key}": value for key, value in REMEDIES[name].items()} for name in ("tis", "icepop", "dppo")
     }
-    same, controls = {}, {}
-    if forward is None:
-        controls["matched"] = {"rollout.precision": matched, "model.forward_precision": matched}
-    else:
-        same["matched"] = {**engine, **forward}
-    controls["exact"] = {"rollout.precision": "exact"}
+    rounded = {"rollout.precision": matched, "model.forward_precision": matched}
+    same = {"matched": {**engine, **forward}} if forward else {}
+    controls = ({} if forward else {"matched": rounded}) | {"exact": {"rollout.precision": "exact"}}
     return {
         **arms(config, {method: {"algorithm.method": method, **engine} for method in METHODS}),
         **arms(config, {name: {**_GRPO, **changes, **engine} for name, changes in (remedies | same).items()}),
@@ -52,15 +44,8 @@ def remedy_arms(
 
 def get_study(arg: str = "") -> Study:
     if arg == "vllm":
-        cache = {"model.forward_cache": "fp8"}
-        return Study(
-            "Remedies (vLLM, FP8 key-value cache, demo size)", remedy_arms(VLLM, {}, DEMO, forward=cache), "grpo", SEEDS
-        )
+        found = remedy_arms(VLLM, {}, DEMO, forward={"model.forward_cache": "fp8"})
+        return Study("Remedies (vLLM, FP8 key-value cache, demo size)", found, "grpo", SEEDS)
     fp8, blocks = {"rollout.precision": "fp8_per_block"}, {"model.forward_precision": "fp8_per_block"}
-    return make_study(
-        arg,
-        "Remedies",
-        demo=remedy_arms(DEMO, {}, DEMO),
-        paper=remedy_arms(QWEN3_8B, fp8, f"{QWEN3_8B}:local", forward=blocks),
-        baseline="grpo",
-    )
+    paper = remedy_arms(QWEN3_8B, fp8, f"{QWEN3_8B}:local", forward=blocks)
+    return make_study(arg, "Remedies", demo=remedy_arms(DEMO, {}, DEMO), paper=paper, baseline="grpo")

@@ -14,10 +14,5 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 
 def get_study(arg: str = "") -> Study:
     settings = {f"t={temperature}": {"rollout.temperature": temperature} for temperature in TEMPERATURES}
-    return make_study(
-        arg,
-        "GRPO by sampling temperature",
-        demo=arms(f"{DEMO}:grpo", settings),
-        paper=evaluated_arms(f"{R1_DISTILL}:grpo", settings),
-        baseline="t=1.0",
-    )
+    demo, paper = arms(f"{DEMO}:grpo", settings), evaluated_arms(f"{R1_DISTILL}:grpo", settings)
+    return make_study(arg, "GRPO by sampling temperature", demo=demo, paper=paper, baseline="t=1.0")

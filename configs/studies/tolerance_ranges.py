@@ -18,6 +18,5 @@ def get_study(arg: str = "") -> Study:
     for tolerance in RANGES:
         settings[f"c={tolerance}"] = {"algorithm.method": "threshold_grpo", "algorithm.tolerance": tolerance}
     settings["grpo"] = {"algorithm.method": "grpo"}
-    return make_study(
-        arg, "Tolerance ranges", demo=arms(DEMO, settings), paper=evaluated_arms(R1_DISTILL, settings), baseline="c=0"
-    )
+    paper = evaluated_arms(R1_DISTILL, settings)
+    return make_study(arg, "Tolerance ranges", demo=arms(DEMO, settings), paper=paper, baseline="c=0")
