@@ -94,58 +94,13 @@ def token_discrepancy(
     return jax.lax.stop_gradient(values)
 
 
-def discrepancy(
-    train_logprobs: Array,
-    rollout_logprobs: Array,
-    completion_mask: Array,
-    completion_index: Array,
-    num_completions: int,
-    *,
-    measure: Measure,
-    sided: Sided,
-    level: Level,
-) -> jax.Array:
-    """delta_{i,t} of each sampled token, 0 outside the mask (Eq. 3; Algorithm 1, "Discrepancy").
-
-    `level="sequence"` gives every token of a completion the mean of its tokens' values, the coarser choice the paper
-    argues against (section 4, granularity); its sum over a completion is that of `level="token"`, so the mean
-    discrepancy of a batch is the same.
-
-    Args:
-        train_logprobs: [R, L] nats, training stack, weights that made the batch.
-        rollout_logprobs: [R, L] nats, inference engine.
-        completion_mask: [R, L] bool, true on sampled tokens; other positions are ignored.
-        completion_index: [R, L] int, the completion a token belongs to. For `level="sequence"` all tokens of a
-            completion must be in this call.
-        num_completions: N, static.
-        measure: "diff", "ratio" or "log"; see `token_discrepancy`.
-        sided: "two", or "one" to charge p^Train > p^Inf only.
-        level: "token" or "sequence".
-
-    Returns:
-        [R, L] float32, >= 0, in the measure's unit. No gradient flows.
-
-    Raises:
-        ValueError: if the shapes differ or an option is unknown.
-    """
-    require_same_shape(
-        train_logprobs=train_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        completion_mask=completion_mask,
-        completion_index=completion_index,
-    )
-    require_option("level", level, get_args(Level))
-    mask = jnp.asarray(completion_mask, bool)
-    values = token_discrepancy(train_logprobs, rollout_logprobs, measure=measure, sided=sided)
-    if level == "sequence":
-        return sequence_discrepancy(values, mask, completion_index, num_completions)
-    return jnp.where(mask, values, 0.0)
-
-
 def sequence_discrepancy(
     discrepancy_tokens: Array, completion_mask: Array, completion_index: Array, num_completions: int
 ) -> jax.Array:
-    """Give every token the mean discrepancy of its completion: `level="sequence"` made from `level="token"`.
+    """Give every token the mean discrepancy of its completion (`algorithm.level=sequence`).
+
+    The coarser choice, which the paper argues against (section 4, granularity). The sum over a completion is that of
+    its tokens' own values, so the mean discrepancy of a batch is the same.
 
     Args:
         discrepancy_tokens: [R, L] float, of each token.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
-from dcmdp_jax.algorithm.discrepancy import Charge, discrepancy, sequence_discrepancy
+from dcmdp_jax.algorithm.discrepancy import Charge, sequence_discrepancy, token_discrepancy
 from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import require_option, require_same_shape
@@ -94,7 +94,7 @@ def row_signals(
         tokens: log-probs, advantages without penalty, mask, completions, multiplier (lambda_k from before this step's
             dual update) and tolerance.
         weights: [N] float32, from `losses.aggregation_weights`.
-        measure: keyword arguments of `discrepancy.discrepancy`: measure, sided.
+        measure: keyword arguments of `token_discrepancy`: measure, sided.
         level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": no
             charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
         penalty: function of `penalties` that charges the discrepancy.
@@ -111,13 +111,12 @@ def row_signals(
     require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
     require_option("level", level, get_args(Charge))
     mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
-    where = mask, tokens.completion_index, completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
-    delta = discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, *where, level="token", **measure)
+    delta = token_discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure)
     charged = jnp.zeros_like(delta) if level == "reward" else delta
     if level == "sequence":
-        charged = sequence_discrepancy(delta, *where)
+        charged = sequence_discrepancy(delta, mask, tokens.completion_index, completions)
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
     planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
@@ -127,7 +126,7 @@ def row_signals(
         statistics = {**statistics, **of_corrections}
         corrected = jnp.where(mask & found.keep, planned * found.weights, 0.0)
         if not count_dropped:
-            dropped = completion_counts(mask & ~found.keep, *where[1:])
+            dropped = completion_counts(mask & ~found.keep, tokens.completion_index, completions)
     return Signals(
         tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
         discrepancy=delta,

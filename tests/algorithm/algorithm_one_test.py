@@ -141,9 +141,10 @@ def packed(data: Ragged, seed: int) -> dict[str, np.ndarray]:
 def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     rewards, groups, in_loss, valid, lengths = per_completion
     mask, index = laid["mask"], laid["index"]
-    delta = discrepancy.discrepancy(
-        laid["old"], laid["rollout"], mask, index, COMPLETIONS, measure=measure, sided=sided, level=level
-    )
+    how = {"completion_mask": mask, "measure": measure, "sided": sided}
+    delta = discrepancy.token_discrepancy(laid["old"], laid["rollout"], **how)
+    if level == "sequence":
+        delta = discrepancy.sequence_discrepancy(delta, mask, index, COMPLETIONS)
     base = masked.gather_to_tokens(advantages.group_advantages(rewards, groups, valid), index)
     shaped = PENALTIES[method](Tokens(advantages=base, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE))
     weights, total = losses.aggregation_weights(lengths, in_loss, mode=mode, max_completion_tokens=MAX_TOKENS)
@@ -282,7 +283,7 @@ def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
     old = jax.nn.log_softmax(logits)[sampled]
     rollout = old + jnp.log(jnp.array([[1.0, 1.0, 0.5, 1.0]]))
     mask, index = np.ones((1, 4), bool), np.zeros((1, 4), np.int32)
-    delta = discrepancy.discrepancy(old, rollout, mask, index, 1, measure="diff", sided="two", level="token")
+    delta = discrepancy.token_discrepancy(old, rollout)
     base = advantages.group_advantages(np.array([1.0]), np.array([0]), np.array([True]))
     shaped = PENALTIES[method](
         Tokens(advantages=masked.gather_to_tokens(base, index), discrepancy=delta, multiplier=0.1, tolerance=0.0)

@@ -61,9 +61,6 @@ CASES = {
     ),
     "numerics.log_difference": (numerics.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
     "discrepancy.token_discrepancy": (_part(discrepancy.token_discrepancy, **MEASURE), PAIR),
-    "discrepancy.discrepancy": (
-        _part(discrepancy.discrepancy, **MEASURE, level="sequence", num_completions=N), PAIR | WHERE,
-    ),
     "discrepancy.sequence_discrepancy": (
         _part(discrepancy.sequence_discrepancy, num_completions=N), {"discrepancy_tokens": ROWS} | WHERE,
     ),

@@ -80,12 +80,16 @@ MASK = np.array([[True, True, True], [True, False, False]])
 TRAIN[1, 1:], ROLLOUT[1, 1:] = np.nan, -np.inf
 
 
+def _delta(**options):
+    return d.token_discrepancy(TRAIN, ROLLOUT, completion_mask=MASK, **options)
+
+
 def test_token_and_sequence_levels():
     # delta: (0.1, 0.2, 0.0) and (0.1): means 0.1 and 0.1; padding is NaN and must be 0.
     index = np.indices(MASK.shape)[0]
-    token = d.discrepancy(TRAIN, ROLLOUT, MASK, index, 2, measure="diff", sided="two", level="token")
+    token = _delta()
     np.testing.assert_allclose(token, [[0.1, 0.2, 0], [0.1, 0, 0]], atol=1e-7)
-    sequence = d.discrepancy(TRAIN, ROLLOUT, MASK, index, 2, measure="diff", sided="two", level="sequence")
+    sequence = d.sequence_discrepancy(token, MASK, index, 2)
     np.testing.assert_allclose(sequence, [[0.1, 0.1, 0.1], [0.1, 0, 0]], rtol=1e-6, atol=1e-8)
     # Dividing by the row length 3 would give 0.033 in the second row.
     assert float(masked_mean(token, MASK)) == pytest.approx(float(masked_mean(sequence, MASK)), rel=1e-6)
@@ -94,18 +98,16 @@ def test_token_and_sequence_levels():
 def test_sequence_level_follows_the_index_across_rows():
     # Row 0 holds completion 1 then 0; completion 0 goes on in row 1: deltas 0: (0.2, 0.0, 0.1), 1: (0.1).
     index = np.array([[1, 0, 0], [0, 0, 0]])
-    values = d.discrepancy(TRAIN, ROLLOUT, MASK, index, 2, measure="diff", sided="two", level="sequence")
+    values = d.sequence_discrepancy(_delta(), MASK, index, 2)
     np.testing.assert_allclose(values, [[0.1, 0.1, 0.1], [0.1, 0, 0]], atol=1e-7)
-    one = d.discrepancy(TRAIN, ROLLOUT, MASK, index, 2, measure="diff", sided="one", level="sequence")
+    one = d.sequence_discrepancy(_delta(sided="one"), MASK, index, 2)
     # one-sided: 0: (0, 0, 0.1) mean 0.0333; 1: (0.1)
     np.testing.assert_allclose(one, [[0.1, 0.1 / 3, 0.1 / 3], [0.1 / 3, 0, 0]], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_discrepancy_is_a_constant(level):
+def test_discrepancy_is_a_constant():
     def total(train, rollout):
-        index = np.indices(MASK.shape)[0]
-        return jnp.sum(d.discrepancy(train, rollout, MASK, index, 2, measure="ratio", sided="two", level=level))
+        return jnp.sum(d.token_discrepancy(train, rollout, completion_mask=MASK, measure="ratio"))
 
     for gradient in jax.grad(total, argnums=(0, 1))(jnp.asarray(TRAIN), jnp.asarray(ROLLOUT)):
         np.testing.assert_array_equal(gradient, np.zeros((2, 3)))
@@ -223,11 +225,9 @@ def test_bad_arguments_are_refused():
         d.token_discrepancy(TRAIN, ROLLOUT, measure="kl", sided="two")
     with pytest.raises(ValueError, match=r"sided='both'"):
         d.token_discrepancy(TRAIN, ROLLOUT, measure="diff", sided="both")
-    with pytest.raises(ValueError, match=r"level='tokens'"):
-        d.discrepancy(TRAIN, ROLLOUT, MASK, MASK, 2, measure="diff", sided="two", level="tokens")
     with pytest.raises(ValueError, match=r"rollout_logprobs \(2, 2\)"):
         d.mismatch_statistics(TRAIN, ROLLOUT[:, :2], MASK)
     with pytest.raises(ValueError, match=r"completion_index \(2,\)"):
-        d.discrepancy(TRAIN, ROLLOUT, MASK, np.arange(2), 2, measure="diff", sided="two", level="token")
+        d.sequence_discrepancy(TRAIN, MASK, np.arange(2), 2)
     with pytest.raises(ValueError, match=r"tolerance=-0.1"):
         d.completions_over_tolerance(TRAIN, MASK, np.indices(MASK.shape)[0], 2, tolerance=-0.1)

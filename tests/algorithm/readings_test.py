@@ -28,8 +28,7 @@ def _loss_and_slope(ratio, advantage):
 
 
 def _delta(train, rollout, measure="diff"):
-    arguments = np.log([[train]]), np.log([[rollout]]), ONE, np.zeros((1, 1), int), 1
-    return discrepancy.discrepancy(*arguments, measure=measure, sided="two", level="token")
+    return discrepancy.token_discrepancy(np.log([[train]]), np.log([[rollout]]), measure=measure)
 
 
 def test_token_below_the_tolerance_is_charged_while_the_multiplier_is_positive():
